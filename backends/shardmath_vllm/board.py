@@ -35,7 +35,7 @@ WAITED_FOR = ("start", "begin", "end", "finish")
 LOOK_AGAIN_S = 0.005
 """While ranks have not come."""
 
-MEET_AGAIN = "start what ended, and connect again by trainer_init"
+MEET_AGAIN = "start that rank again if it ended, and connect again by trainer_init"
 
 HEARD_S = 5.0
 """At most, for others to hear what went wrong."""
@@ -49,7 +49,10 @@ LATER_S = 2 * HEARD_S
 
 @dataclass(frozen=True)
 class Board:
-    """The exchange of messages about updates in `store`, for rank `place` of `size`; trainers have the first places."""
+    """The messages with which all ranks coordinate weight updates, in `store`, for rank `place` of `size`.
+
+    The trainer's ranks have the first places.
+    """
 
     store: Store
     place: int
@@ -64,7 +67,7 @@ class Board:
             raise ExchangeError(f"place 0 could not {what}: {fault}")
 
     def _act(self, what: str, act: Callable[[], None]) -> str:
-        """Act, and say what is wrong with it; "" for nothing."""
+        """Call `act`, post its error as the result of the step `what`, and return it; "" if it succeeds."""
         with self._telling(what):
             fault = _try(act)
             self._say(what, fault, range(self.trainers))
@@ -72,7 +75,7 @@ class Board:
 
     @contextmanager
     def _telling(self, what: str) -> Iterator[None]:
-        """Where place 0 is left by a Ctrl-C within, others hear of that, unless they have heard how it went."""
+        """At place 0, post an exception that ends the `with` block as the step's result, unless it has one."""
         try:
             yield
         except BaseException as error:
@@ -101,11 +104,11 @@ class Board:
         if self.place == 0:
             late = self._await_heard(what, range(self.trainers), self.timeout, find_failure)
             if late:
-                fix = "see that all of them still run, or give TrainerInfo a longer timeout"
+                fix = "start those again that have ended, or pass TrainerInfo a longer timeout"
                 raise ExchangeError(find_failure() or f"{self._word_late(what, late)}; {fix}")
 
     def vote(self, what: str, fault: str) -> None:
-        """Post this rank's vote on the step `what`: the `fault` that prevents it, or "" if this rank is ready."""
+        """Post this rank's vote on the step `what`: `fault`, the error that prevents it, or "" if it is ready."""
         self._post(f"{what}/{self.place}", fault, self.timeout)
 
     def decline(self, what: str, error: BaseException) -> None:
@@ -151,14 +154,16 @@ class Board:
             late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
             fault = word_faults()
             if late and not fault:
-                fix = "who has left a call of send_weights out is behind: connect again by trainer_init"
+                fix = (
+                    "call send_weights equally often on all ranks, or connect again by trainer_init"
+                )
                 fault = f"{self._word_late(what, late)}; {fix}"
             # Trainers that are late are on their way; of workers nobody knows.
             self._say(what, fault, votes.keys() | set(range(self.trainers)))
         return fault
 
     def find(self, what: str, seconds: float = ANSWER_S) -> str:
-        """Return the report on this step, "" if there is none.
+        """Return the error that a rank has posted for the step `what`; "" if none has.
 
         Raises ExchangeError if the store is gone, or does not answer within `seconds`.
         """
@@ -209,27 +214,27 @@ class Board:
         return f"{plural(late, 'rank')} did not {what} in {self.timeout:g} s: place {places}"
 
     def _say(self, what: str, fault: str, hearers: Iterable[int]) -> None:
-        """Say what place 0 finds wrong, "" for nothing. If it then raises, its process may end: wait for who hears."""
+        """Post `fault`, "" for success, as place 0's result of a step; after a fault wait until `hearers` read it."""
         self._post(what, fault)
         if fault:
             self._confirm(what)
             self._await_heard(what, hearers, HEARD_S)
 
     def _post(self, key: str, text: str, seconds: float = ANSWER_S) -> None:
-        """Put a text up. Raises ExchangeError where the store is gone, or does not answer."""
+        """Write `text` to the store under `key`. Raises ExchangeError if the store is gone, or does not answer."""
         try:
             self._write(key, text, seconds)
         except RuntimeError as error:
             raise ExchangeError(f"place 0 left, or is gone: {error}; {MEET_AGAIN}") from error
 
     def _hear(self, what: str) -> str:
-        """What went wrong at place 0; "" for nothing. Raises ExchangeError where it says nothing."""
+        """Wait for place 0's result of a step: an error, or "" for success. Raises ExchangeError if none comes."""
         seconds = self.timeout + LATER_S
         until = time.monotonic() + seconds
         try:
             while (report := self._read(what, until - time.monotonic())) is None:
                 if time.monotonic() > until:
-                    fix = "see what it does, or give TrainerInfo a longer timeout"
+                    fix = "start it again if it hangs, or pass TrainerInfo a longer timeout"
                     raise ExchangeError(f"place 0 did not {what} in {seconds:g} s; {fix}")
                 time.sleep(LOOK_AGAIN_S)
         except RuntimeError as error:
@@ -241,21 +246,21 @@ class Board:
         return report
 
     def _confirm(self, what: str) -> None:
-        """Note that this rank has heard of that."""
+        """Mark the result of the step `what` as read by this rank."""
         # Where place 0 is gone, it does not wait for that.
         with suppress(RuntimeError):
             self._write(f"{what}/heard/{self.place}", "yes")
 
     def _read(self, key: str, seconds: float = ANSWER_S) -> str | None:
-        """What was put up; None for nothing. Raises RuntimeError where the store is gone, or does not answer."""
+        """Return the store's text under `key`, or None. Raises RuntimeError if the store does not answer."""
         return self._ask(partial(notes.read, self.store, key), seconds)
 
     def _write(self, key: str, text: str, seconds: float = ANSWER_S) -> None:
-        """Put a text up. Raises RuntimeError where the store is gone, or does not answer."""
+        """Write `text` to the store under `key`. Raises RuntimeError if the store is gone, or does not answer."""
         self._ask(partial(self.store.set, key, text), seconds)
 
     def _ask(self, act: Callable[[], _T], seconds: float) -> _T:
-        """What the store answers; place 0 serves it itself, and says things in their order whatever interrupts it."""
+        """Call the store, within `seconds` except at place 0, which serves it and must keep the order of calls."""
         return threads.within(max(ANSWER_S, seconds), act) if self.place else act()
 
     def _await_heard(
@@ -265,7 +270,7 @@ class Board:
         seconds: float,
         find_failure: Callable[[], str] = str,
     ) -> set[int]:
-        """The places that have not heard of it in time, or once one has failed."""
+        """Wait until places have read a result; return those that have not in time, or once one has failed."""
 
         def has_heard(place: int) -> bool:
             if notes.read(self.store, f"{what}/heard/{place}") is not None:
@@ -277,7 +282,7 @@ class Board:
 
 
 def _try(act: Callable[[], None]) -> str:
-    """What goes wrong, since others wait to hear of this rank whatever that is; "" for nothing."""
+    """Call `act`, and return its error as text, since other ranks wait for this rank's report; "" if it succeeds."""
     try:
         act()
     except Exception as error:
@@ -291,7 +296,7 @@ def _await(
     seconds: float,
     is_over: Callable[[], bool] = bool,
 ) -> set[int]:
-    """The places that are not there in time, or once it is over."""
+    """Wait until `is_there` is true of all places; return those of which it is not in time, or once `is_over`."""
     until = time.monotonic() + seconds
     awaited = set(places)
     while awaited := {place for place in awaited if not is_there(place)}:

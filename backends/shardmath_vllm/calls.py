@@ -33,11 +33,11 @@ LOOK_AGAIN_S = 0.05
 
 
 def _ignore(why: str) -> None:
-    """Nobody waits for the engine's ranks."""
+    """Do nothing: no rank waits for the engine's ranks."""
 
 
 class _Call:
-    """A call of an engine, on a thread of its own."""
+    """A call to an engine, on a separate thread."""
 
     def __init__(
         self, name: str, act: Callable[[], object], give_up: Callable[[str], None]
@@ -89,7 +89,9 @@ class Calls:
         Where one fails while this rank waits for others, `give_up(why)` may end that: it is called on another thread.
         Raises ExchangeError, and calls none, where an engine has not answered the call before.
         """
-        silent = self._word_silent("has not answered the call before; see what it does")
+        silent = self._word_silent(
+            "has not answered the previous call, so it gets no other; start it again if it hangs"
+        )
         if silent:
             raise ExchangeError(silent)
         self._begin(dict(enumerate(acts)), give_up)
@@ -104,7 +106,9 @@ class Calls:
             self._join(LOOK_AGAIN_S)
         _join(self._calls.values(), min(GRACE_S, max(0.0, until - time.monotonic())))
         # In this order: a call that fails in between is silent, or has failed.
-        silent = self._word_silent(f"has not answered in {seconds:g} s; see what it does")
+        silent = self._word_silent(
+            f"has not answered in {seconds:g} s; start it again if it hangs, or pass a longer timeout"
+        )
         fault = self.fault
         if fault:
             errors = [call.error for call in self._calls.values() if call.error]
@@ -138,7 +142,7 @@ class Calls:
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Add the errors of calls to engines to an exception that the `with` block raises.
+        """Add the errors of failed calls to engines to the exception that the `with` block raises, if it raises one.
 
         Raises ExchangeError instead of that error if a call has failed.
         """
@@ -156,17 +160,17 @@ class Calls:
             self._calls[number] = _Call(f"engine {number}", act, give_up)
 
     def _join(self, seconds: float) -> str:
-        """What calls that failed say, once all have ended or their time is over."""
+        """Wait at most `seconds` for all calls to end; return the errors of those that failed, "" if none did."""
         _join(self._calls.values(), seconds)
         return self.fault
 
     def _word_silent(self, what: str) -> str:
-        """The engines whose calls are open, and what they do not do; "" for none."""
+        """An error that says `what` of each engine whose call has not ended; "" if there is none."""
         return "\n".join(f"{call.name} {what}" for call in self._calls.values() if call.is_open)
 
 
 def _join(calls: Iterable[_Call], seconds: float) -> None:
-    """Wait for calls, at most this many seconds in all."""
+    """Wait for the calls to end, at most `seconds` for all of them together."""
     until = time.monotonic() + seconds
     for call in calls:
         call.join(max(0.0, until - time.monotonic()))

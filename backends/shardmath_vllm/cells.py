@@ -61,11 +61,11 @@ class Cells:
 
     @property
     def _key(self) -> frozenset[tuple[Hashable, bytes]]:
-        """The borders of each tensor, which are the same for equal sets."""
+        """The borders of the ranges of cells, by tensor: equal for equal sets."""
         return frozenset((name, at.tobytes()) for name, at in self._borders.items())
 
     def _combine(self, other: Cells, choose: Callable[[Bools, Bools], Bools]) -> Cells:
-        """The cells that are chosen by whether they are here, and whether there."""
+        """The set of cells for which `choose` is true, given whether each is in this set and in the other one."""
         combined = {}
         for name in {**self._borders, **other._borders}:
             here = self._borders.get(name, _NONE)
@@ -80,7 +80,7 @@ class Cells:
 
 
 def _find_borders(pieces: Iterable[Piece]) -> Ints:
-    """Where cells of these pieces begin and end, ascending."""
+    """The positions at which the pieces' ranges of cells begin and end, ascending."""
     ends = [_NONE]
     for piece in pieces:
         # Its cells as a tensor of their own: blocks that continue each other are one, in whatever order elements come.

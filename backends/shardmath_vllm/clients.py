@@ -39,7 +39,7 @@ class Client(Protocol):
 
 
 _turns: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
-"""Of each `vllm.LLM` that is spoken to, whichever clients do."""
+"""The lock of each `vllm.LLM`, shared by all of its clients."""
 
 
 class LLMClient:
@@ -84,7 +84,9 @@ class HTTPClient:
 
     def __init__(self, url: str, timeout: float = TIMEOUT_S) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise ValueError(f"url={shown(url)} is not a server's; give 'http://host:port'")
+            raise ValueError(
+                f"url={shown(url)} is not the URL of a server; pass one, such as 'http://host:8000'"
+            )
         if not is_time(timeout):
             raise ValueError(word_bad_time(timeout))
         self._url = url.rstrip("/")
@@ -107,7 +109,7 @@ class HTTPClient:
         self._post("finish_weight_update", {"weight_version": weight_version})
 
     def _post(self, path: str, said: dict[str, Any] | None = None) -> None:
-        """Say something, and wait for the answer."""
+        """POST `said` to the server's route `path`, and wait for the answer. Raises ExchangeError if it fails."""
         url = f"{self._url}/{path}"
         data = json.dumps(said or {}).encode()
         request = Request(url, data, {"Content-Type": "application/json"})
@@ -121,7 +123,7 @@ class HTTPClient:
 
 
 class _NoRedirects(HTTPRedirectHandler):
-    """Urllib would follow a redirect by GET, of which an engine hears nothing; without one, it is an error."""
+    """A handler that makes a redirect an error: urllib would follow it by GET, which an engine ignores."""
 
     def redirect_request(self, *_: object) -> None:
         """Return None, so that no request is redirected."""
@@ -131,7 +133,7 @@ OPENER = build_opener(_NoRedirects)
 
 
 def _ask(request: Request, timeout: float) -> str:
-    """What is wrong with the answer; "" for nothing."""
+    """Send the request; return the error of its answer as text, "" if it succeeds."""
     try:
         with OPENER.open(request, timeout=timeout) as answer:
             answer.read()
@@ -143,11 +145,11 @@ def _ask(request: Request, timeout: float) -> str:
 
 
 def _word_silence(why: str) -> str:
-    return f"gave no answer ({why}); is a vLLM server up there?"
+    return f"gave no answer ({why}); start a vLLM server there, or pass HTTPClient a longer timeout"
 
 
 def _explain(error: HTTPError) -> str:
-    """What a server says of what went wrong."""
+    """The error message in a server's answer, or what to do about its status."""
     if error.code == HTTPStatus.NOT_FOUND:
         return "no such route; start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
     try:

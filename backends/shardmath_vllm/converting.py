@@ -67,7 +67,7 @@ def convert(
 
 
 def _make(native: Native, arrived: Mapping[str, Tensor]) -> Tensor:
-    """The checkpoint's tensor, of the pieces in it."""
+    """The checkpoint's tensor, assembled from its pieces of `arrived` tensors."""
     first, *others = native.pieces
     if not others and _is_whole(first, native):
         # A view, at least of equal elements: these are followed as they are recorded, and need no memory.
@@ -82,7 +82,7 @@ def _make(native: Native, arrived: Mapping[str, Tensor]) -> Tensor:
 
 
 def _take(piece: Piece, arrived: Mapping[str, Tensor]) -> Tensor:
-    """The elements of a piece."""
+    """The elements of a piece, as a view of its arrived tensor."""
     source = arrived[piece.tensor].contiguous()
     counts = [count for count, _, _ in piece.blocks]
     along = [stride for _, _, stride in piece.blocks]

@@ -50,8 +50,8 @@ class TrainerInfo:
         for name in ("trainers", "rank"):
             keep(name, as_integer(getattr(self, name), name, ValueError))
         if not 0 <= self.rank < self.trainers:
-            ranks = f"rank={self.rank} is not the rank of one of {self.trainers} trainers"
-            raise ValueError(f"{ranks}; give an integer from 0 up to trainers= less 1")
+            ranks = f"rank={self.rank} is not the rank of one of trainers={self.trainers}"
+            raise ValueError(f"{ranks}; pass a rank from 0 to trainers - 1")
         keep("workers", _read_workers(self.workers))
         if self.dtype is not None:
             # By the one name that all ranks give it, and that vLLM has.
@@ -65,7 +65,7 @@ class TrainerInfo:
         transport = known(self.transport, tuple(BACKENDS))
         if transport is None:
             ways = " or ".join(map(repr, BACKENDS))
-            raise ValueError(f"transport is {shown(self.transport)}; give {ways}")
+            raise ValueError(f"transport={shown(self.transport)} is unknown; pass {ways}")
         keep("transport", transport)
 
     @property
@@ -84,7 +84,7 @@ class TrainerInfo:
         return self.rank == 0
 
     def tell(self, engine: int, meeting: str) -> dict[str, Any]:
-        """Return the message that asks the workers of `engine` to join the meeting (connecting) named `meeting`."""
+        """Return the message that has the workers of engine number `engine` connect under the name `meeting`."""
         first = self.trainers + sum(self.engines[:engine])
         told = Joining(
             address=self.address,
@@ -102,7 +102,7 @@ class TrainerInfo:
 
 
 def _read_address(given: object) -> str:
-    """The address itself. Raises ValueError for what is not "host:port"."""
+    """The given address as text. Raises ValueError unless it is "host:port"."""
     try:
         address = text(given, "address", ValueError)
         read_where(address)
@@ -110,19 +110,22 @@ def _read_address(given: object) -> str:
         address = ""
     if not address or "//" in address:
         raise ValueError(
-            f"address={shown(given)} is not 'host:port'; give one, such as '10.0.0.1:29600'"
+            f"address={shown(given)} is not 'host:port'; pass text such as '10.0.0.1:29600'"
         )
     return address
 
 
 def _read_workers(given: object) -> int | tuple[int, ...]:
-    """How many each engine has. Raises ValueError for anything else."""
+    """The number of workers of each engine, as an int for one engine. Raises ValueError for other values."""
     is_one = not isinstance(given, Iterable)
     counts = []
     for each in [given] if is_one else listed(given, "workers", ValueError):
         counts.append(as_integer(each, "the number of an engine's workers", ValueError))
     if not counts or min(counts) < 1:
-        raise ValueError(f"workers={shown(given)}; give how many each engine has, 1 or more")
+        raise ValueError(
+            f"workers={shown(given)} is not a number of workers, 1 or more, per engine; pass an int "
+            f"for one engine, or a list with an int for each"
+        )
     return counts[0] if is_one else tuple(counts)
 
 
@@ -132,14 +135,18 @@ def _read_limit(given: object) -> int | None:
         return None
     limit = as_integer(given, "max_inflight_bytes", ValueError)
     if not 0 < limit < 1 << 63:
-        raise ValueError(f"max_inflight_bytes={limit}; give an integer from 1 on, or leave it out")
+        raise ValueError(
+            f"max_inflight_bytes={limit} is not a positive number of bytes; pass an integer from 1 "
+            f"on, or leave it out for no limit"
+        )
     return limit
 
 
 @dataclass
 class Joining:
-    """The message that asks a worker to join its trainer. Worker `i` of the engine has place `first + i` of `size`.
+    """The message that has an engine's worker connect to its trainer.
 
+    Worker `i` of the engine has place `first + i` of `size`.
     `meeting` is a text that no other meeting has: the worker takes updates of this one from then on.
     """
 
@@ -157,7 +164,7 @@ class Joining:
 
 @dataclass
 class Updating:
-    """The message to a worker about an update: its number since the ranks connected, from 1, and the meeting's name."""
+    """The message that has a worker receive update `number`, counted from 1 since ranks connected as `meeting`."""
 
     number: int
     meeting: str = ""

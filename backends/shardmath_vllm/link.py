@@ -55,7 +55,7 @@ def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) 
 
 @dataclass(frozen=True)
 class Link:
-    """A group of trainer and engine ranks; each of its `refits` moves a portion of the tensors of the refit `planned`.
+    """A connected group of trainer and engine ranks; each of its `refits` moves some of the tensors of `planned`.
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
@@ -85,12 +85,12 @@ class Link:
         store = compat.store_of(self.group)
         if store is None:
             what = "this rank has left the group of the engines, by shutdown() or after an update that failed"
-            raise ExchangeError(f"{what}; connect to the engines again by trainer_init")
+            raise ExchangeError(f"{what}; connect again by trainer_init")
         return Board(store, self.place, self.trainers, self.group.size(), self.timeout)
 
 
 class Life:
-    """An update on this rank, from its first step to its last or to a failure; `update` is its present state.
+    """A weight update on this rank, step by step until its end or a failure; `update` is its present state.
 
     Raises ExchangeError once the group was left.
     """
@@ -144,7 +144,7 @@ class Life:
             self.update = self.update.after(Step.ARRIVE)
 
     def _find_failure(self) -> str:
-        """Who, at place 0, has failed on its own, and left; "" for nobody."""
+        """At place 0, the error of a rank that has failed and left; "" if there is none."""
         return self._board.find(self._name("fail"))
 
     def take(self, act: Callable[[], None]) -> None:
@@ -158,21 +158,21 @@ class Life:
             self._board.finish(self._name("finish"), act, self._find_failure)
 
     def _name(self, step: str) -> str:
-        """What a step of this update is called on the board."""
+        """The key of a step of this update on the board."""
         return f"{step} update {self.update.number}"
 
     def _note(self) -> None:
-        """Begin no update twice. Raises ExchangeError for one that others are done with: they would not come."""
+        """Record that this update begins. Raises ExchangeError if it or a later one has begun before."""
         last = max(self._link.update_numbers, default=0)
         if self.update.number <= last:
             raise ExchangeError(
-                f"update {self.update.number} comes after update {last} was begun: what asked for it was late, or "
-                f"asked twice; send_weights begins another"
+                f"update {self.update.number} comes after update {last} was begun, by a late or repeated request; "
+                f"call send_weights again on all of the trainer's ranks"
             )
         self._link.update_numbers.append(self.update.number)
 
     def _forget(self) -> None:
-        """Have the board say nothing of updates before this one: all ranks have come to it."""
+        """Delete the messages about earlier updates from the board, since all ranks have reached this one."""
         *old, number = self._link.update_numbers
         if self._link.place == 0:
             self._board.forget(old)
@@ -180,7 +180,7 @@ class Life:
 
     @contextmanager
     def _step(self, step: Step) -> Iterator[None]:
-        """What, where it is right, has happened to the update."""
+        """Advance the update by `step` if the `with` block succeeds; end the update if it raises."""
         with self.failing():
             yield
             self.update = self.update.after(step)
@@ -204,7 +204,7 @@ class Life:
             raise
 
     def _tell(self, error: BaseException) -> str:
-        """Have nobody wait for this rank, which has failed; what another one says of why, "" where none does."""
+        """Report this rank's failure, so that no rank waits for it; return another rank's reason for it, or ""."""
         if self.update.phase is Phase.KEPT:
             self._board.decline(self._name("begin"), error)
         if self.update.phase is Phase.STALE and not isinstance(error, ExchangeError):

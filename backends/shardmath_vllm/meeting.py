@@ -33,7 +33,7 @@ TRAINERS = "trainers"
 
 @dataclass(frozen=True)
 class Given:
-    """A rank's contribution to a meeting: `told` of a trainer, or an `engine` and the function to `record` its loader.
+    """The facts that a rank brings as ranks connect: a trainer's `told`, or a worker's `engine` and how to `record` it.
 
     `is_joint` if ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
     """
@@ -45,7 +45,7 @@ class Given:
 
 
 class Where(Protocol):
-    """The address, size, and time limit of a meeting, and the settings of its moves; equal on all of its ranks."""
+    """The address, size and time limit for connecting, and the settings of moves; equal on all ranks that connect."""
 
     @property
     def address(self) -> str: ...
@@ -81,23 +81,23 @@ def among_trainers(info: TrainerInfo) -> Iterator[dist.ProcessGroup | None]:
 
 
 ALIKE = ("workers", "dtype", "own", "timeout", "max_inflight_bytes", "transport")
-"""What all ranks of a trainer have to be told. Each may have an address of its own by which it reaches rank 0."""
+"""The settings that must be equal on all ranks of a trainer. Each may reach rank 0 under another address."""
 
 
 def _check_alike(infos: list[TrainerInfo]) -> None:
-    """Raise ExchangeError where two ranks were told otherwise."""
+    """Raise ExchangeError if two ranks of the trainer have different settings."""
     for info in infos[1:]:
         for name in ALIKE:
             first, other = getattr(infos[0], name), getattr(info, name)
             if first != other:
                 raise ExchangeError(
-                    f"rank 0 has {name}={first!r} in its TrainerInfo, and rank {info.rank} {name}={other!r}; "
-                    f"give all ranks the same"
+                    f"rank 0 has {name}={first!r} in its TrainerInfo, but rank {info.rank} has {name}={other!r}; "
+                    f"pass the same {name}= on all ranks"
                 )
 
 
 class Meeting:
-    """The connecting of all trainer and engine ranks under one name, on this rank."""
+    """The procedure that connects this rank to all trainer and engine ranks that connect under the same `name`."""
 
     def __init__(self, where: Where, name: str, place: int) -> None:
         self._where = where
@@ -134,7 +134,7 @@ class Meeting:
 
 
 def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link:
-    """What all ranks of the group have planned. Collective."""
+    """Exchange descriptions with all ranks of the group, plan the refit, and return this rank's Link. Collective."""
     by_place = gather(given.told, group, "say what trainers hold")
     told = _find_told(by_place)
     trainers = sum(entry is not None for entry in by_place)
@@ -168,11 +168,11 @@ TOLD = {
     "checkpoint": "conversions to tensors of the checkpoint",
     "side": "layouts",
 }
-"""What trainers have to agree on, by field of what they bring."""
+"""The words for the facts that must be equal on all trainer ranks, by field of Told."""
 
 
 def _find_told(by_place: list[Told | None]) -> Told:
-    """What all trainers say. Raises ExchangeError where two say otherwise: all ranks have heard the same."""
+    """The description that all trainer ranks share. Raises ExchangeError, on all ranks, if two ranks differ."""
     first, *others = [entry for entry in by_place if entry is not None]
     for place, other in enumerate(others, 1):
         for field, noun in TOLD.items():
@@ -186,7 +186,7 @@ def _find_told(by_place: list[Told | None]) -> Told:
 
 
 def _show_difference(one: Told, other: Told, what: str) -> str:
-    """The first tensor of which they say different things; "" where it is not of one tensor."""
+    """The first tensor of which two trainer ranks differ, and both values, for messages; "" if it is not one tensor."""
     here, there = getattr(one, what), getattr(other, what)
     if isinstance(here, Mapping) and isinstance(there, Mapping):
         for name in [*here, *there]:
@@ -196,7 +196,7 @@ def _show_difference(one: Told, other: Told, what: str) -> str:
 
 
 def _record(given: Given, told: Told) -> sm.storage.Recorded | None:
-    """What this rank's loader stores, if it is a worker."""
+    """The recording of this rank's loader if it is a worker; None on a trainer's rank."""
     if given.record is None:
         return None
     return given.record(told)

@@ -52,7 +52,8 @@ def read_megatron(
     vocab = Config(config).get("vocab_size")
     if not isinstance(vocab, int):
         raise StoreError(
-            f"vocab_size is {vocab!r} in {type(config).__name__}; give Hugging Face's configuration"
+            f"config= is {type(config).__name__} with vocab_size={vocab!r}, where an integer is needed; pass "
+            f"the model's Hugging Face configuration"
         )
     side = megatron(
         trained,
@@ -87,33 +88,37 @@ def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]
     """A module for each virtual stage. Raises TypeError for none."""
     listed = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
     if not listed or not all(isinstance(chunk, nn.Module) for chunk in listed):
-        kinds = ", ".join(type(chunk).__name__ for chunk in listed) or "none"
-        raise TypeError(f"chunks are {kinds}; give a GPTModel, or a list of one per virtual stage")
+        kinds = ", ".join(type(chunk).__name__ for chunk in listed) or "empty"
+        raise TypeError(
+            f"chunks= is {kinds}, where modules are needed; pass a GPTModel, or a list of one per "
+            f"virtual stage"
+        )
     return listed
 
 
 def _unwrap(chunk: nn.Module) -> nn.Module:
-    """The model itself: wrappers have what they wrap as `module`. Raises TypeError where that is none of Megatron's."""
+    """The model inside wrappers, which have it as `module`. Raises TypeError if it is not a Megatron-Core model."""
     model_or_wrapper: Any = chunk
     while isinstance(getattr(model_or_wrapper, "module", None), nn.Module):
         model_or_wrapper = model_or_wrapper.module
     if not hasattr(getattr(model_or_wrapper, "config", None), "tensor_model_parallel_size"):
         raise TypeError(
-            f"{type(model_or_wrapper).__name__} has no configuration of Megatron-Core's; give its GPTModel"
+            f"{type(model_or_wrapper).__name__} has no Megatron-Core config (a TransformerConfig); pass a "
+            f"GPTModel of Megatron-Core"
         )
     model: nn.Module = model_or_wrapper
     return model
 
 
 class _TensorReport(NamedTuple):
-    """Of a rank's tensors: which dtypes are not the trainer's usual one, and which tensors are buffers."""
+    """Facts about a rank's tensors: the dtypes that differ from the trainer's usual one, and the names of buffers."""
 
     dtypes: dict[str, str]
     buffers: set[str]
 
 
 def _list_own(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, as the bias of a router."""
+    """The module's parameters and persistent buffers, such as the bias of a router, by name."""
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     persistent = module.state_dict(keep_vars=True)
     tensors |= {name: buffer for name, buffer in module.named_buffers() if name in persistent}
@@ -123,7 +128,7 @@ def _list_own(module: nn.Module) -> dict[str, Tensor]:
 def _gather_reports(
     shapes: Shapes, side: Stored, tensors: Sequence[Mapping[str, Tensor]]
 ) -> list[_TensorReport]:
-    """What all ranks say of their tensors. Collective."""
+    """The reports of all ranks about the dtypes and buffers among their tensors. Collective."""
     report = _TensorReport({}, set())
     for name, slot in bind(side, shapes).slots(dist.get_rank()).items():
         tensor = tensors[slot.chunk].get(slot.native)
@@ -139,7 +144,7 @@ def _gather_reports(
 
 
 def _correct(shapes: Shapes, reports: Sequence[_TensorReport]) -> Shapes:
-    """The shapes with the dtypes of what ranks hold: some tensors are float32 in models of any type."""
+    """The shapes with the dtypes that ranks hold, since some tensors are float32 in models of any dtype."""
     corrected = dict(shapes)
     for report in reports:
         for name, dtype in report.dtypes.items():
@@ -148,7 +153,7 @@ def _correct(shapes: Shapes, reports: Sequence[_TensorReport]) -> Shapes:
 
 
 def _serve(shapes: Shapes, reports: Sequence[_TensorReport], dtype: str | None) -> Shapes:
-    """What engines get: parameters in this dtype, and buffers as they are."""
+    """The shapes and dtypes that engines get: parameters in `dtype`, and buffers unchanged."""
     if dtype is None:
         return shapes
     buffers: set[str] = set().union(*(report.buffers for report in reports))

@@ -60,7 +60,7 @@ class Source:
     rank: int | None = None
 
     def tell(self) -> Told:
-        """Return the facts about the source that all ranks need to plan."""
+        """Return how all ranks store the tensors, with shapes and dtypes: the facts that ranks need to plan."""
         shapes = dict(self.shapes)
         return Told(self.side, shapes, dict(self.served or shapes), self.checkpoint)
 
@@ -94,25 +94,26 @@ def read_source(given: Any, dtype: str | None = None) -> Source:
     if isinstance(given, Source):
         if dtype is not None:
             raise ValueError(
-                f"dtype={dtype!r} is given with a Source, and is only for modules; "
-                f"say what engines get in Source(served=)"
+                f"dtype={dtype!r} is given with a Source, which sets the engines' dtypes by served=; "
+                f"leave dtype= out, and pass Source(served=) instead"
             )
         return given
     module = getattr(given, "_module", given)
     if not isinstance(module, nn.Module):
         raise TypeError(
-            f"source is {type(given).__name__}; give a module, vLLM's ModuleSource of one, or a Source"
+            f"source= is {type(given).__name__}, where a model is needed; pass a torch.nn.Module, vLLM's "
+            f"ModuleSource, or a Source"
         )
     return _read_module(module, dtype)
 
 
 def _read_module(module: nn.Module, dtype: str | None) -> Source:
-    """The source of a module."""
+    """The Source that describes a module's parameters and persistent buffers."""
     layouts = smt.layout_of(module)
     tensors: dict[str, Tensor] = dict(module.named_parameters())
     if not tensors:
         raise ValueError(
-            f"{type(module).__name__} has no parameters; give the module that is trained"
+            f"source= is {type(module).__name__}, which has no parameters; pass the module that is trained"
         )
     # Not what is trained, but a copy of now.
     check_not_gathered(name_natives(tensors))
@@ -131,7 +132,7 @@ def _read_module(module: nn.Module, dtype: str | None) -> Source:
 
 
 def _find_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Persistent buffers, as a router's correction: those that checkpoints have."""
+    """The persistent buffers, which checkpoints have, such as a router's correction, by name."""
     kept = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in kept}
 
@@ -149,7 +150,7 @@ def check_kept(watched: list[Watched], source: Source) -> None:
     gone = find_replaced(watched) or find_removed(watched, source.modules)
     if gone is not None:
         raise StoreError(
-            f"{gone} is no longer what its module has, as after load_state_dict(assign=True); "
+            f"{gone} is no longer the tensor that its module has, as after load_state_dict(assign=True); "
             f"connect to the engines again by trainer_init"
         )
 
@@ -165,6 +166,6 @@ def check_types(source: Source, bound: KnownSide, place: int) -> None:
         wanted = bound.layouts[name].dtype
         if found != wanted:
             raise StoreError(
-                f"{show_native(native)} is {found}, and was {wanted} when the engines connected; "
+                f"{show_native(native)} is {found}, but was {wanted} when the engines connected; "
                 f"connect to them again by trainer_init"
             )

@@ -121,7 +121,7 @@ class Trainer:
             self._send(life)
 
     def _send(self, life: Life) -> None:
-        """All steps of an update."""
+        """Run all steps of an update."""
         try:
             life.call(self._begin)
             with self._calls.explain():
@@ -135,17 +135,17 @@ class Trainer:
         life.end(lambda: self._calls.tell(self._list_ends(), self.link.timeout))
 
     def _begin(self) -> None:
-        """Have engines begin an update, and then receive. Raises ExchangeError where one does not begin."""
+        """Have engines begin an update, then receive. Raises ExchangeError if one does not begin."""
         self._calls.tell([partial(_start, client) for client in self._clients], self.link.timeout)
         updating = vars(Updating(self._update_count, self._name))
         self._calls.ask([partial(client.update_weights, updating) for client in self._clients])
 
     def _list_ends(self) -> list[Callable[[], None]]:
-        """What tells each engine that an update is over."""
+        """The functions that tell the engines that an update is over."""
         return [client.finish_weight_update for client in self._clients]
 
     def _move(self) -> None:
-        """Send what this rank holds, a portion after the other."""
+        """Send this rank's tensors, one refit of the link after the other."""
         for refit in self.link.refits:
             refit.prepare(src=self._select(refit), modules=self.source.modules)
             refit(acknowledge=self.link.acknowledges)
@@ -156,7 +156,7 @@ class Trainer:
         self.link.leave()
 
     def _check(self) -> None:
-        """Raise StoreError where this rank's tensors are not what was planned, or not what is trained."""
+        """Raise StoreError if this rank's tensors differ from the plan, or are no longer the modules' parameters."""
         check_kept(self._watched, self.source)
         place = self.link.place
         shapes = {}
@@ -167,7 +167,7 @@ class Trainer:
         check_types(self.source, self.link.planned.trainer, place)
 
     def _select(self, refit: smt.Refit) -> list[dict[str, Tensor]]:
-        """This rank's tensors of a portion, by chunk."""
+        """This rank's tensors that `refit` moves, by name, for each virtual stage."""
         held = _list_chunks(self.source.tensors)
         chunks: list[dict[str, Tensor]] = [{} for _ in held]
         for number, name in refit.planned.trainer.natives(self.link.place):
@@ -176,44 +176,44 @@ class Trainer:
 
 
 def _read(given: Any, info: TrainerInfo) -> Source:
-    """What this rank holds. Raises ValueError where its ranks are not the trainer's."""
+    """The Source of `given`. Raises ValueError if its ranks are not the trainer's."""
     source = read_source(given, info.dtype)
     _check_ranks(source, info)
     return source
 
 
 def _check_clients(given: Any, info: TrainerInfo) -> list[Client]:
-    """One of each engine, on the rank that speaks to them. Raises ValueError where they are not."""
+    """The clients, one per engine; [] on ranks that call no engine. Raises ValueError for other values."""
     if isinstance(given, str):
-        raise ValueError(f"client is a str, not a client; give HTTPClient({given!r})")
+        raise ValueError(f"client={given!r} is text, not a client; pass HTTPClient({given!r})")
     if not info.is_sender:
         return []
     clients = _list_clients(given)
     if len(clients) != len(info.engines):
         raise ValueError(
-            f"{plural(clients, 'client')} given, and TrainerInfo has workers= of "
-            f"{plural(info.engines, 'engine')}; give one client per engine"
+            f"client= has {plural(clients, 'client')}, but TrainerInfo's workers= names "
+            f"{plural(info.engines, 'engine')}; pass one client per engine"
         )
     for client in clients:
         if not isinstance(client, Client):
             kind = type(client).__name__
             raise ValueError(
-                f"a client is {kind}, which lacks a client's methods; give HTTPClient(url) or LLMClient(llm)"
+                f"client= has {kind}, which lacks a client's methods; pass HTTPClient(url) or LLMClient(llm)"
             )
     return clients
 
 
 def _list_clients(given: Any) -> list[Any]:
-    """One of each engine."""
+    """The clients as a list, one per engine."""
     return list(given) if isinstance(given, Sequence) else [given]
 
 
 def _check_ranks(source: Source, info: TrainerInfo) -> None:
-    """Raise ValueError where the source names ranks otherwise than the trainer does."""
+    """Raise ValueError if the source's ranks are not those of TrainerInfo."""
     if source.rank is not None and info.trainers > 1 and source.rank != info.rank:
         raise ValueError(
-            f"TrainerInfo has rank {info.rank}, and this is rank {source.rank} of those over which the model "
-            f"is divided; give TrainerInfo rank={source.rank}"
+            f"TrainerInfo has rank={info.rank}, but this process is rank {source.rank} of the ranks over which "
+            f"the model is divided; pass TrainerInfo rank={source.rank}"
         )
     if isinstance(source.side, Mapping):
         meshes = {layout.mesh for layout in source.side.values()}
@@ -222,13 +222,13 @@ def _check_ranks(source: Source, info: TrainerInfo) -> None:
     last = max(max(mesh.ranks) for mesh in meshes)
     if last >= info.trainers:
         raise ValueError(
-            f"tensors lie on rank {last}, and TrainerInfo has {info.trainers} trainers, from rank 0 on; "
-            f"give trainers={last + 1}, and run this on all of them"
+            f"the model has tensors on rank {last}, but TrainerInfo has trainers={info.trainers}, from rank 0 on; "
+            f"pass trainers={last + 1}, and call trainer_init on all of them"
         )
 
 
 def _start(client: Client) -> None:
-    """Have the engine begin an update, even if an earlier one was begun and never came."""
+    """Have the engine begin an update, even if it has begun an earlier one that never came."""
     try:
         client.start_weight_update()
     except Exception as error:
@@ -241,5 +241,5 @@ def _start(client: Client) -> None:
 
 
 def _list_chunks(tensors: Chunks) -> list[Mapping[str, Tensor]]:
-    """The tensors of each virtual stage."""
+    """The mapping from name to tensor of each virtual stage."""
     return [tensors] if isinstance(tensors, Mapping) else list(tensors)

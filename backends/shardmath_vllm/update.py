@@ -89,7 +89,7 @@ NEW = (Phase.MOVED, Phase.TAKEN, Phase.ENDED, Phase.STALE)
 
 @dataclass(frozen=True)
 class Update:
-    """An update, by its `number` since ranks connected, and the `phase` that it has reached on this rank.
+    """An update of an engine's weights: its `number` since ranks connected, and the `phase` that this rank is in.
 
     `writes` are the cells of the engine's stored tensors that it writes, on any rank of the engine; `torn` those that
     were mixed before. A trainer's rank has neither.

@@ -54,7 +54,9 @@ def test_loaders_get_a_checkpoints_names(pool: Pool) -> None:
 def test_a_source_says_itself_what_engines_get() -> None:
     source = sv.Source({}, {}, {})
     assert read_source(source) is source
-    what = "dtype='float16' is given with a Source, and is only for modules; say what engines get"
+    what = (
+        "dtype='float16' is given with a Source, which sets the engines' dtypes by served=; leave"
+    )
     with pytest.raises(ValueError, match=what):
         read_source(source, "float16")
 
@@ -62,10 +64,10 @@ def test_a_source_says_itself_what_engines_get() -> None:
 @pytest.mark.parametrize(
     ("number", "why"),
     [
-        (0, "TypeError: chunks are none; give a GPTModel"),
-        (1, "TypeError: chunks are int; give a GPTModel"),
-        (2, "TypeError: Linear has no configuration of Megatron-Core's; give its GPTModel"),
-        (3, "StoreError: vocab_size is None in dict; give Hugging Face's configuration"),
+        (0, "TypeError: chunks= is empty, where modules are needed; pass a GPTModel"),
+        (1, "TypeError: chunks= is int, where modules are needed; pass a GPTModel"),
+        (2, "TypeError: Linear has no Megatron-Core config (a TransformerConfig); pass a"),
+        (3, "StoreError: config= is dict with vocab_size=None, where an integer is needed"),
     ],
 )
 def test_what_is_no_model_of_megatrons(pool: Pool, number: int, why: str) -> None:

@@ -66,8 +66,11 @@ def fail() -> None:
 @pytest.mark.parametrize(
     ("drop", "said"),
     [
-        (fail, "cannot drop the keys of old weights now: Failed to reset KV cache; send again"),
-        (lambda: False, "an external cache of keys did not drop"),
+        (
+            fail,
+            "cannot drop cached keys and values of old weights now: Failed to reset KV cache; call",
+        ),
+        (lambda: False, "an external cache did not drop"),
     ],
 )
 def test_what_is_not_dropped_keeps_weights_out(drop: Any, said: str) -> None:
@@ -85,7 +88,9 @@ def test_requests_that_wait_with_keys_keep_weights_out() -> None:
     asked: list[Any] = []
     core = make_core(asked)
     core.scheduler.kv_holding_waiting = [SimpleNamespace(request_id="talk")]
-    with pytest.raises(ExchangeError, match=r"requests 'talk' wait with keys .* end them"):
+    with pytest.raises(
+        ExchangeError, match=r"requests 'talk' wait with keys and values .* end them"
+    ):
         core.collective_rpc("update_weights")
     assert not asked
 
@@ -171,10 +176,10 @@ class Several(Dropping):
 @pytest.mark.parametrize(
     ("keys", "images", "said"),
     [
-        (Keeping(), None, "Keeping may keep"),
-        (Tiered(), None, "Tiered may keep"),
-        (Several(Dropping(), Keeping(), Tiered()), None, "Keeping, Tiered may keep"),
-        (None, Keeping(), "Keeping may keep"),
+        (Keeping(), None, "Keeping may cache"),
+        (Tiered(), None, "Tiered may cache"),
+        (Several(Dropping(), Keeping(), Tiered()), None, "Keeping, Tiered may cache"),
+        (None, Keeping(), "Keeping may cache"),
         (Several(Dropping()), None, ""),
     ],
 )

@@ -18,7 +18,7 @@ DONE = "_shardmath_passes_over_old_answers"
 
 
 class _Queue:
-    """A worker's answers; `old` is how many of those to come nobody waits for."""
+    """A worker's queue of answers; `old` is the number of coming answers for which no call waits."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -43,7 +43,7 @@ class _Queue:
 
 
 class _Asking:
-    """What all workers are asked by; `asked` is how often they were."""
+    """The queue that sends requests to all workers; `asked` is the number of requests sent."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
@@ -68,7 +68,7 @@ def pass_over_old_answers() -> None:
 
 
 def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """`collective_rpc` that knows which answers are old."""
+    """`collective_rpc` with counts of requests and answers, to know which answers are old."""
 
     def collective_rpc(self: Any, *args: Any, **named: Any) -> Any:
         queues = _wrap(self)
@@ -96,7 +96,7 @@ def _count_asked(queues: list[_Queue], times: int) -> None:
 
 
 def _wrap(executor: Any) -> list[_Queue]:
-    """The executor's queues of answers, from now on with counts, as what it asks by."""
+    """The executor's queues of answers, replaced, with its queue of requests, by ones that count."""
     asking = executor.rpc_broadcast_mq
     if asking is not None and not isinstance(asking, _Asking):
         executor.rpc_broadcast_mq = _Asking(asking)

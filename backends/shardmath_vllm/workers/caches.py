@@ -59,41 +59,40 @@ def _drop_before(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_ours(config: Any) -> bool:
-    """Whether the engine takes weights by this backend."""
+    """Whether the engine of this vLLM configuration receives weights through shardmath."""
     transfer = config.weight_transfer_config
     return transfer is not None and transfer.backend == BACKEND
 
 
 def _check_steps_alone(core: Any) -> None:
-    """Raise ExchangeError if other replicas' steps wait for this one's, and so would never come to take weights."""
+    """Raise ExchangeError if replicas wait for this one's next step, so that they could never take weights with it."""
     if isinstance(core, DPEngineCoreProc) and core.engines_running:
         raise ExchangeError(
-            "this engine is not paused, and replicas of a mixture of experts step together: one that takes weights "
-            "between two steps would wait for one within a step, which waits for it; POST /pause?mode=keep first, and "
-            "/resume after"
+            "this engine is not paused, but its data-parallel replicas compute each step together, so that one that "
+            "takes weights would block the others; POST /pause?mode=keep first, and /resume afterwards"
         )
 
 
 def _check_can_drop(scheduler: Any) -> None:
-    """Raise ExchangeError where requests wait with keys, or a connector has no way to drop what is of old weights."""
+    """Raise ExchangeError if waiting requests hold cached keys, or a connector cannot drop keys of old weights."""
     names = ", ".join(repr(request.request_id) for request in scheduler.kv_holding_waiting)
     if names:
         raise ExchangeError(
-            f"requests {names} wait with keys that vLLM cannot drop, as sessions between inputs of a stream do; "
-            f"end them, or send once they have gone on"
+            f"requests {names} wait with keys and values of old weights, which vLLM cannot drop for streaming "
+            f"sessions; end them, or call send_weights once they have continued"
         )
     keeping = _list_keeping(scheduler.connector)
     if scheduler.ec_connector is not None:
         keeping.append(type(scheduler.ec_connector).__name__)
     if keeping:
         raise ExchangeError(
-            f"{', '.join(keeping)} may keep what was computed with old weights, and vLLM cannot drop it there; "
-            f"start the engine without it"
+            f"{', '.join(keeping)} may cache keys and values of old weights, which vLLM cannot drop there; "
+            f"start the engine without that connector"
         )
 
 
 def _list_keeping(connector: Any) -> list[str]:
-    """The kinds of connectors, this one or those in it, that cannot drop all keys that they have put elsewhere."""
+    """The class names of connectors, this one or those in it, that cannot drop the keys that they keep elsewhere."""
     if connector is None:
         return []
     parts = getattr(connector, "sub_connectors", None)
@@ -108,16 +107,16 @@ def _list_keeping(connector: Any) -> list[str]:
 
 
 def _drop_pooled(executor: Any) -> None:
-    """Drop what workers have of prompts that they pool in parts. Raises ExchangeError where they keep a query."""
+    """Drop pooled outputs for parts of prompts on all workers. Raises ExchangeError if a worker keeps a query."""
     if any(executor.collective_rpc(drop_parts)):
         raise ExchangeError(
             "a query of old weights waits for documents that are compared with it, and vLLM cannot compute it again; "
-            "send once they have come"
+            "call send_weights once these requests have ended"
         )
 
 
 def drop_parts(worker: Any) -> bool:
-    """Drop a worker's pooled outputs of first parts of prompts, unless it keeps a query's; return whether it does."""
+    """Drop a pooling worker's outputs for parts of prompts, unless it keeps a query's; return whether it keeps one."""
     runner = worker.model_runner
     # Of vLLM's two runners, one pools beside itself, on the last stage alone, and drops parts itself.
     pooling = getattr(runner, "pooling_runner", runner)
@@ -129,18 +128,18 @@ def drop_parts(worker: Any) -> bool:
 
 
 def _drop(core: Any) -> None:
-    """Drop the keys of all requests and prompts, and what was made of images. Raises ExchangeError where some stay."""
+    """Drop the engine's caches of keys and of encoded images. Raises ExchangeError if some keys remain."""
     try:
         # Without requests in flight, nothing would be dropped as long as there are any.
         dropped = core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     except RuntimeError as error:
         # As where a connector still sends the keys of requests that have ended.
         raise ExchangeError(
-            f"vLLM cannot drop the keys of old weights now: {message_of(error)}; send again"
+            f"vLLM cannot drop cached keys and values of old weights now: {message_of(error)}; call send_weights again"
         ) from error
     if dropped is False:
         raise ExchangeError(
-            "an external cache of keys did not drop those of old weights; drop them there, or start the engine again"
+            "an external cache did not drop keys and values of old weights; clear it, or start the engine again"
         )
     if core.vllm_config.model_config.is_multimodal_model:
         core.reset_encoder_cache()

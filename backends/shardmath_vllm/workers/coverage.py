@@ -49,8 +49,8 @@ def check_stays(parallel: ParallelConfig) -> None:
     """Raise StoreError if vLLM rebalances experts: its loader would still store each in its first place."""
     if parallel.enable_eplb:
         raise StoreError(
-            "enable_eplb=True moves experts between ranks, of which vLLM's loader does not know; "
-            "start the engine without it"
+            "enable_eplb=True lets vLLM move experts between ranks, but its loader still stores each on its "
+            "first rank; start the engine without enable_eplb"
         )
 
 
@@ -64,7 +64,8 @@ def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequenc
     if faults:
         listed = "\n".join(faults)
         raise StoreError(
-            f"no tensor of the trainer's is written to\n{listed}\ngive these too, or name the engine's own in own="
+            f"no tensor of the trainer's is written to\n{listed}\nadd these to the trainer's tensors, or name "
+            f"those that only the engine has in own= of TrainerInfo"
         )
 
 
@@ -78,12 +79,14 @@ def check_types(recorded: sm.storage.Recorded) -> None:
         for name in dict.fromkeys(piece.tensor for piece in parts):
             _, served = shapes[name]
             if served != native.dtype:
-                faults.append(f"{name!r} comes as {served}, {native.name!r} is {native.dtype}")
+                faults.append(
+                    f"{name!r} arrives as {served}, but {native.name!r} is {native.dtype}"
+                )
     if faults:
         listed = "\n".join(faults[:SHOWN])
         raise StoreError(
             f"{len(faults)} tensors are not of the engine's types\n{listed}\n"
-            f"say which engines get: dtype= of TrainerInfo or of read_megatron, served= of a Source"
+            f"send the engine's dtypes: pass dtype= to TrainerInfo or read_megatron, or served= to Source"
         )
 
 
@@ -111,7 +114,7 @@ def list_written(planned: sm.Refit, place: int) -> Cells:
 
 
 def _count_padding(model: nn.Module, native: str) -> int:
-    """Elements that vLLM adds to a stored tensor, so that it divides well."""
+    """The number of elements that vLLM adds to a stored tensor as padding, so that it divides evenly."""
     prefix, _, name = native.rpartition(".")
     module: Any = model.get_submodule(prefix)
     tensor = getattr(module, name)

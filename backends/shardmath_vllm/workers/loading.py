@@ -89,13 +89,13 @@ class Loading:
             self.undo()
 
     def _check_kept(self, recorded: sm.storage.Recorded) -> None:
-        """Raise StoreError where an engine has something of its own beside what is written that no update can keep."""
+        """Raise StoreError if a written module has another tensor of the engine's, which an update could not keep."""
         written = [native.name for native in recorded.natives if native.pieces or native.function]
         for module, names in self._find_modules(written):
             _list_kept(module, set(names.values()))
 
     def _list_natives(self) -> dict[str, _Place]:
-        """Where parameters and persistent buffers are, by name; a tied one under its first name alone."""
+        """The places of parameters and persistent buffers by full name; of a tied one, only under its first name."""
         natives = {}
         for prefix, module in self._model.named_modules():
             hidden = module._non_persistent_buffers_set
@@ -181,7 +181,7 @@ class Loading:
         process_tied(self._model, self._tied_names)
 
     def _put_back(self, module: nn.Module) -> None:
-        """What runs, in its place."""
+        """Put the module's running tensors back in place."""
         info = get_layerwise_info(module)
         _place_kernel_tensors(module, info)
         info.reset()
@@ -195,7 +195,7 @@ class Loading:
                 setattr(module, name, other)
 
     def _find_modules(self, natives: Iterable[str]) -> Iterator[tuple[nn.Module, dict[str, str]]]:
-        """The modules of these tensors, and what each of theirs is called there."""
+        """Yield each module that has some of these tensors, with their names in the module by full name."""
         by_module: dict[str, dict[str, str]] = {}
         for native in natives:
             prefix, _, name = native.rpartition(".")
@@ -205,14 +205,14 @@ class Loading:
 
 
 class _Place(NamedTuple):
-    """What has a tensor, under which name."""
+    """The place of a tensor: a dict of parameters or buffers, and the name in it."""
 
     holder: dict[str, Any]
     name: str
 
 
 class _Natives(MutableMapping[str, Tensor]):
-    """The tensors of modules: what is put here, is put there, where loaders look for it."""
+    """A mapping from full names to modules' tensors, which also replaces them in the modules."""
 
     def __init__(self, places: dict[str, _Place]) -> None:
         self._places = places
@@ -227,7 +227,9 @@ class _Natives(MutableMapping[str, Tensor]):
         place.holder[place.name] = tensor
 
     def __delitem__(self, native: str) -> None:
-        raise TypeError(f"{native!r} is the model's and stays; assign another tensor instead")
+        raise TypeError(
+            f"the loader deletes {native!r}, which the model must keep; assign another tensor instead"
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -243,12 +245,12 @@ def _list_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _count_bytes(module: nn.Module) -> int:
-    """Bytes of the module's own tensors."""
+    """The bytes of the module's own parameters and buffers."""
     return sum(tensor.nbytes for tensor in _list_tensors(module).values())
 
 
 def _find_tied(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that are another module's, too, and the first name of each."""
+    """The names of parameters that another module has too, each with the parameter's first name."""
     first_names: dict[int, str] = {}
     tied = {}
     for prefix, module in model.named_modules():
@@ -262,7 +264,7 @@ def _find_tied(model: nn.Module) -> dict[str, str]:
 
 
 def _find_others(module: nn.Module) -> dict[str, Any]:
-    """What a module has under the names of tensors that are loaded, and that is no longer a parameter or buffer."""
+    """The attributes that have replaced loaded tensors under their names, and are not tensors of the module."""
     parameters, buffers = get_layerwise_info(module).restore_metadata
     running = _list_tensors(module)
     others = {}
@@ -273,13 +275,13 @@ def _find_others(module: nn.Module) -> dict[str, Any]:
 
 
 def _keep_others(module: nn.Module, written: set[str]) -> None:
-    """Give what has memory, and is not written, the values that run."""
+    """Copy the running values into the module's tensors that are not `written`."""
     for tensor, running in _list_kept(module, written):
         tensor.data.copy_(running)
 
 
 def _list_kept(module: nn.Module, written: set[str]) -> list[tuple[Tensor, Tensor]]:
-    """Tensors that are not written, as loaded and as they run. Raises StoreError for one that is made again."""
+    """Pairs (as loaded, as run) of tensors that are not `written`. Raises StoreError for one that was converted."""
     parameters, buffers = get_layerwise_info(module).kernel_tensors
     running = parameters | buffers
     pairs = []
@@ -293,8 +295,8 @@ def _list_kept(module: nn.Module, written: set[str]) -> list[tuple[Tensor, Tenso
         if run is None or run.shape != tensor.shape or (run.dtype != tensor.dtype and name != BIAS):
             kind = type(module).__name__
             raise StoreError(
-                f"{name!r} of {kind} is written by no tensor of the trainer's, and vLLM has made something else of it; "
-                f"give it too"
+                f"the trainer sends nothing for {name!r} of {kind}, whose loaded values vLLM has converted and "
+                f"dropped; add {name!r} to the trainer's tensors"
             )
         pairs.append((tensor, run))
     return pairs

@@ -31,7 +31,7 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 
 
 def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
-    """Connect a group for each of vLLM's that has several workers, by its getter. Collective over the engine's workers.
+    """Connect a process group like each group of vLLM with several workers, by vLLM's getter. Collective over workers.
 
     They find each other in the meeting's own store.
 
@@ -69,8 +69,10 @@ def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
         # torch logs a collective that failed, and that log raises for a group that torch does not know.
         cause = error.__context__ or error
         if groups and says_ended(str(cause)):
-            what = f"another worker of this engine left as both quantized ({word_error(cause)})"
-            raise ExchangeError(f"{what}; see the error of that worker") from cause
+            what = f"another worker of this engine failed as both quantized ({word_error(cause)})"
+            raise ExchangeError(
+                f"{what}; mend that worker's error, which the engine's log has, and connect again"
+            ) from cause
         raise
     finally:
         for getter, get in getters.items():

@@ -21,7 +21,7 @@ def refuse(model: nn.Module, why: str) -> None:
 
     def answer(*args: Any, **kwargs: Any) -> NoReturn:
         raise ExchangeError(
-            f"the weights are torn: {why}; update all of them, or start the engine again"
+            f"the weights are torn (partly old, partly new): {why}; send all weights again, or start the engine again"
         )
 
     for module, name in _list_asked(model):
@@ -36,7 +36,7 @@ def accept(model: nn.Module) -> None:
 
 
 def _list_asked(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """What vLLM asks for what weights make, by name: a model that pools may have logits, too."""
+    """The modules and method names by which vLLM gets outputs: a pooling model may compute logits, too."""
     asked: list[tuple[nn.Module, str]] = []
     if hasattr(type(model), "compute_logits"):
         asked.append((model, "compute_logits"))

@@ -29,7 +29,7 @@ __all__ = ["process_tied", "repacks_anew"]
 
 @contextmanager
 def repacks_anew(module: nn.Module) -> Iterator[None]:
-    """Have vLLM make the kernels of `module` within the block as when weights were loaded first."""
+    """Have vLLM build the kernels of `module` from its weights again in the `with` block, as at the first load."""
     if not current_platform.is_cpu():
         yield
         return
@@ -52,7 +52,7 @@ def repacks_anew(module: nn.Module) -> Iterator[None]:
 
 
 def _refill_emptied(module: nn.Module) -> None:
-    """Have a projection's weight copied into a whole one, instead of into the empty one that attention has left."""
+    """Replace weights that attention has left empty by whole ones, into which vLLM's reload can copy."""
     if not getattr(module, "_cpu_skip_gemm_dispatch", False):
         return
     kernel_tensors = get_layerwise_info(module).kernel_tensors

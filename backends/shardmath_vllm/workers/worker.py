@@ -47,15 +47,15 @@ __all__ = ["WorkerEngine"]
 
 
 class _Joining(infos.Joining, WeightTransferInitInfo):
-    """As vLLM has it."""
+    """The message to a worker, as a class that vLLM accepts."""
 
 
 class _Updating(infos.Updating, WeightTransferUpdateInfo):
-    """As vLLM has it."""
+    """The message to a worker, as a class that vLLM accepts."""
 
 
 class NotJoinedError(ExchangeError, RuntimeError):
-    """An update before a trainer was joined; a RuntimeError too, as vLLM's own engines raise it."""
+    """The error for an update before the worker is connected to a trainer; a RuntimeError, as vLLM's engines raise."""
 
 
 class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
@@ -87,8 +87,8 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         if not 0 <= worker < init_info.workers:
             raise ExchangeError(
-                f"worker {worker} of an engine that the trainer takes to have {init_info.workers}; "
-                f"give its number of workers in TrainerInfo"
+                f"this is worker {worker} of its engine, from 0 on, but the trainer's TrainerInfo has "
+                f"{init_info.workers} for its workers; pass the engine's number of workers= there"
             )
 
         def record(told: Told) -> sm.storage.Recorded:
@@ -131,11 +131,14 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         """
         link = self._link
         if link is None:
-            raise NotJoinedError("no trainer was joined; call init_weight_transfer_engine first")
+            raise NotJoinedError(
+                "this worker is not connected to a trainer; call init_weight_transfer_engine first"
+            )
         if update_info.meeting != self._meeting:
             # Ranks of the one that was joined last have not come for this.
             raise ExchangeError(
-                "this engine has joined another trainer since; connect to it again by trainer_init"
+                f"the update is for connection {update_info.meeting!r}, but this engine has joined another trainer "
+                f"since, {self._meeting!r}; connect to it again by trainer_init"
             )
         life = Life(link, Update(update_info.number, writes=self._writes, torn=self._torn))
         why = "an update failed"
@@ -148,7 +151,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
             self._settle(life.update, why)
 
     def _settle(self, update: Update, why: str) -> None:
-        """Have the model answer where its weights are of one version, on all ranks of the engine."""
+        """Let the model answer if its weights are of one version on all ranks of the engine; else make it raise."""
         self._torn = update.mixed
         if not self._torn:
             accept(self.model)
@@ -157,7 +160,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
             refuse(self.model, why)
 
     def _receive(self, link: Link) -> None:
-        """The portions of an update, one after the other."""
+        """Receive an update, one refit of the link after the other."""
         try:
             self._loading.begin()
             with reducing(link.beside):
@@ -169,7 +172,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
             raise
 
     def _receive_portion(self, link: Link, number: int) -> None:
-        """One portion into memory that is given back once vLLM has made of it what it runs."""
+        """Receive the tensors of one refit, and have vLLM make its running tensors of them, then free them."""
         refit = link.refits[number]
         assert link.recorded is not None, "workers have recorded"
         own, engine = find_engine(refit.planned, link.place)

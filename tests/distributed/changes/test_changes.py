@@ -114,15 +114,15 @@ def test_bfloat16_takes_six_bytes_an_element(pool: Pool) -> None:
 
 
 FAULTS = {
-    "other memory": "rank 1: these are not the tensors, in the same memory",
+    "other memory": "rank 1: the tensors are not those of the last move of all elements, or lie elsewhere",
     "shape": r"rank 1: the source tensor has shape \(1, 3\)",
     "whole": "ranks disagree",
-    "whole=1": "rank 1: whole=1; pass True or False",
-    "outside": "rank 1: positions of '' go from 4 to 4; give cells of the tensor, from 0 to 3",
-    "twice": "rank 1: positions of '' have a cell twice",
-    "name": "rank 1: positions= names 'w', which this rank does not send; give those of its 1 source tensors: none",
+    "whole=1": "rank 1: whole=1 is not a bool; pass True or False",
+    "outside": "rank 1: positions of '' go from 4 to 4, but it has 4 elements; pass positions from 0 to 3",
+    "twice": "rank 1: positions of '' have 1 twice; pass each position once",
+    "name": "rank 1: positions= names 'w', which this rank does not send; pass names of its 1 source tensors: none",
     "kind": "rank 1: positions of '' are .*; pass a 1-D tensor of int64",
-    "no snapshot": "rank 1: no snapshots are kept; pass positions= on every rank",
+    "no snapshot": "rank 1: positions= is not given, and snapshots=False, .*; pass positions= on every rank",
 }
 
 
@@ -148,8 +148,8 @@ def test_a_rank_that_has_let_go_says_so(pool: Pool, agree: str) -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("program", "takes a Plan, got Program"),
-        ("reduces", "is Partial in tensor"),
+        ("program", "compile_changes got Program, where a Plan is needed"),
+        ("reduces", "compile_changes cannot move partial sums"),
         ("none", "got NoneType"),
     ],
 )

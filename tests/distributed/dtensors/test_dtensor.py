@@ -471,24 +471,24 @@ def test_targets_that_dtensor_cannot_say(pool: Pool) -> None:
 
 
 WRONG: list[tuple[str, str, str]] = [
-    ("shape", "LayoutError", "give a target of the same shape and dtype"),
-    ("dtype", "LayoutError", "give a target of the same shape and dtype"),
+    ("shape", "LayoutError", "pass a target of the tensor's shape and dtype"),
+    ("dtype", "LayoutError", "pass a target of the tensor's shape and dtype"),
     (
         "nothing",
         "LayoutError",
-        "NoneType is not a tensor; a rank that has no part of it passes torch.empty(0)",
+        "tensor= is NoneType, which is not a tensor; pass a torch.Tensor, torch.empty(0) on",
     ),
     (
         "no device mesh",
         "LayoutError",
-        "give torch's DeviceMesh, or a Layout on that mesh as target",
+        "pass torch's DeviceMesh, or a sm.Layout on that mesh as target",
     ),
-    ("plain", "LayoutError", "a plain tensor does not say which part of what tensor it is"),
-    ("grad", "LayoutError", "grad='half' is unknown; use 'replicate' or 'partial'"),
-    ("readings", "LayoutError", "pass reading='placement' or reading='order', or a Layout"),
-    ("mask", "PlacementError", "is not among shardmath's placements"),
+    ("plain", "LayoutError", "and its layout is not given; pass layout=, or pass a DTensor"),
+    ("grad", "LayoutError", "grad='half' is unknown; pass 'replicate' or 'partial'"),
+    ("readings", "LayoutError", "pass reading='placement' or reading='order', or a sm.Layout"),
+    ("mask", "PlacementError", "has no counterpart in shardmath"),
     ("local", "ExchangeError", "has shape (1, 4), the plan's layout stores"),
-    ("mesh", "LayoutError", "placements are given without their mesh; pass device_mesh="),
+    ("mesh", "LayoutError", "without a mesh, and the tensor is not a DTensor; pass device_mesh="),
     ("freed", "ExchangeError", "reaches 144 bytes into a storage of 0, which was freed"),
 ]
 

@@ -105,12 +105,15 @@ def test_copies_of_fused_weights_are_not_read_by_their_placements(pool: Pool, fs
         loaded = found.pop("loaded into others")
         assert (
             loaded[0] == "PlacementError"
-            and "has components (8, 8, 8, 8), the module's are" in loaded[1]
+            and "has components (8, 8, 8, 8), but the module's has" in loaded[1]
         )
         whole = found.pop("a whole loaded")
-        assert whole[0] == "PlacementError" and "by which torch would take other rows" in whole[1]
+        assert whole[0] == "PlacementError" and "torch would mix up the rows" in whole[1]
         for how, said in found.items():
-            assert said[0] == "PlacementError" and "take layout_of(module)" in said[1], (how, said)
+            assert said[0] == "PlacementError" and "layout=layout_of(module)[name]" in said[1], (
+                how,
+                said,
+            )
 
 
 def test_placements_of_a_fused_weight_are_read_as_said(pool: Pool) -> None:
@@ -250,16 +253,16 @@ def test_words_are_in_the_order_of_values() -> None:
 REFUSED: dict[str, tuple[str, str]] = {
     "2-D": (
         "MeshError",
-        "tp_mesh has 2 axes, Mesh(dp=4, tp=2); give one axis of a DeviceMesh with mesh_dim_names",
+        "tp_mesh has 2 axes, Mesh(dp=4, tp=2); pass one axis of a DeviceMesh with mesh_dim_names",
     ),
-    "no mesh": ("MeshError", "tp_mesh is Mesh(tp=2); give a DeviceMesh"),
-    "no name": ("MeshError", "tp_mesh's axis has no name; give one axis"),
+    "no mesh": ("MeshError", "tp_mesh is Mesh(tp=2), which is not a DeviceMesh"),
+    "no name": ("MeshError", "tp_mesh's axis has no name; pass one axis"),
     "weights without tp": ("MeshError", "of tp_mesh, Mesh(tp=2"),
     "no module": ("LayoutError", "Parameter is not a torch.nn.Module"),
-    "no styles": ("PlacementError", "styles is 'column'; give a mapping from patterns to styles"),
+    "no styles": ("PlacementError", "styles= is 'column', which is not a mapping; pass"),
     "unknown": (
         "PlacementError",
-        "style 'colum' of '0' is unknown; use column, row, replicate, vocabulary",
+        "style 'colum' of '0' is unknown; pass column, row, replicate, vocabulary",
     ),
     "no match": (
         "PlacementError",
@@ -271,7 +274,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "uneven": (
         "PlacementError",
-        "parameter '0.weight' whole (9, 4) as 'column' on tp=2: dimension 0: 9 does not divide by tp=2; pad to 10",
+        "parameter '0.weight' whole (9, 4) as 'column' on tp=2: dimension 0: length 9 does not divide by tp=2; pad it",
     ),
     "no dimension": (
         "PlacementError",
@@ -279,11 +282,11 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "uneven part": (
         "PlacementError",
-        "dimension 0: a component of 3 of 4 does not divide by tp=2; pad to 4",
+        "dimension 0: a component of 3 of 4 does not divide by tp=2; pad it to 4",
     ),
     "not the sum": (
         "PlacementError",
-        "dimension 0: components (4, 2) add up to 6, not 4; give sizes on the whole weight",
+        "dimension 0: components (4, 2) add up to 6, not to the whole length 4; pass Fused",
     ),
     "local sum": (
         "PlacementError",
@@ -291,7 +294,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     ),
     "not so many": (
         "PlacementError",
-        "4 does not divide into 3 equal components; give a tuple of their whole sizes",
+        "length 4 does not divide into 3 equal components; pass Fused a tuple",
     ),
     "shared": (
         "PlacementError",
@@ -309,7 +312,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "lazy": ("LayoutError", "parameter 'weight' has no shape yet"),
     "amax first": (
         "LayoutError",
-        "no parameter of the module is on a mesh; call set_device_mesh first",
+        "has no parameter that set_device_mesh has divided; call smt.set_device_mesh first",
     ),
 }
 
@@ -337,17 +340,20 @@ def test_meshes_without_this_rank(pool: Pool, what: str, name: str) -> None:
 
 
 LATER: dict[str, tuple[str, str]] = {
-    "twice": ("LayoutError", "module '' is on a mesh already; call set_device_mesh once"),
-    "inside": ("LayoutError", "module '1' is on a mesh already; call set_device_mesh once"),
+    "twice": ("LayoutError", "set_device_mesh was already called on this module; call it once"),
+    "inside": ("LayoutError", "set_device_mesh was already called on submodule '1'; call it once"),
     "meta": (
         "LayoutError",
-        "parameter '0.weight' is on the meta device and has no values; call to_empty",
+        "parameter '0.weight' is on the meta device and has no values; call the module's to_empty",
     ),
     "tp alone": ("LayoutError", "which hold parts of it, are not in weight_mesh, Mesh(tp=2"),
-    "replaced": ("LayoutError", "parameter '0.weight' was replaced after set_device_mesh"),
+    "replaced": (
+        "LayoutError",
+        "parameter '0.weight' is Parameter, not the one that set_device_mesh made",
+    ),
     "other shape": (
         "LayoutError",
-        "holds (3, 4), float32[4, 4] (2 tp n) h on tp=2 has (2, 4) there",
+        "of shape (3, 4), but float32[4, 4] (2 tp n) h on tp=2 has (2, 4) there",
     ),
 }
 
@@ -363,7 +369,7 @@ def test_bad_input_later(pool: Pool, what: str) -> None:
 def test_components_that_are_none(components: Any) -> None:
     kind, said = work.fused(components)
     assert kind == "PlacementError" and said.startswith(
-        f"Fused({components!r}); give a tuple of sizes above 0"
+        f"Fused({components!r}) does not name components; pass a tuple of"
     )
 
 

@@ -232,26 +232,32 @@ def test_persistent_buffers_are_filled_by_way_of_slabs(one: Format) -> None:
 
 
 BAD: dict[str, tuple[Any, str]] = {
-    "no format": (lambda x: smt.quantize("mxfp8", x), "'mxfp8' is not a format"),
-    "no tensor": (lambda x: smt.quantize(MXFP8(), x.numpy()), "give a torch.Tensor"),
+    "no format": (lambda x: smt.quantize("mxfp8", x), "format is 'mxfp8', which is not a format"),
+    "no tensor": (lambda x: smt.quantize(MXFP8(), x.numpy()), "pass a torch.Tensor"),
     "float64": (lambda x: smt.quantize(MXFP8(), x.double()), "dtype torch.float64"),
-    "a number": (lambda x: smt.quantize(MXFP8(), x[0, 0]), "no dimension"),
+    "a number": (lambda x: smt.quantize(MXFP8(), x[0, 0]), "at least one dimension"),
     "meta": (lambda x: smt.quantize(MXFP8(), x.to("meta")), "meta device"),
     "one dimension": (lambda x: smt.quantize(FP8Blocks(), x[0]), "have 2 dimensions"),
     "odd": (lambda x: smt.quantize(NVFP4(), x[:, :33]), "make its last dimension a multiple of 2"),
-    "one out": (lambda x: smt.quantize(MXFP8(), x, out=[x]), "is data, scales; give these"),
+    "one out": (lambda x: smt.quantize(MXFP8(), x, out=[x]), "has 2: data, scales; pass these"),
     "dtype of out": (lambda x: smt.quantize(MXFP8(), x, out=[x, x]), "uint8 or float8_e4m3fn"),
-    "amax": (lambda x: smt.quantize(MXFP8(), x, amax=x), r"give float32 \(64, 2\) on cpu"),
-    "amax of numpy": (lambda x: smt.quantize(MXFP8(), x, amax=3), r"amax is 3; give float32"),
-    "no parts": (lambda x: smt.dequantize(MXFP8(), (), torch.float32), "0 parts is not data"),
+    "amax": (lambda x: smt.quantize(MXFP8(), x, amax=x), r"pass one .*: float32 \(64, 2\) on cpu"),
+    "amax of numpy": (
+        lambda x: smt.quantize(MXFP8(), x, amax=3),
+        r"amax= is 3, which is not a tensor; pass",
+    ),
+    "no parts": (
+        lambda x: smt.dequantize(MXFP8(), (), torch.float32),
+        "parts= begins with nothing, where",
+    ),
     "data alone": (lambda x: smt.dequantize(MXFP8(), (x,), torch.float32), "has 1 tensor"),
     "integers": (
         lambda x: smt.dequantize(MXFP8(), smt.quantize(MXFP8(), x), torch.int32),
-        "use bfloat16, float16, float32",
+        "is not one of bfloat16, float16, float32",
     ),
     "shape of out": (
         lambda x: smt.dequantize(MXFP8(), smt.quantize(MXFP8(), x), x.dtype, out=x[1:]),
-        r"give torch.float32 \(64, 64\)",
+        r"where torch.float32 \(64, 64\)",
     ),
 }
 

@@ -126,7 +126,7 @@ def test_what_torchao_trains_with_dequantizes_itself() -> None:
     tensor = torch.randn(16, 16, dtype=torch.bfloat16)
     made = hp_tensor_to_float8_dynamic(tensor, torch.float8_e4m3fn, LinearMMConfig())
     assert torch.equal(smt.sendable(made), made.to_original_precision())
-    with pytest.raises(FormatError, match="is not a quantized tensor of a known kind"):
+    with pytest.raises(FormatError, match="is not a quantized tensor of TransformerEngine"):
         smt.quantized_parts(made)
 
 

@@ -38,8 +38,8 @@ def test_workers_have_what_their_loaders_take(pool: Pool, lag: float) -> None:
 @pytest.mark.parametrize(
     ("how", "who", "why"),
     [
-        ("clients", OF_TRAINER, "2 clients given, and TrainerInfo has workers= of 1 engine"),
-        ("source", OF_TRAINER, "TrainerInfo has rank 1, and this is rank 0 of those"),
+        ("clients", OF_TRAINER, "client= has 2 clients, but TrainerInfo's workers= names 1 engine"),
+        ("source", OF_TRAINER, "TrainerInfo has rank=1, but this process is rank 0 of the ranks"),
         ("init", OF_TRAINER, "engine 0: ConnectionError: nobody answers"),
         ("record", ALL, "place 2 could not record its loader: ArithmeticError"),
         ("start", OF_TRAINER, "place 0 could not start update 1: engine 0: ConnectionError"),
@@ -68,5 +68,5 @@ def test_an_update_may_take_longer_than_ranks_wait(pool: Pool) -> None:
 def test_a_trainer_that_does_not_hear_that_an_update_is_finished(pool: Pool) -> None:
     """Is an error at place 0: the trainer has gone."""
     first, *others = pool.run(finish_alone, free_port())
-    assert first.startswith("1 rank did not finish update 1 in 3 s: place 1; see that")
+    assert first.startswith("1 rank did not finish update 1 in 3 s: place 1; start those again")
     assert not any(others)

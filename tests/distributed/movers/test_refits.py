@@ -54,7 +54,7 @@ def test_what_is_not_prepared_does_not_move_beside(pool: Pool) -> None:
 def test_functions_of_committed_changes_are_refused(pool: Pool) -> None:
     """They would be given what was there before."""
     for said in pool.run(refitted.refuse_functions):
-        assert "is made by a function of a whole tensor" in said and "nothing was moved" in said
+        assert "from a whole received tensor" in said and "nothing was moved" in said
 
 
 def test_changes_that_come_to_nothing_are_sent_again(pool: Pool) -> None:

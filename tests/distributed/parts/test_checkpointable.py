@@ -39,7 +39,9 @@ def test_ranks_that_say_other_shapes(pool: Pool) -> None:
 def test_attributes_that_are_wrong_on_one_rank(pool: Pool) -> None:
     """The others waited for that rank until the group's timeout."""
     for said in pool.run(work.disagreeing, (1, 4)):
-        assert said.startswith("rank 3: tensor 'w': ") and "is outside dimension 0 of 1" in said
+        assert (
+            said.startswith("rank 3: tensor 'w': ") and "in dimension 0, whose length is 1" in said
+        )
 
 
 def layout_of(tensor: torch.Tensor) -> sm.Layout:
@@ -55,7 +57,7 @@ def test_there_and_back() -> None:
     local = work.own_part(LINE, 0)
     assert sm.equivalent(layout_of(work.say(local.clone(), LINE, 0)), LINE)
     if not hasattr(dcp, "CheckpointableTensor"):
-        with pytest.raises(sm.LayoutError, match=r"take torch 2\.14 or later"):
+        with pytest.raises(sm.LayoutError, match=r"install torch 2\.14 or later"):
             smt.checkpointable(local, LINE)
         return
     assert smt.checkpointable(local, LINE) is local
@@ -77,7 +79,7 @@ def test_torch_saves_and_loads_it(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "lists of several lengths": ({"local_sizes": ()}, "zip"),
     "too few dimensions": ({"global_shape": (9,)}, "dimensions"),
-    "outside the tensor": ({"global_offsets": ((6, 0),)}, r"outside dimension 0 of 9"),
+    "outside the tensor": ({"global_offsets": ((6, 0),)}, "in dimension 0, whose length is 9"),
     "outside the memory": ({"local_offsets": ((1, 0),)}, "does not fit a local length of 4"),
     "no numbers": ({"global_offsets": (("0", 0),)}, "integer"),
     "not a product": (

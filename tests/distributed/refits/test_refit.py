@@ -36,7 +36,7 @@ def test_every_stored_tensor_is_right_after_every_step(pool: Pool, ranks: range)
     [
         ("missing", "stores 'lm_head.weight' as (3, 8), and the rank has no such tensor"),
         ("in no row", "the rank has 'extra', which no row of the side stores; add a row for it"),
-        ("dtype", "'lm_head.weight' is float64, the refit moves float32"),
+        ("dtype", "'lm_head.weight' is float64, but the refit was planned for float32"),
         ("moved", "engine 'lm_head.weight' lies elsewhere in memory than when prepare()"),
         pytest.param(
             "strides",
@@ -65,7 +65,9 @@ def test_what_was_bound_goes_once_it_is_released(
 ) -> None:
     for left, said, wrong in pool.run(release, quantizes, options):
         assert left == 0
-        assert "this rank has not prepared the refit; call prepare() on all ranks" in said
+        assert (
+            "this rank has not prepared the refit, or has released its tensors since; call" in said
+        )
         assert wrong == []
 
 
@@ -125,11 +127,11 @@ def test_memory_that_is_given_again(pool: Pool) -> None:
 
 
 ELSEWHERE = {
-    "src": "rank 5 is not a trainer, and was given src; pass None",
-    "dst": "rank 1 is not of the engine, and was given dst; pass None",
-    "dst of several": "rank 1 is of no engine, and was given list; pass dst={engine: tensors}",
-    "an engine's name": "rank 1 is of no engine, and was given decode; pass dst={engine: tensors}",
-    "dst by chunk": "rank 6 is of prefill, decode, and was given list; pass dst={engine: tensors}",
+    "src": "rank 5 was given src=, but the trainer has ranks 0-3; leave src= out",
+    "dst": "rank 1 was given dst=, but the engine has ranks 4-7; leave dst= out",
+    "dst of several": "rank 1 is in no engine, but dst= has tensors for list; leave dst= out",
+    "an engine's name": "rank 1 is in no engine, but dst= has tensors for decode; leave dst= out",
+    "dst by chunk": "rank 6 is in prefill, decode, but dst= has tensors for list; pass dst={",
 }
 
 
@@ -143,14 +145,14 @@ def test_tensors_of_a_side_that_the_rank_is_not_of(pool: Pool) -> None:
 
 
 def test_what_is_not_a_refit() -> None:
-    with pytest.raises(sm.ExchangeError, match="planned is not a refit, but int; give what sm"):
+    with pytest.raises(sm.ExchangeError, match=r"smt.Refit got int, where a planned refit"):
         smt.Refit(5)  # type: ignore[arg-type]
 
 
 def test_no_tensors_at_all(pool: Pool) -> None:
     for told in pool.run(refits.prepare_nonsense):
         assert told is not None
-        assert "rank 6: tensors are int; pass a mapping" in told
+        assert "rank 6: src= or dst= is int, where a mapping" in told
 
 
 def test_tensors_made_in_inference_mode(pool: Pool) -> None:
@@ -169,7 +171,7 @@ def test_another_tensor_in_the_place_of_a_prepared_one(pool: Pool) -> None:
     """What was bound is no longer what is trained or served, if it lies as it did. A rank's own may be anywhere."""
     for told in pool.run(refits.replace):
         kind, text = told.pop("a mapping that raises")
-        said = "rank 0: the mapping that has source 'w' raises OSError: it is closed; prepare again"
+        said = "rank 0: the mapping passed to prepare() raised OSError: it is closed for source 'w'"
         assert kind == "ExchangeError" and said in text
         fine = {
             "its own",
@@ -183,13 +185,13 @@ def test_another_tensor_in_the_place_of_a_prepared_one(pool: Pool) -> None:
         for case in ("a deleted parameter", "a parametrization", "weight norm", "pruned"):
             kind, text = told.pop(case)
             assert kind == "ExchangeError" and "'w' is no longer where its module had it" in text
-            assert "prepare again on all ranks" in text
+            assert "call prepare() again on all ranks" in text
         for case, (kind, text) in told.items():
             side = "engine" if case == "an entry of dst" else "source"
             name = "b" if case == "a buffer" else "w"
             said = f"{side} {name!r} is another tensor than when prepare() was"
             assert kind == "ExchangeError" and said in text, (case, text)
-            assert "prepare again on all ranks" in text
+            assert "call prepare() again on all ranks" in text
 
 
 def test_parameters_that_fsdp_has_gathered(pool: Pool) -> None:
@@ -255,16 +257,16 @@ def test_engines_that_fsdp_has_gathered(pool: Pool, cases: list[str]) -> None:
             assert served == ([15.0, 21.0] if rank < 2 else []), (case, served)
             assert kind == "ExchangeError", (case, text)
             assert (
-                "'layer.weight' is what FSDP2 has gathered for a forward, and not kept; call"
+                "'layer.weight' is a copy that FSDP2 gathered for a forward, not a shard; call"
                 in text
             )
 
 
 CONTRADICTIONS = {
-    "strided": "as float32[16, 8] (tp dp n) h on dp=4 tp=2, and is planned as float32[16, 8] (dp tp",
-    "a plain side": "as float32[16, 8] (tp dp n) h on dp=4 tp=2, and is planned as float32[16, 8] (dp",
-    "flipped": "and is planned as float32[16, 8] (world n) h on world=8",
-    "partial": "'w' is a DTensor of (Partial(sum),), of which ranks hold summands; redistribute it",
+    "strided": "layout float32[16, 8] (tp dp n) h on dp=4 tp=2, but the plan has float32[16, 8] (dp tp",
+    "a plain side": "layout float32[16, 8] (tp dp n) h on dp=4 tp=2, but the plan has float32[16, 8] (dp",
+    "flipped": "but the plan has float32[16, 8] (world n) h on world=8",
+    "partial": "'w' is a DTensor with placements (Partial(sum),), of which a rank holds a partial sum",
 }
 
 
@@ -286,7 +288,10 @@ def test_dtensors_that_lie_otherwise_than_planned(pool: Pool) -> None:
 def test_a_function_that_makes_other_tensors(pool: Pool, function: str, found: str) -> None:
     for kind, text in pool.run(refits.store_by, function):
         assert kind == "ExchangeError"
-        assert f"the function of 'w' gives {found}, and float32[4, 3] is stored; give" in text
+        assert (
+            f"computes 'w' returned {found}, where the stored tensor is float32[4, 3]; return"
+            in text
+        )
     pool.broken = True  # the group is, since the move had begun
 
 
@@ -300,6 +305,7 @@ def test_a_source_that_stores_a_function() -> None:
     given = bound.slots(0), bound.layouts, {(0, "A"): torch.ones(4)}, 0, (), {}
     assert len(bind_views(bound, *given, receives=True).computed) == 1
     with pytest.raises(
-        sm.StoreError, match=r"'A' stores neg_exp\(.*, from which q cannot be computed"
+        sm.StoreError,
+        match=r"the trainer stores neg_exp\(q\) as 'A', from which q cannot be computed",
     ):
         bind_views(bound, *given, receives=False)

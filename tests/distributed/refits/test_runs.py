@@ -46,7 +46,9 @@ def test_a_loader_that_loads_once(ways: Any) -> None:
         if len(calls) == 1:
             into["a"].copy_(mix(given))
 
-    with pytest.raises(sm.StoreError, match="'a' is written in one run and not in another; record"):
+    with pytest.raises(
+        sm.StoreError, match="'a' is written in one run of the loader and not in another; record"
+    ):
         record(load, into, ways=ways)
 
 
@@ -60,25 +62,31 @@ def test_a_part_that_is_loaded_once() -> None:
             into["a"][:1].copy_(given["q"][:1])
         into["a"][1:].copy_(mix(given)[1:])
 
-    with pytest.raises(sm.StoreError, match="'a' is written in one run and not in another"):
+    with pytest.raises(
+        sm.StoreError, match="'a' is written in one run of the loader and not in another"
+    ):
         record(load, into)
 
 
 @pytest.mark.parametrize(
     ("first", "later", "fault"),
     [
-        (lambda a, given: a.copy_(given["q"]), lambda a, given: None, "cell 0 seems to be"),
+        (lambda a, given: a.copy_(given["q"]), lambda a, given: None, "position 0 holds"),
         (
             lambda a, given: a.copy_(given["q"]),
             lambda a, given: a.copy_(given["k"]),
-            "cell 0 seems to be element 0 of 'q'",
+            "position 0 holds .*, where element 0 of 'q'",
         ),
         (
             lambda a, given: a[:2].copy_(given["q"][:2]),
             lambda a, given: a.copy_(given["q"]),
-            "cell 6 is written, too",
+            "position 6 is written only if there are data",
         ),
-        (lambda a, given: None, lambda a, given: a.copy_(given["q"]), "cell 0 is written, too"),
+        (
+            lambda a, given: None,
+            lambda a, given: a.copy_(given["q"]),
+            "position 0 is written only if there are data",
+        ),
     ],
 )
 def test_a_target_that_views_explain_and_numbers_do_not(
@@ -93,7 +101,9 @@ def test_a_target_that_views_explain_and_numbers_do_not(
         calls.append(1)
         into["b"].copy_(mix(given))
 
-    with pytest.raises(sm.StoreError, match=f"'a' differs from one run to the next: {fault}"):
+    with pytest.raises(
+        sm.StoreError, match=f"'a' is loaded differently in two runs of the loader: {fault}"
+    ):
         record(load, into)
 
 
@@ -107,7 +117,10 @@ def test_a_function_that_is_stored_once() -> None:
         calls.append(1)
         into["b"].copy_(mix(given))
 
-    with pytest.raises(sm.StoreError, match=r"'a' differs .*: nothing is written"):
+    with pytest.raises(
+        sm.StoreError,
+        match=r"'a' is loaded differently .*: it is written only if there are no data",
+    ):
         record(load, into, functions={"a": "neg_exp"})
 
 
@@ -131,7 +144,9 @@ def test_a_loader_that_fails_without_data_and_loads_nothing_later() -> None:
         if len(calls) == 1:
             into["a"].copy_(given["q"] * given["q"].max().item())
 
-    with pytest.raises(sm.StoreError, match="failed without data, and then wrote nothing: Runtime"):
+    with pytest.raises(
+        sm.StoreError, match=r"the loader raised Runtime.* on tensors without data, and wrote"
+    ):
         record(load, into)
 
 
@@ -186,7 +201,7 @@ def test_a_loader_that_is_not_waited_for() -> None:
         into["a"].copy_(given["q"])
 
     made = load({})
-    with pytest.raises(sm.StoreError, match="the loader returns before it has loaded; record one"):
+    with pytest.raises(sm.StoreError, match=r"the loader returned a .* before it had loaded; pass"):
         record(lambda given: made, into)
     made.close()
 
@@ -194,7 +209,7 @@ def test_a_loader_that_is_not_waited_for() -> None:
         into["a"].copy_(given["q"])
         yield "q"
 
-    with pytest.raises(sm.StoreError, match="the loader returns before it has loaded; record one"):
+    with pytest.raises(sm.StoreError, match=r"the loader returned a .* before it had loaded; pass"):
         record(load_each, into)
 
 
@@ -435,7 +450,7 @@ def test_shapes_that_a_loader_changes_in_place(device: str, ways: Any) -> None:
         into["a"].t_()
         into["a"].copy_(given["q"])
 
-    with pytest.raises(sm.StoreError, match="'a' has shape"):
+    with pytest.raises(sm.StoreError, match="the loader changed the shape of 'a'"):
         record(load, into, ways=ways)
     assert (into["a"].shape, into["a"].stride()) == ((3, 4), (4, 1))
 
@@ -447,9 +462,7 @@ def test_memory_of_another_shape(ways: Any) -> None:
     def load(given: Given) -> None:
         into["a"].data = given["q"][:2].clone()
 
-    with pytest.raises(
-        sm.StoreError, match=r"'a' has shape \[4, 3\], and \[2, 3\] once it is loaded"
-    ):
+    with pytest.raises(sm.StoreError, match=r"the shape of 'a' from \[4, 3\] to \[2, 3\]; put"):
         record(load, into, ways=ways)
     assert into["a"].tolist() == torch.ones(4, 3).tolist()
 
@@ -476,7 +489,9 @@ def test_what_is_written_past_torch_is_read_from_numbers() -> None:
         array[2:] = 0
 
     assert record(load, into).unwritten == {"a": 6}
-    with pytest.raises(sm.StoreError, match="not explained by views by a write past torch"):
+    with pytest.raises(
+        sm.StoreError, match="copies into 'a' could not be followed: it is computed by a write past"
+    ):
         record(load, into, ways=("views",))
 
 
@@ -488,7 +503,7 @@ def test_a_function_is_a_name(function: Any) -> None:
     """No name would say that what is computed is a copy."""
     into = make("meta", "a")
     with pytest.raises(
-        sm.StoreError, match=r"for 'a'; give a name: 'neg_exp', or one that Refit\."
+        sm.StoreError, match=r"for 'a', where the name of a function is needed; write 'neg_exp', or"
     ):
         record(lambda given: into["a"].copy_(given["q"].exp()), into, functions={"a": function})
 
@@ -497,10 +512,12 @@ def test_a_function_of_what_is_not_a_target() -> None:
     into = make("meta", *"abcdefghij")
     into["tied"] = into["b"]
     with pytest.raises(
-        sm.StoreError, match=r"'x', which is not a target; name a, .*, h and 2 more"
+        sm.StoreError, match=r"'x', but the tensors of into= are a, .*, h and 2 more; use"
     ):
         record(lambda given: None, into, functions={"x": "neg_exp"})
-    with pytest.raises(sm.StoreError, match="'tied', which is not a target; name 'b', whose"):
+    with pytest.raises(
+        sm.StoreError, match="'tied', but that is another name for the memory of 'b'; name 'b'"
+    ):
         record(lambda given: None, into, functions={"tied": "neg_exp"})
 
 
@@ -510,7 +527,7 @@ def test_a_function_of_what_is_not_a_target() -> None:
 def test_words_that_are_not_known(more: dict[str, Any]) -> None:
     (what,) = more
     into = make("meta", "a")
-    with pytest.raises(sm.StoreError, match=rf"{what}=\[.*; give '\w+' or '\w+'"):
+    with pytest.raises(sm.StoreError, match=rf"{what}=.* is unknown; pass '\w+' or '\w+'"):
         record(lambda given: into["a"].copy_(given["q"]), into, **more)
 
 

@@ -140,12 +140,12 @@ def test_an_engine_that_hangs_is_not_waited_for_without_an_end(hangs_in: str) ->
     other = Other(told, hangs_in)
     sender._clients.append(other)
     start = time.monotonic()
-    with pytest.raises(ExchangeError, match="engine 1 has not answered in 1 s; see what it does"):
+    with pytest.raises(ExchangeError, match="engine 1 has not answered in 1 s; start it again"):
         sender.send_weights()
     assert time.monotonic() - start < SHORT_S + GRACE_S + 1
     # The other one has ended its update all the same, and this one is asked nothing while it hangs.
     assert told[-1] == hangs_in
-    with pytest.raises(ExchangeError, match="engine 1 has not answered the call before"):
+    with pytest.raises(ExchangeError, match="engine 1 has not answered the previous call"):
         sender.send_weights()
     assert told[-1] == hangs_in
     other.goes_on.set()
@@ -185,7 +185,7 @@ def test_an_engine_is_asked_one_thing_at_a_time_after_a_ctrl_c_too() -> None:
     threading.Timer(0.2, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
         calls.tell([sv.LLMClient(llm).start_weight_update], TIMEOUT_S)
-    with pytest.raises(ExchangeError, match="engine 0 has not answered the call before"):
+    with pytest.raises(ExchangeError, match="engine 0 has not answered the previous call"):
         calls.ask([sv.LLMClient(llm).start_weight_update])
     # As trainer_init asks, which knows of no calls before.
     later = Calls()
@@ -232,7 +232,7 @@ def test_ranks_that_were_told_otherwise() -> None:
     info = dataclasses.replace(tell(), trainers=2)
     for name, other in {"timeout": 7.0, "own": ("*.scale",), "workers": 2}.items():
         odd = dataclasses.replace(info, rank=1, **{name: other})
-        with pytest.raises(ExchangeError, match=f"rank 0 has {name}=.*, and rank 1 {name}="):
+        with pytest.raises(ExchangeError, match=f"rank 0 has {name}=.*, but rank 1 has {name}="):
             _check_alike([info, odd])
     _check_alike([info, dataclasses.replace(info, rank=1, address="localhost:1")])
 
@@ -354,9 +354,9 @@ def halve(module: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (assign, "no longer what its module has"),
+        (assign, "no longer the tensor that its module has"),
         (delete, "no longer"),
-        (replace_module, "'0.weight' is no longer what its module has"),
+        (replace_module, "'0.weight' is no longer the tensor that its module has"),
         (halve, "is float16"),
     ],
 )
@@ -375,12 +375,12 @@ def test_other_parameters_than_were_met_with(
 
 def test_arguments_that_are_none(pair: Pair) -> None:
     with pytest.raises(
-        ValueError, match="2 clients given, and TrainerInfo has workers= of 1 engine"
+        ValueError, match="client= has 2 clients, but TrainerInfo's workers= names 1 engine"
     ):
         sv.Trainer.trainer_init(tell(), client=[pair.engine, pair.engine], source=pair.trained)
-    with pytest.raises(ValueError, match="a client is Sequential, which lacks a client's methods"):
+    with pytest.raises(ValueError, match="client= has Sequential, which lacks a client's methods"):
         sv.Trainer.trainer_init(tell(), client=pair.trained, source=pair.trained)
-    with pytest.raises(TypeError, match="source is int"):
+    with pytest.raises(TypeError, match="source= is int"):
         sv.Trainer.trainer_init(tell(), client=pair.engine, source=3)
 
 
@@ -454,7 +454,7 @@ def test_all_hear_of_an_engine_that_fails_once_all_have_met() -> None:
 def test_what_fsdp_has_gathered(pool: Pool) -> None:
     """Is no source, since another is trained."""
     for said, then in pool.run(gathered_sources.read):
-        assert "is what FSDP2 has gathered" in said and "call reshard()" in said
+        assert "is a copy that FSDP2 gathered" in said and "call reshard()" in said
         assert then
 
 
@@ -463,9 +463,11 @@ def test_ranks_that_sources_name() -> None:
     layouts = {"w": sm.Layout((8,), sm.Mesh(dp=2, ranks=[3, 4]), "(dp n)")}
     shapes = {"w": ((8,), "float32")}
     source = sv.Source({"w": torch.zeros(4)}, layouts, shapes)
-    with pytest.raises(ValueError, match="tensors lie on rank 4, and TrainerInfo has 1 trainers"):
+    with pytest.raises(ValueError, match="tensors on rank 4, but TrainerInfo has trainers=1"):
         sv.Trainer.trainer_init(tell(), client=PlainEngine(make_module()), source=source)
     own = sv.Source({}, {}, {}, rank=1)
     info = sv.TrainerInfo("127.0.0.1:1", 2, workers=1, rank=0)
-    with pytest.raises(ValueError, match="TrainerInfo has rank 0, and this is rank 1 of those"):
+    with pytest.raises(
+        ValueError, match="TrainerInfo has rank=0, but this process is rank 1 of the ranks"
+    ):
         _check_ranks(own, info)

@@ -245,7 +245,7 @@ def test_a_rank_that_does_not_come_is_named(late: int, monkeypatch: pytest.Monke
         thread.start()
     for thread in threads:
         thread.join()
-    why = f"1 rank did not begin update 1 in 0.5 s: place {late}; who has left a call of send_weights out"
+    why = f"1 rank did not begin update 1 in 0.5 s: place {late}; call send_weights equally often on all ranks"
     assert said.keys() == set(others)
     assert all(told.startswith(why) for told in said.values())
 

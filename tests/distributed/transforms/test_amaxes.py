@@ -116,8 +116,8 @@ WRONG = {
     "dtype": "dtype float64, the plan's layout has float32",
     "missing": "the source tensor is missing",
     "mapping": "pass it without a dict",
-    "count": "out has 1 tensor; pass data, scales",
-    "alone": "out is Tensor; pass a tuple of data, scales",
+    "count": "out= has 1 tensor, where 2 are needed; pass the tensors data, scales",
+    "alone": "out= is Tensor, where a tuple of tensors is needed; pass the tensors data, scales",
     "scales": "destination tensor 'scales' has dtype float64",
     "shared": "share memory",
 }
@@ -136,8 +136,8 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(pool: Pool) -> None:
         ("format", "to FP8 e4m3 per 4 x 16\nnothing was moved"),
         ("layout", "to FP8 e4m3 per 4 x 32\nrank 1: compile_quantize "),
         ("none", "None is not a format; give one such as formats.MXFP8()"),
-        ("double", "has numbers that float32 does not have; round them first"),
-        ("absent", "give a group of all ranks that hold the tensor"),
+        ("double", "whose numbers float32 cannot hold exactly; cast the tensor"),
+        ("absent", "pass group= with all ranks that hold the tensor"),
     ],
 )
 def test_ranks_agree_on_what_they_quantize(pool: Pool, kind: str, message: str) -> None:

@@ -150,7 +150,7 @@ def test_what_arrays_make_is_looked_at() -> None:
     out = (torch.empty(4, dtype=torch.bfloat16),)
     part = (Component("data", "bfloat16"),)
     for bad, words in (
-        (lambda x: (x, x), "makes 2 arrays for 1 component"),
+        (lambda x: (x, x), "makes 2 arrays, not 1: bfloat16[4]"),
         (
             lambda x: (x,),
             "has dtype float32, not bfloat16; pass an array of uint16, the bits of bfloat16",
@@ -158,7 +158,7 @@ def test_what_arrays_make_is_looked_at() -> None:
         (lambda x: (x.astype(">u2"),), "has dtype >u2, of another byte order"),
         (
             lambda x: (x[:2].astype(np.uint16),),
-            "makes bfloat16[2] at the source, and bfloat16[4] travels",
+            "makes bfloat16[2] at the source, where bfloat16[4] is needed",
         ),
     ):
         with pytest.raises(sm.ShardError) as caught:

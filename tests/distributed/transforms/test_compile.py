@@ -166,9 +166,12 @@ def test_only_what_is_made_has_buffers(pool: Pool) -> None:
     ("how", "words"),
     [
         ("prepare", "prepare of 'w' failed: KeyError: 'no such scale'"),
-        ("number", "Custom('c': data float32) makes 2 tensors at the source for 1 component"),
-        ("shape", "makes float32[8, 6] at the source, and float32[4, 6] travels"),
-        ("dtype", "makes float64[4, 6] at the source, and float32[4, 6] travels"),
+        (
+            "number",
+            "Custom('c': data float32) makes 2 tensors at the source, not 1: float32[4, 6]; return",
+        ),
+        ("shape", "makes float32[8, 6] at the source, where float32[4, 6] is needed"),
+        ("dtype", "makes float64[4, 6] at the source, where float32[4, 6] is needed"),
     ],
 )
 def test_what_fails_before_the_vote_is_an_error_on_all_ranks(
@@ -190,8 +193,8 @@ def test_what_fails_after_arrival_is_this_rank_s_failure() -> None:
     ("how", "words"),
     [
         ("transforms", "ranks disagree"),
-        ("plan", "the plan is of other tensors: 'w' is not alike"),
-        ("type", "transforms are Plan; pass what sm.transforms.transformed(src, dst, rules) gives"),
+        ("plan", "for 'w', but the transforms need"),
+        ("type", "transforms= is Plan, where transformed layouts are needed; pass the result of"),
     ],
 )
 def test_ranks_agree_on_transforms(pool: Pool, how: str, words: str) -> None:

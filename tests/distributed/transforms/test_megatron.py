@@ -45,21 +45,51 @@ def test_a_hook_is_called_for_each_box(pool: Pool, dst: sm.Layout, boxes: int) -
             0,
             "compile",
             "send number",
-            "prepare_send of Hook gives 1 tensor (4, 6) for 2 components",
+            "prepare_send of Hook gives 1 tensor for a box of shape (4, 6), not 2: ",
         ),
-        (0, "compile", "send shape", "gives uint8[24] (4, 6), and uint8[4, 6] travels"),
-        (0, "compile", "send dtype", "gives int8[4, 6] (4, 6), and uint8[4, 6] travels"),
-        (0, "compile", "send none", "gives NoneType (4, 6), and uint8[4, 6] travels"),
+        (
+            0,
+            "compile",
+            "send shape",
+            "gives uint8[24] for a box of shape (4, 6), where uint8[4, 6] is needed",
+        ),
+        (
+            0,
+            "compile",
+            "send dtype",
+            "gives int8[4, 6] for a box of shape (4, 6), where uint8[4, 6] is needed",
+        ),
+        (
+            0,
+            "compile",
+            "send none",
+            "gives NoneType for a box of shape (4, 6), where uint8[4, 6] is needed",
+        ),
         (
             2,
             "compile",
             "recv number",
-            "prepare_recv of Hook gives 1 tensor (8, 3) for 2 components",
+            "prepare_recv of Hook gives 1 tensor for a box of shape (8, 3), not 2: ",
         ),
-        (2, "compile", "recv shape", "gives uint8[24] (8, 3), and uint8[8, 3] travels"),
-        (2, "compile", "recv dtype", "gives int8[8, 3] (8, 3), and uint8[8, 3] travels"),
+        (
+            2,
+            "compile",
+            "recv shape",
+            "gives uint8[24] for a box of shape (8, 3), where uint8[8, 3] is needed",
+        ),
+        (
+            2,
+            "compile",
+            "recv dtype",
+            "gives int8[8, 3] for a box of shape (8, 3), where uint8[8, 3] is needed",
+        ),
         (1, "move", "prepare_send", "prepare of 'a.weight' failed: RuntimeError: no prepare_send"),
-        (1, "move", "send shape", "gives uint8[24] (4, 6), and uint8[4, 6] travels"),
+        (
+            1,
+            "move",
+            "send shape",
+            "gives uint8[24] for a box of shape (4, 6), where uint8[4, 6] is needed",
+        ),
     ],
 )
 def test_a_hook_that_breaks_is_an_error_on_all_ranks(
@@ -89,8 +119,8 @@ def test_a_hook_takes_whole_blocks() -> None:
     with pytest.raises(sm.ShardError) as caught:
         blocks.make_worker(job._replace(tensor="a.weight"), 0, "source", torch.device("cpu"))
     assert str(caught.value) == (
-        "rank 0 has 0:2 of dimension 0 of 'w' by itself, and a hook takes whole blocks of 4; "
-        "give a layout that does not cut blocks"
+        "rank 0 holds 0:2 of dimension 0 of 'w', but a hook needs whole blocks of 4; "
+        "use a layout that cuts between blocks"
     )
 
 
@@ -101,15 +131,18 @@ def test_what_a_hook_is() -> None:
     t = sm.transforms.transformed({"w": PLAIN}, {"w": PLAIN}, {"w": hook})
     job = next(t.jobs(1, "source"))
     for make, words in (
-        (lambda: smt.megatron_hook(torch, HALVES), "module has no should_transform, prepare_send,"),
+        (
+            lambda: smt.megatron_hook(torch, HALVES),
+            "module has no method should_transform, prepare_send,",
+        ),
         (lambda: smt.megatron_hook(Hook({}), ["low"]), "'low' is not a Component"),
         (
             lambda: t.prepare(1, {"w": np.zeros((8, 3), np.uint16)}),
-            "takes torch's tensors; move them by",
+            "takes torch tensors, not NumPy arrays; use",
         ),
         (
             lambda: hook.make_worker(job, 1, "source", torch.device("cpu")),
-            "the hook does not transform 'w', and a rule says so",
+            "a rule transforms 'w' by the hook, whose should_transform says no",
         ),
     ):
         with pytest.raises(sm.ShardError) as caught:
@@ -157,8 +190,9 @@ def test_buffers_elsewhere_are_refused() -> None:
     (job,) = t.jobs(1, "destination")
     with pytest.raises(sm.ExchangeError) as caught:
         transform.make_worker(job, 1, "destination", torch.device("cpu"))
-    assert "a buffer on 'meta', the process group moves tensors on 'cpu'; make it there" in str(
-        caught.value
+    assert (
+        "a buffer on 'meta', but the process group moves tensors on 'cpu'; return buffers"
+        in str(caught.value)
     )
 
 
@@ -166,5 +200,5 @@ def test_cuts_inside_a_block_are_errors_on_all_ranks(pool: Pool) -> None:
     for cut, apart, right in pool.run(cut_apart):
         assert "tensor 'a.weight': rank 0 holds positions 0:2 of dimension 0" in cut
         assert "at 2; divide the dimension at multiples of 4" in cut
-        assert "rank 2: rank 2 has 0:2 of dimension 0 of 'a.weight' by itself" in apart
+        assert "rank 2: rank 2 holds 0:2 of dimension 0 of 'a.weight', but" in apart
         assert right

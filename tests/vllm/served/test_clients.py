@@ -86,7 +86,7 @@ def test_an_update_is_said_as_vllm_s_routes_have_it() -> None:
         (404, b"", "answered 404: no such route; start the server with VLLM_SERVER_DEV_MODE=1"),
         (302, b"", "answered 302"),
         (500, b"[" * 200_000, r"answered 500: \[\["),
-        (0, b"", "gave no answer .*; is a vLLM server up there?"),
+        (0, b"", "gave no answer .*; start a vLLM server there"),
     ],
 )
 def test_what_a_server_refuses_is_an_error_with_what_it_said(
@@ -134,7 +134,7 @@ def test_the_time_limit_is_that_of_the_whole_answer(begun: bytes) -> None:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost:8000", "ftp://a", None])
 def test_what_is_not_a_url(url: Any) -> None:
-    with pytest.raises(ValueError, match="is not a server's; give 'http://host:port'"):
+    with pytest.raises(ValueError, match="is not the URL of a server; pass one"):
         HTTPClient(url)
     with pytest.raises(ValueError, match="is not a time to wait"):
         HTTPClient("http://127.0.0.1:8000", timeout=0)

@@ -38,7 +38,7 @@ __all__ = ["How", "Sent", "Sparse"]
 
 
 class How(NamedTuple):
-    """The request of one call: the changed elements by local key (None: those that differ), or all if `whole`."""
+    """The arguments of one call: `positions` of changed elements by tensor (None: find them), `whole` to send all."""
 
     positions: Mapping[str, Tensor] | None
     whole: bool
@@ -69,7 +69,7 @@ class _PreparedChanges(NamedTuple):
 
 
 class Sparse:
-    """The carrier that moves only changed elements, by a plan without reductions; `whole` moves all elements."""
+    """The part of a mover that sends only changed elements, by a plan without reductions; `whole` sends all."""
 
     def __init__(self, task: Task, whole: Whole, snapshots: bool) -> None:
         self._task = task
@@ -116,7 +116,7 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Note that tensors may be new; only whole moves, which are few, need to prepare more."""
+        """Note that the next move may have other tensors; only moves of all elements prepare more, when they begin."""
         self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
@@ -150,7 +150,7 @@ class Sparse:
             src, dst
         )
         if not what and not self._are_same_tensors:
-            what = "these are not the tensors, in the same memory, of the last whole move"
+            what = "the tensors are not those of the last move of all elements, or lie elsewhere in memory"
         if what or self._walker is None:
             raise ExchangeError(f"{what}; call with whole=True on all ranks")
         return self._walker
@@ -163,8 +163,9 @@ class Sparse:
             yield from _read_positions(src, positions)
             return
         if not self._keeps_snapshots:
-            fix = "pass positions= on every rank, {} where nothing has changed, or compile with snapshots"
-            raise ExchangeError(f"no snapshots are kept; {fix}")
+            what = "positions= is not given, and snapshots=False, so changes cannot be found"
+            fix = "pass positions= on every rank, {} if nothing has changed, or compile with snapshots=True"
+            raise ExchangeError(f"{what}; {fix}")
         assert self._snapshots is not None, "made with the walker"
         yield from self._snapshots.list_changed(src)
 
@@ -285,11 +286,11 @@ def _sign_tensors(src: Tensors, dst: Tensors) -> object:
 def _check_how(how: How) -> None:
     """Raise ExchangeError for arguments of wrong types."""
     if not isinstance(how.whole, bool):
-        raise ExchangeError(f"whole={shown(how.whole)}; pass True or False")
+        raise ExchangeError(f"whole={shown(how.whole)} is not a bool; pass True or False")
     positions: object = how.positions
     if not (positions is None or isinstance(positions, Mapping)):
         what = f"positions={shown(positions)} is not a mapping"
-        fix = "pass a dict from the key of a source tensor to an int64 tensor of its changed cells"
+        fix = "pass a dict from the name of a source tensor to an int64 tensor of changed positions"
         raise ExchangeError(f"{what}; {fix}")
 
 
@@ -299,7 +300,7 @@ def _read_positions(src: Tensors, positions: Mapping[str, Tensor]) -> Iterator[C
         if key not in src:
             sent = ", ".join(list(src)[:8]) or "none"
             what = f"positions= names {key!r}, which this rank does not send"
-            raise ExchangeError(f"{what}; give those of its {len(src)} source tensors: {sent}")
+            raise ExchangeError(f"{what}; pass names of its {len(src)} source tensors: {sent}")
     for key, given in positions.items():
         cells = _check_positions(key, src[key], given)
         if len(cells):
@@ -319,7 +320,12 @@ def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
         return cells
     if cells[0] < 0 or cells[-1] >= tensor.numel():
         what = f"positions of {key!r} go from {cells[0]} to {cells[-1]}"
-        raise ExchangeError(f"{what}; give cells of the tensor, from 0 to {tensor.numel() - 1}")
-    if (cells[1:] == cells[:-1]).any():
-        raise ExchangeError(f"positions of {key!r} have a cell twice; pass each once")
+        raise ExchangeError(
+            f"{what}, but it has {tensor.numel()} elements; pass positions from 0 to {tensor.numel() - 1}"
+        )
+    repeated = cells[1:][cells[1:] == cells[:-1]]
+    if len(repeated):
+        raise ExchangeError(
+            f"positions of {key!r} have {repeated[0]} twice; pass each position once"
+        )
     return cells

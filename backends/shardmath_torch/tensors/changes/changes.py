@@ -77,7 +77,7 @@ class Changes(Mover):
         return self._sparse.snapshot_bytes
 
     def ask(self, whole: bool) -> How:
-        """Return the request of a call without positions: the elements that differ, or all if `whole`."""
+        """Return the arguments of a call without positions: send the elements that differ, or all if `whole`."""
         return How(None, whole)
 
     def __call__(  # type: ignore[override]
@@ -172,13 +172,14 @@ def _agree(
 def _find_objection(plan: object, snapshots: object) -> str:
     """Why changes cannot be moved by this plan; "" if they can."""
     if not isinstance(snapshots, bool):
-        return f"snapshots={shown(snapshots)}; pass True or False"
+        return f"snapshots={shown(snapshots)} is not a bool; pass True or False"
     if not isinstance(plan, Plan):
-        what = f"compile_changes takes a Plan, got {type(plan).__name__}"
-        return f"{what}; pass shardmath.plan(src, dst), of which no rank relays"
+        what = f"compile_changes got {type(plan).__name__}, where a Plan is needed"
+        return f"{what}; pass sm.plan(src, dst), not a program of it"
     for name, windows in (*plan.src.items(), *plan.dst.items()):
         if any(layout.partial for layout in windows):
-            return f"{windows[0]} is Partial in tensor {name!r}: what changed is a sum; use compile"
+            what = f"compile_changes cannot move partial sums, but {name or 'the tensor'!r} is {windows[0]}"
+            return f"{what}; use smt.compile, or a layout without Partial"
     return ""
 
 
@@ -187,6 +188,6 @@ def _find_unfinished(stages: Sequence[Stage], commit: object) -> str:
     finalized = list_own(stages)
     if not (is_text(commit, ALL) and finalized):
         return ""
-    what = f"{shown(min(finalized))} is what a rule makes another tensor of at the destination"
-    why = "with changes and commit='all' parts of it come as ranks commit, after that"
-    return f"{what}, and {why}; leave out one of both, or make it at the source"
+    what = f"a rule computes a tensor from {shown(min(finalized))} at the destination"
+    why = "with changes=True and commit='all' only its changed elements arrive, at the commit"
+    return f"{what}, but {why}; leave out one of the two, or apply the rule at the source"

@@ -54,7 +54,7 @@ def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def pack(given: Sequence[Some], packet: Tensor) -> None:
-    """Write the elements and their numbers, by descending size, into `packet`, of `count_bytes` bytes."""
+    """Write changed elements and their numbers in the message into the byte tensor `packet`, largest elements first."""
     sizes = [some.itemsize for some in given]
     counts = [len(some.numbers) for some in given]
     for some, (numbers, words) in zip(given, _split_packet(packet, sizes, counts), strict=True):
@@ -63,7 +63,7 @@ def pack(given: Sequence[Some], packet: Tensor) -> None:
 
 
 def unpack(packet: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> list[Some]:
-    """Return the elements in `packet` by size, with their numbers; their bits are views of it."""
+    """Return the changed elements that `pack` has written to `packet`, by size; their bits are views of `packet`."""
     parts = _split_packet(packet, sizes, counts)
     found = []
     for size, (numbers, words) in zip(sizes, parts, strict=True):

@@ -41,7 +41,7 @@ class Notice(Message):
 
     @property
     def payload(self) -> int:
-        """Zero: counts are not bytes of tensors."""
+        """The bytes of tensor elements in the notice: 0, since it has only counts."""
         return 0
 
 
@@ -54,9 +54,10 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """Return how each message is sent, given its elements' sizes and how many of each size have changed.
+    """Return each message as it will be sent: whole, as a Packet of its changed elements, or not at all (None).
 
-    A message without counts is sent whole; one in which nothing has changed is not sent (None).
+    `element_sizes` are the sizes of its elements in bytes, `changed_counts` how many of each have changed. A message
+    without counts is sent whole; one in which nothing has changed is not sent (None).
     """
     parcels: list[Parcel] = []
     for message, sizes, counts in zip(messages, element_sizes, changed_counts, strict=True):

@@ -38,7 +38,7 @@ class Incoming:
         self._receivers = Receivers(self._find_rows(dst), messages)
 
     def _find_rows(self, dst: Tensors) -> dict[str, Lying]:
-        """Where each tensor lies in the row of words of its whole storage."""
+        """The position of each tensor in the row of words of its whole storage."""
         numbers: dict[tuple[int, int], int] = {}
         lying = {}
         for key, tensor in dst.items():

@@ -128,14 +128,14 @@ class Outgoing:
         return counts_of
 
     def list_parcels(self, given: Sorted) -> tuple[list[Parcel], list[Parcel]]:
-        """Return how each message is sent to others, and how each local copy is made."""
+        """Return each message to another rank, and each local copy, as it will be sent: whole or changed elements."""
         counts = [_count_elements(elements) for elements in [*given.sends, *given.keeps]]
         parcels = list_parcels(self._messages, self._sizes, counts)
         sends = len(self.sends)
         return parcels[:sends], parcels[sends:]
 
     def measure(self, given: Sorted) -> Volume:
-        """Return the amounts that are sent to other ranks."""
+        """Return the Volume that this rank sends to others: changed elements, messages sent whole, and bytes."""
         elements = whole = nbytes = 0
         for message, some in zip(self.sends, given.sends, strict=True):
             if some is None:
@@ -168,7 +168,7 @@ def _join_runs(size: int, runs: Sequence[_Run], words: Tensor) -> Some:
 
 
 def _count_elements(elements: Elements | None) -> Sequence[int] | None:
-    """How many elements there are of each size; None for a message that is sent whole."""
+    """The number of elements of each size; None for a message that is sent whole."""
     return None if elements is None else [len(some.numbers) for some in elements]
 
 

@@ -52,7 +52,7 @@ def digest(
 def digest(
     held: Held, tensors: Local, *, group: compat.Group | None = None, seed: int = 0
 ) -> int | dict[str, int]:
-    """Return the digest, from 0 to 2^61 - 2, of a tensor that ranks hold together; for several tensors, by name.
+    """Return a checksum of a sharded tensor, the same under any layout, 0 to 2^61 - 2; a dict for several tensors.
 
     `held` is a layout, a tuple of layouts for a tensor in windows, or a mapping of either by name, the same on all
     ranks; `tensors` are this rank's, as a move takes them, or None if it holds nothing. The numbers equal
@@ -153,6 +153,6 @@ def _check_ranks(party: Party, side: Mapping[str, Windows]) -> None:
 
 
 def _make_claim(side: DigestSide) -> str:
-    """What must be the same on all ranks: the tensors, how they are held, and the seed."""
+    """The text that must be equal on all ranks: the tensors, their layouts, and the seed."""
     held = [(name, tuple(map(holdings_digest, windows))) for name, windows in side.windows.items()]
     return f"{digest_text(held)[:24]}, seed={side.seed}"

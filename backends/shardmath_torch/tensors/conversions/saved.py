@@ -35,7 +35,7 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 class SavedPart(NamedTuple):
-    """A checkpoint's tensor that is a box of a module's: it has the box's dimensions `kept`; the others are 1 long."""
+    """A tensor of a checkpoint that is a box of a module's tensor, of which it has only the dimensions `kept`."""
 
     name: str
     shape: _Shape
@@ -45,7 +45,7 @@ class SavedPart(NamedTuple):
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
-    """Record how transformers saves the module's tensors, of these shapes; None if it saves the tensors themselves.
+    """Return a recording of how transformers saves a module's tensors of `shapes`; None if it saves them unchanged.
 
     Raises StoreError if transformers computes with them.
     """
@@ -82,7 +82,7 @@ def _find_converter(module: nn.Module) -> Any:
 
 
 def find_parts(recorded: Recorded) -> list[SavedPart]:
-    """Return the saved tensors as boxes of the module's. Raises StoreError if one is not a box of one tensor."""
+    """Return each saved tensor as a box of one of the module's tensors. Raises StoreError if it is not such a box."""
     shapes = {name: shape for name, shape, _ in recorded.tensors}
     return [_find_part(native, shapes) for native in recorded.natives]
 
@@ -96,10 +96,8 @@ def _find_part(native: Native, shapes: Mapping[str, _Shape]) -> SavedPart:
             if _lies_in(piece, box, whole):
                 return SavedPart(native.name, native.shape, piece.tensor, box, kept)
     tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
-    what = (
-        f"transformers makes {native.name!r} of {tensors or 'nothing'}, not as a box of one tensor"
-    )
-    raise StoreError(f"{what}; give the tensors under the names that the checkpoint has")
+    what = f"transformers saves {native.name!r} from {tensors or 'no tensor'}, but not as one slice of one tensor"
+    raise StoreError(f"{what}; pass the tensors under the names that the checkpoint has")
 
 
 def _find_box(piece: Piece, shape: _Shape, kept: tuple[int, ...], whole: _Shape) -> Box:

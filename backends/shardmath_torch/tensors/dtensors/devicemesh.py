@@ -29,7 +29,10 @@ _T = TypeVar("_T")
 
 @dataclass
 class World:
-    """A cache of the meshes and groups made under the default group `group`, by ranks; `kept` is for other modules."""
+    """A cache of the DeviceMeshes and process groups that were made while `group` is torch's default group.
+
+    Groups are by their ranks; `kept` is for other modules' values.
+    """
 
     group: object
     meshes: dict[tuple[Mesh, str], DeviceMesh] = field(default_factory=dict)
@@ -41,7 +44,7 @@ _latest = World(None)
 
 
 def world() -> World:
-    """Return the cache for the present default group; an earlier group's cache is dropped."""
+    """Return the World, a cache of groups, of torch's present default group; an earlier group's cache is dropped."""
     global _latest
     group = dist.group.WORLD
     if _latest.group is not group:
@@ -72,13 +75,14 @@ def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:
     """
     if not dist.is_initialized():
         raise MeshError(
-            f"{mesh} has no process groups; call torch.distributed.init_process_group first"
+            f"a DeviceMesh for {mesh} needs process groups, but torch.distributed is not "
+            f"initialized; call torch.distributed.init_process_group first"
         )
     size = dist.get_world_size()
     outside = sorted(set(mesh.ranks) - set(range(size)))
     if outside:
-        what = f"{mesh} has ranks {outside[:8]}, the default group has ranks 0..{size - 1}"
-        raise MeshError(f"{what}; use ranks of the group")
+        what = f"{mesh} has ranks {outside[:8]}, but the default group has ranks 0..{size - 1}"
+        raise MeshError(f"{what}; make the Mesh of ranks of the group")
     device_meshes = world().meshes
     # `shared` keeps other threads from making groups in between: all ranks must make them in one order.
     if (mesh, device_type) not in device_meshes:
@@ -103,12 +107,12 @@ def _gather_requests(own_request: _T, existing: Container[_T], what: str) -> lis
 def group_for(
     ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()
 ) -> dist.ProcessGroup | None:
-    """Return a group of exactly `ranks`: None, the default one, for all; the group of one of `meshes`, if one fits.
+    """Return a process group of exactly `ranks`: one of `meshes`' groups if it fits, else one made on first use.
 
-    A rank outside gets None. Otherwise the group is made on first use, collectively over the
-    default group: all ranks call at once, also for different groups that were not made before, and
-    all make all of them in one order. torch names groups by the number that a rank has seen, so
-    ranks that make one without the others may deadlock (`use_local_synchronization`, torch 2.13).
+    None stands for the default group, if these are all ranks. A rank outside gets None. Otherwise the group is made on
+    first use, collectively over the default group: all ranks call at once, also for different groups that were not made
+    before, and all make all of them in one order. torch names groups by the number that a rank has seen, so ranks that
+    make one without the others may deadlock (`use_local_synchronization`, torch 2.13).
     """
     among = tuple(sorted(set(ranks)))
     if len(among) == dist.get_world_size():

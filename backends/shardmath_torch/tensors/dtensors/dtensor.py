@@ -71,7 +71,8 @@ def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     """
     if not isinstance(tensor, DTensor):
         raise LayoutError(
-            f"{type(tensor).__name__} is not a DTensor; give one, or write a plain tensor's Layout yourself"
+            f"from_dtensor got {type(tensor).__name__}, where a DTensor is needed; pass one, or make "
+            f"the sm.Layout of a plain tensor yourself"
         )
     return layout_among(tensor, mesh_of(tensor.device_mesh).ranks, reading=reading)
 
@@ -81,7 +82,7 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """Return the layouts of many DTensors, by name, after one gather per mesh; with `ask`, without any.
+    """Return the layout of each DTensor, by name; collective, one gather per mesh, unless `ask` gives local shapes.
 
     Raises what `from_dtensor` does, naming the tensor, but only after all gathers, so that no rank
     waits.
@@ -141,7 +142,7 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """Return the layout of a DTensor; if readings differ, collective over `ranks`, which may exceed its mesh.
+    """Return a DTensor's layout; if its placements can mean two layouts, all of `ranks` compare local shapes.
 
     One of `meshes` may have a group of all these ranks. A rank outside all of them does not take
     part, and gets one of the two readings.
@@ -201,11 +202,14 @@ def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout |
 def _choose(by_reading: Mapping[Reading, Layout | ShardError], reading: Reading) -> Layout:
     """The layout in the given reading. Raises LayoutError for an unknown reading, or the reading's own error."""
     if reading not in get_args(Reading):
-        raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
+        raise LayoutError(f"reading={reading!r} is unknown; pass 'placement' or 'order'")
     layout = by_reading.get(reading)
     if layout is None:
         readings = ", ".join(map(repr, by_reading))
-        raise LayoutError(f"the DTensor is read by {readings}, not {reading!r}; leave reading= out")
+        raise LayoutError(
+            f"reading={reading!r} is given, but the DTensor's shard order allows only {readings}; "
+            f"leave reading= out"
+        )
     if isinstance(layout, ShardError):
         raise layout
     return layout
@@ -218,7 +222,9 @@ def _check_held(tensor: DTensor, layout: Layout) -> Layout:
         return layout
     held, expected = tuple(local_of(tensor).shape), layout.local_shape(rank)
     if held != expected:
-        what = f"rank {rank} holds {held}, {layout} has {expected} there"
+        what = (
+            f"rank {rank} holds a local tensor of shape {held}, but {layout} has {expected} there"
+        )
         raise LayoutError(f"{what}; {MAKE_ANEW}")
     return layout
 
@@ -238,13 +244,13 @@ def _decide(tensor: DTensor, candidates: list[Layout], shapes: Mapping[int, Shap
     placed = f"{tuple(tensor.placements)} of shape {tuple(tensor.shape)}"
     if fits:
         texts = " and ".join(layout.text for layout in candidates)
-        what = f"{placed} has two readings, {texts}; all local shapes fit both"
-        fix = "pass reading='placement' (distribute_tensor) or 'order' (FSDP2)"
-        raise LayoutError(f"{what}: {fix}")
+        what = f"{placed} can mean two layouts, {texts}, and all local shapes fit both"
+        fix = "pass reading='placement' (as distribute_tensor stores) or 'order' (as FSDP2 stores)"
+        raise LayoutError(f"{what}; {fix}")
     reasons = []
     for layout, rank in misfits:
         expected = layout.local_shape(rank)
-        reasons.append(f"rank {rank} holds {shapes[rank]}, {layout.text} has {expected}")
+        reasons.append(f"rank {rank} holds {shapes[rank]}, but {layout.text} has {expected} there")
     raise LayoutError(f"{placed}: {'; '.join(reasons)}; {MAKE_ANEW}")
 
 
@@ -289,7 +295,7 @@ def to_dtensor(
         device_mesh = device_mesh_of(layout.mesh, local.device.type)
     mesh = mesh_of(device_mesh)
     if mesh.array().tolist() != layout.mesh.array().tolist():
-        what = f"the layout is on {layout.mesh}, device_mesh= is {mesh}"
+        what = f"the layout is on {layout.mesh}, but device_mesh= is {mesh}"
         raise LayoutError(f"{what}; pass a DeviceMesh of the layout's ranks, in their order")
     _check_local(local, layout)
     is_outside = compat.my_rank() not in layout.mesh
@@ -313,10 +319,13 @@ def _check_local(local: Tensor, layout: Layout) -> None:
     rank = compat.my_rank()
     dtype = str(local.dtype).removeprefix("torch.")
     if dtype != layout.dtype:
-        raise LayoutError(f"the local tensor is {dtype}, the layout {layout}; cast one of them")
+        raise LayoutError(
+            f"the local tensor is {dtype}, but the layout is {layout}; cast the tensor to "
+            f"{layout.dtype}, or make the layout with dtype={dtype!r}"
+        )
     if rank not in layout.mesh:
         return
     given, expected = tuple(local.shape), layout.local_shape(rank)
     if given != expected:
-        what = f"rank {rank} gives a tensor of shape {given}, {layout} has {expected} there"
-        raise LayoutError(f"{what}; give the local tensor of that shape")
+        what = f"rank {rank} passes a tensor of shape {given}, but {layout} has {expected} there"
+        raise LayoutError(f"{what}; pass this rank's local tensor")

@@ -32,7 +32,9 @@ SHAPELESS = "has no shape yet; run its lazy module once"
 
 
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
-    """Return each parameter's layout, by the names of `named_parameters`, shared ones under each of their names.
+    """Return the layout of every parameter of `module`, by the names of `named_parameters`.
+
+    A shared parameter has an entry under each of its names.
 
     These are the present layouts: after a forward, FSDP2 may still hold gathered parameters, until
     `module.reshard()`.
@@ -50,7 +52,7 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
 def lay_out(
     module: nn.Module, mesh: Mesh | None = None, ask: Ask | None = None
 ) -> dict[str, Layout]:
-    """Return the layouts of `layout_of`; without communication if `ask` is given, which returns local shapes."""
+    """Return what `layout_of` returns, without communication if a function `ask` gives all ranks' local shapes."""
     parameters = _list_parameters(module)
     dtensors = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
     divided = from_dtensors(dtensors, ask) | from_boxes(parameters, ask)
@@ -69,7 +71,9 @@ def lay_out(
 def _list_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters under all their names. Raises LayoutError for a lazy one, and for a value that is not a module."""
     if not isinstance(module, nn.Module):
-        raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")
+        raise LayoutError(
+            f"{type(module).__name__} is not a torch.nn.Module; pass the module with the parameters"
+        )
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
         if is_lazy(parameter):
@@ -89,7 +93,7 @@ def _mesh_of_world() -> Mesh:
 
 
 def lift(layout: Layout, mesh: Mesh) -> Layout:
-    """Return `layout` replicated to all of `mesh`, if it is on this rank's part of `mesh`; else unchanged."""
+    """Return `layout` replicated along the further axes of `mesh`, if `mesh` contains its mesh; else unchanged."""
     part = layout.mesh
     rank = compat.rank_or_0()
     if part == mesh or rank not in mesh or not part.axes:

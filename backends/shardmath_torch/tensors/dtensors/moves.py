@@ -104,7 +104,7 @@ class _Counts(NamedTuple):
 
 
 class Used(NamedTuple):
-    """A move in a cache; calling it runs the move and counts its use."""
+    """A callable that runs a cached move, and marks that move as the latest used."""
 
     moves: Moves
     key: _Key
@@ -116,7 +116,7 @@ class Used(NamedTuple):
 
 
 class Moves:
-    """A cache of one group's latest moves by layouts; it keeps at most `most` bytes, but at least the latest move."""
+    """A cache of a group's compiled moves by layouts: the latest used up to `most` bytes, and at least the last."""
 
     def __init__(self, group: dist.ProcessGroup | None, most: int = MOST_BYTES) -> None:
         self._group, self._most_bytes = group, most
@@ -252,7 +252,7 @@ _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
 def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
-    """Return the cached move among the ranks of both layouts; None on a rank outside both.
+    """Return the compiled move from layout `src` to `dst`, from a cache if it is there; None on a rank outside both.
 
     With `voted`, the same on all ranks, they vote even if each only copies; they also do if some
     are on only one mesh. Collective over these ranks, and the first time among them as `group_for`

@@ -62,7 +62,7 @@ numbers, which `torch.load` accepts by default."""
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The division of a parameter, `placement` on mesh axis `axis`, and the mesh over which `amax` reduces."""
+    """A record of how `set_device_mesh` divides a parameter: `placement` on mesh axis `axis`, and `amax`'s mesh."""
 
     axis: str
     placement: Division
@@ -70,7 +70,7 @@ class Placed:
 
 
 def label(placement: Division) -> theirs.Placement:
-    """Return the DTensor placement of a division; for Packed, which DTensor lacks, a strided one of equal local shapes.
+    """Return torch's placement for a division; for Packed, which torch lacks, a _StridedShard with equal local shapes.
 
     It is strided so that torch's checkpoints find overlapping boxes and raise; a Shard would be
     saved, and restored on a mesh of another size with its rows in another order.
@@ -161,7 +161,7 @@ when the modules are gone, since copies of weights may be left."""
 
 
 def recorded(tensor: DTensor) -> Layout | None:
-    """Return the layout of a placed fused weight, its gradient, or its state dict entry; None for other tensors."""
+    """Return the layout of a fused weight divided by `set_device_mesh`, or of its gradient; None for other tensors."""
     if COMPONENTS not in vars(tensor) and _misleads(mesh_of(tensor.device_mesh), tensor.placements):
         for module in list(_placed_modules):
             _mark_parameters(module)
@@ -172,12 +172,12 @@ def recorded(tensor: DTensor) -> Layout | None:
 
 
 def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
-    """Raise PlacementError for placements of fused weights, which do not express the layout of a fused weight."""
+    """Raise PlacementError if `placements` belong to a fused weight, whose layout they do not express."""
     given = tuple(placements)
     if _misleads(mesh, given):
-        what = f"{given} are those of a fused weight, whose components no placements describe"
-        fix = "take layout_of(module), and move the local tensor with layout= and device_mesh="
-        raise PlacementError(f"{what}; {fix}; or pass reading= if it is not part of such a weight")
+        what = f"{given} on {mesh} are placements of a fused weight, which do not say how its parts are divided"
+        fix = "move its local tensor with layout=layout_of(module)[name] and device_mesh="
+        raise PlacementError(f"{what}; {fix}, or pass reading= if it is not a fused weight")
 
 
 def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:
@@ -228,8 +228,9 @@ def _check_same_components(name: str, given: object, placed: Placed) -> None:
     _, sizes = vars(given)[COMPONENTS]
     expected = components_of(placed.placement, sum(sizes))
     if sizes != expected:
-        fix = "load into a module of the same styles, or move it by layout_of of both modules"
-        raise PlacementError(f"{name!r} has components {sizes}, the module's are {expected}; {fix}")
+        fix = "call set_device_mesh with the same styles, or move the weight by smt.redistribute"
+        what = f"the loaded {name!r} has components {sizes}, but the module's has {expected}"
+        raise PlacementError(f"{what}; {fix}")
 
 
 def _check_same_placements(name: str, given: object, held: object) -> None:
@@ -239,9 +240,9 @@ def _check_same_placements(name: str, given: object, held: object) -> None:
     if given.placements == held.placements:
         return
     if any(_misleads(mesh_of(each.device_mesh), each.placements) for each in (given, held)):
-        what = f"{name!r} has placements {given.placements}, the module's are {held.placements}"
-        why = "of a fused weight, by which torch would take other rows"
-        raise PlacementError(f"{what}, {why}; move it there by smt.redistribute, or load_weights")
+        what = f"the loaded {name!r} has placements {given.placements}, but the module's has {held.placements}"
+        why = "and torch would mix up the rows of this fused weight"
+        raise PlacementError(f"{what}, {why}; move it by smt.redistribute, or use smt.load_weights")
 
 
 # The class

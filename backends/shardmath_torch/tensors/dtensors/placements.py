@@ -63,7 +63,7 @@ def layout_like(
 def layout_of_placements(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading
 ) -> Layout | ShardError:
-    """Return the layout of `placements` in the `reading`, or the error if there is none."""
+    """Return the layout that torch's `placements` mean in the given `reading`, or the error if they mean none."""
     try:
         spec = tuple(_translate(placement) for placement in placements)
     except PlacementError as error:
@@ -108,11 +108,12 @@ def _translate(placement: theirs.Placement) -> ours.Spec:
         case theirs.Partial() if _is_plain_partial(placement):
             return ours.Partial(placement.reduce_op)
     if isinstance(placement, ours.BuiltIn | ours.Replicate | ours.Partial):
-        fix = "give torch's placements, or a Layout of these"
-        raise PlacementError(f"{placement!r} is shardmath's; {fix}")
+        what = f"{placement!r} is a placement of shardmath, where one of torch is needed"
+        fix = "pass torch.distributed.tensor's Shard, Replicate or Partial, or a sm.Layout"
+        raise PlacementError(f"{what}; {fix}")
     known = "Shard, _StridedShard, Replicate, and Partial of " + ", ".join(ours.OPS)
-    what = f"{placement!r} is not among shardmath's placements, which are {known}"
-    raise PlacementError(f"{what}; redistribute it to one of these")
+    what = f"{placement!r} has no counterpart in shardmath, which has {known}"
+    raise PlacementError(f"{what}; redistribute the DTensor to one of these first")
 
 
 def _is_plain_partial(placement: theirs.Partial) -> bool:

@@ -107,16 +107,16 @@ def redistribute(
 def _check_arguments(tensor: object, target: object, device_mesh: object, grad: str) -> None:
     """Raise LayoutError for an argument of a wrong type or value."""
     if grad not in ("replicate", "partial"):
-        raise LayoutError(f"grad={grad!r} is unknown; use 'replicate' or 'partial'")
+        raise LayoutError(f"grad={grad!r} is unknown; pass 'replicate' or 'partial'")
     if not isinstance(tensor, Tensor):
-        fix = "a rank that has no part of it passes torch.empty(0)"
-        raise LayoutError(f"{type(tensor).__name__} is not a tensor; {fix}")
+        fix = "pass a torch.Tensor, torch.empty(0) on a rank that has no part"
+        raise LayoutError(f"tensor= is {type(tensor).__name__}, which is not a tensor; {fix}")
     if device_mesh is not None and not isinstance(device_mesh, DeviceMesh):
-        fix = "give torch's DeviceMesh, or a Layout on that mesh as target"
-        raise LayoutError(f"device_mesh is {device_mesh!r}; {fix}")
+        fix = "pass torch's DeviceMesh, or a sm.Layout on that mesh as target"
+        raise LayoutError(f"device_mesh= is {device_mesh!r}, which is not a DeviceMesh; {fix}")
     if not isinstance(target, Layout | Sequence):
-        fix = "give a Layout, text of one, or a sequence of placements"
-        raise LayoutError(f"the target is {target!r}; {fix}")
+        fix = "pass a sm.Layout, its text, or a sequence of torch's placements"
+        raise LayoutError(f"target= is {target!r}, which is not a layout; {fix}")
 
 
 def _check_same_tensor(src: Layout, dst: Layout) -> None:
@@ -125,15 +125,15 @@ def _check_same_tensor(src: Layout, dst: Layout) -> None:
         return
     given = f"{src.dtype}{list(src.shape)}"
     wanted = f"{dst.dtype}{list(dst.shape)}"
-    fix = "give a target of the same shape and dtype"
-    raise LayoutError(f"the tensor is {given}, the target {wanted}; {fix}")
+    fix = "pass a target of the tensor's shape and dtype"
+    raise LayoutError(f"the tensor is {given}, but the target is {wanted}; {fix}")
 
 
 def _require_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     """The mesh for a target of text or placements. Raises LayoutError if there is none."""
     if mesh is None:
-        fix = "pass device_mesh= with them, or a Layout as the target"
-        raise LayoutError(f"placements are given without their mesh; {fix}")
+        what = "the target is text or placements without a mesh, and the tensor is not a DTensor"
+        raise LayoutError(f"{what}; pass device_mesh=, or a sm.Layout as target")
     return mesh
 
 
@@ -156,12 +156,12 @@ def _find_source(
     """The layout of the tensor: as given, or of a DTensor, determined together with `ranks`."""
     if isinstance(tensor, DTensor):
         if layout is not None:
-            fix = "leave it out, or pass to_local()"
-            raise LayoutError(f"layout= is for plain tensors, a DTensor has its own; {fix}")
+            what = f"layout={layout} is given with a DTensor, which has its own layout"
+            raise LayoutError(f"{what}; leave layout= out, or pass tensor.to_local()")
         return layout_among(tensor, ranks, reading=reading, meshes=[mesh])
     if layout is None:
-        what = "a plain tensor does not say which part of what tensor it is"
-        raise LayoutError(f"{what}; pass layout=, or a DTensor")
+        what = f"the tensor is plain, of shape {tuple(tensor.shape)}, and its layout is not given"
+        raise LayoutError(f"{what}; pass layout=, or pass a DTensor")
     return layout
 
 
@@ -176,8 +176,8 @@ def _read_placements(
     first = layouts[0]
     if not all(equivalent(first, other) for other in layouts[1:]):
         texts = " and ".join(layout.text for layout in layouts)
-        what = f"{tuple(target)} has two readings at {src.shape}, {texts}"
-        raise LayoutError(f"{what}; pass reading='placement' or reading='order', or a Layout")
+        what = f"target {tuple(target)} can mean two layouts of shape {src.shape}, {texts}"
+        raise LayoutError(f"{what}; pass reading='placement' or reading='order', or a sm.Layout")
     return first
 
 
@@ -190,7 +190,7 @@ def _list_readings(
         check_said(mesh_of(mesh), target)
         return list(found.values())
     if reading not in found:
-        raise LayoutError(f"reading={reading!r} is not a reading; use 'placement' or 'order'")
+        raise LayoutError(f"reading={reading!r} is unknown; pass 'placement' or 'order'")
     return [found[reading]]
 
 

@@ -35,7 +35,10 @@ def amax(module: nn.Module) -> dict[str, Tensor]:
     parameters = dict(module.named_parameters(remove_duplicate=False))
     records = placed_in(module)
     if not records:
-        raise LayoutError("no parameter of the module is on a mesh; call set_device_mesh first")
+        kind = type(module).__name__
+        raise LayoutError(
+            f"{kind} has no parameter that set_device_mesh has divided; call smt.set_device_mesh first"
+        )
     held: dict[DeviceMesh, dict[str, Tensor]] = {}
     for name, placed in records.items():
         local = _take_local(name, parameters.get(name), placed)
@@ -50,11 +53,12 @@ def _take_local(name: str, parameter: object, placed: Placed) -> Tensor:
     """This rank's part. Raises LayoutError if weight_mesh lacks ranks with other parts, or there are no values."""
     layout = layout_where(parameter, placed.axis, placed.placement)
     if layout is None or not isinstance(parameter, DTensor):
-        what = f"parameter {name!r} was replaced after set_device_mesh"
-        raise LayoutError(f"{what}; keep the one that it made")
+        kind = type(parameter).__name__
+        what = f"parameter {name!r} is {kind}, not the one that set_device_mesh made"
+        raise LayoutError(f"{what}; copy values into that one instead of replacing it")
     if parameter.is_meta:
         what = f"parameter {name!r} is on the meta device and has no values"
-        raise LayoutError(f"{what}; call to_empty and fill it first")
+        raise LayoutError(f"{what}; call the module's to_empty() and fill it first")
     _check_covered(name, layout, placed.weight_mesh)
     return compat.local_of(parameter).detach()
 

@@ -38,7 +38,7 @@ Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 
 
 class TorchStyle(NamedTuple):
-    """A style of torch: the dimension it divides of a weight and of a bias, or None, and names of its parameters."""
+    """A tensor-parallel style: the dimension of a weight and of a bias that it divides, if any, and their names."""
 
     weight: int | None
     bias: int | None
@@ -64,7 +64,9 @@ STYLES: dict[str, TorchStyle] = {
 @public
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A style that divides parts of dimension 0 separately, given their whole sizes, or a number of equal parts.
+    """A tensor-parallel style for a fused weight, such as QKV, that divides each component of dimension 0 separately.
+
+    `components` are the components' sizes in the whole weight, or the number of equal components.
 
     >>> Fused((8, 2, 2)).placement(12), Fused((4, 4)).placement(8), Fused(2).placement(8)
     (Packed(dim=0, sizes=(8, 2, 2)), StridedShard(dim=0, split_factor=2), StridedShard(dim=0, split_factor=2))
@@ -76,20 +78,20 @@ class Fused:
         sizes = self.components if isinstance(self.components, tuple) else (self.components,)
         positive = all(type(size) is int and size > 0 for size in sizes)
         if not sizes or not positive:
-            fix = "give a tuple of sizes above 0, or a number of components"
-            raise PlacementError(f"Fused({self.components!r}); {fix}")
+            fix = "pass a tuple of integers above 0, or a number of equal components"
+            raise PlacementError(f"Fused({self.components!r}) does not name components; {fix}")
 
     def placement(self, n: int) -> Division:
         """Return how a dimension of length n is divided. Raises PlacementError if the parts do not add up to n."""
         if isinstance(self.components, int):
             if n % self.components:
-                what = f"{n} does not divide into {self.components} equal components"
-                raise PlacementError(f"{what}; give a tuple of their whole sizes")
+                what = f"length {n} does not divide into {self.components} equal components"
+                raise PlacementError(f"{what}; pass Fused a tuple of the components' sizes")
             return StridedShard(0, self.components)
         total = sum(self.components)
         if total != n:
-            what = f"components {self.components} add up to {total}, not {n}"
-            raise PlacementError(f"{what}; give sizes on the whole weight")
+            what = f"components {self.components} add up to {total}, not to the whole length {n}"
+            raise PlacementError(f"{what}; pass Fused the components' sizes in the whole weight")
         if len(set(self.components)) == 1:
             return StridedShard(0, len(self.components))
         return Packed(0, self.components)
@@ -116,16 +118,16 @@ class Asked(NamedTuple):
 def check_styles(styles: object) -> dict[str, AnyStyle]:
     """Return `styles`, checked. Raises PlacementError if it does not map patterns to styles."""
     if not isinstance(styles, Mapping):
-        fix = "give a mapping from patterns to styles, {} to replicate all"
-        raise PlacementError(f"styles is {styles!r}; {fix}")
+        fix = "pass a mapping from patterns of names to styles, {} to replicate all"
+        raise PlacementError(f"styles= is {styles!r}, which is not a mapping; {fix}")
     for pattern, style in styles.items():
         if not isinstance(pattern, str):
-            fix = "give text, such as '*.q_proj'"
-            raise PlacementError(f"{pattern!r} is not a pattern of names; {fix}")
+            fix = "pass text, such as '*.q_proj'"
+            raise PlacementError(f"styles= has the key {pattern!r}, not a pattern of names; {fix}")
         if not isinstance(style, Fused) and style not in get_args(StyleName):
             known = ", ".join(STYLES)
             what = f"style {style!r} of {pattern!r} is unknown"
-            raise PlacementError(f"{what}; use {known}, or Fused(sizes)")
+            raise PlacementError(f"{what}; pass {known}, or smt.Fused(sizes)")
     return dict(styles)
 
 
@@ -199,7 +201,7 @@ def _check_agreed(a: str, b: str, asked_of: Mapping[str, Asked]) -> None:
         return
     as_a = f"{first.style!r} as {a!r} (by {first.pattern!r})"
     as_b = f"{second.style!r} as {b!r} (by {second.pattern!r})"
-    fix = "let patterns match only one of its names"
+    fix = "make the patterns match only one of its names"
     raise PlacementError(f"one shared parameter has the styles {as_a} and {as_b}; {fix}")
 
 

@@ -109,7 +109,7 @@ def _check_tp_mesh(mesh: DeviceMesh) -> str:
     what = "tp_mesh's axis has no name"
     if mesh.ndim != 1:
         what = f"tp_mesh has {mesh.ndim} axes, {mesh_of(mesh)}"
-    fix = "give one axis of a DeviceMesh with mesh_dim_names, such as mesh['tp']"
+    fix = "pass one axis of a DeviceMesh with mesh_dim_names, such as mesh['tp']"
     raise MeshError(f"{what}; {fix}")
 
 
@@ -119,27 +119,31 @@ def _check_weight_mesh(mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
     missing = sorted(set(mesh_of(tp_mesh).ranks) - set(mesh_of(mesh).ranks))
     if missing:
         what = f"weight_mesh, {mesh_of(mesh)}, lacks ranks {missing} of tp_mesh, {mesh_of(tp_mesh)}"
-        fix = "give all ranks that hold parts of one weight, such as mesh['dp_shard', 'tp']"
+        fix = "pass all ranks that hold parts of one weight, such as mesh['dp_shard', 'tp']"
         raise MeshError(f"{what}; {fix}")
 
 
 def _check_inside(name: str, mesh: object) -> None:
     """Raise MeshError unless `mesh` is a DeviceMesh with this rank."""
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"{name} is {mesh!r}; give a DeviceMesh, such as mesh['tp']")
+        raise MeshError(
+            f"{name} is {mesh!r}, which is not a DeviceMesh; pass one, such as mesh['tp']"
+        )
     rank = compat.my_rank()
     if rank not in mesh_of(mesh):
-        raise MeshError(f"rank {rank} is not in {name}, {mesh_of(mesh)}; give the one that has it")
+        fix = "pass the mesh that has this rank, such as mesh['tp']"
+        raise MeshError(f"rank {rank} is not in {name}, {mesh_of(mesh)}; {fix}")
 
 
 def _find_parameters(module: object) -> dict[str, nn.Parameter]:
     """All parameters, shared ones under each of their names. Raises LayoutError if one cannot be placed."""
     if not isinstance(module, nn.Module):
-        raise LayoutError(f"{type(module).__name__} is not a torch.nn.Module; give a module")
+        kind = type(module).__name__
+        raise LayoutError(f"{kind} is not a torch.nn.Module; pass the module to divide")
     for path, part in module.named_modules():
         if is_placed(part):
-            fix = "call set_device_mesh once, on what holds it all"
-            raise LayoutError(f"module {path!r} is on a mesh already; {fix}")
+            what = f"set_device_mesh was already called on {f'submodule {path!r}' if path else 'this module'}"
+            raise LayoutError(f"{what}; call it once, on the outermost module")
     found = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in found.items():
         why = _explain_unplaceable(parameter)
@@ -181,7 +185,8 @@ def _divide(
     kind = "local" if local else "whole"
     what = f"parameter {name!r} {kind} {tuple(shape)} as {asked.style!r} on {tp}"
     if d >= len(shape):
-        raise PlacementError(f"{what}: it has no dimension {d}; give it another style")
+        fix = "match it by another style, such as 'replicate'"
+        raise PlacementError(f"{what}: it has no dimension {d} to divide; {fix}")
     if local:
         shape[d] *= parts
     try:
@@ -198,8 +203,8 @@ def _check_even(placement: Division, n: int, tp: str, parts: int) -> None:
         remainder = size % parts
         if remainder:
             padded = size + parts - remainder
-            what = f"a component of {size} of {n}" if size != n else f"{n}"
-            fix = f"pad to {padded}, or replicate it"
+            what = f"a component of {size} of {n}" if size != n else f"length {n}"
+            fix = f"pad it to {padded}, or use the style 'replicate'"
             raise PlacementError(f"{what} does not divide by {tp}; {fix}")
 
 

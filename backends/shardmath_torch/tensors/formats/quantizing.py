@@ -66,11 +66,12 @@ def quantize(
     out: Sequence[Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the tensors for `format.parts`: data shaped like the tensor (NVFP4: two numbers per byte), scales, ...
+    """Return the tensor quantized to `format`: its data, scales, and any further tensor of `format.parts`, in order.
 
-    `out` are the tensors to write to and return, in that order: of bytes, or of the dtype that the part's `kind` names.
-    `amax` are the largest magnitudes of the whole blocks, float32 and shaped as the scales, if the tensor has only
-    parts of them; its first position is assumed to begin a block. Raises FormatError.
+    The data have the tensor's shape; NVFP4 stores two numbers per byte of the last dimension. `out` are the tensors to
+    write to and return, in that order: of bytes, or of the dtype that the part's `kind` names. `amax` are the largest
+    magnitudes of the whole blocks, float32 and shaped as the scales, if the tensor has only parts of them; its first
+    position is assumed to begin a block. Raises FormatError.
     """
     _check_format(format)
     values = _read_tensor(tensor, "the tensor")
@@ -171,30 +172,40 @@ def dequantize(
 def _check_format(format: object) -> None:
     """Raise FormatError for a value that is not a format."""
     if not isinstance(format, Format):
-        fix = "give one of shardmath.formats, such as MXFP8()"
-        raise FormatError(f"{shown(format)} is not a format; {fix}")
+        fix = "pass one of sm.formats, such as sm.formats.MXFP8()"
+        raise FormatError(f"format is {shown(format)}, which is not a format; {fix}")
 
 
 def _read_tensor(given: object, what: str) -> Tensor:
     """The tensor, detached. Raises FormatError for a value without numbers to be quantized."""
     if not isinstance(given, Tensor):
-        raise FormatError(f"{what} is {shown(given)}; give a torch.Tensor")
+        raise FormatError(f"{what} is {shown(given)}, which is not a tensor; pass a torch.Tensor")
     # A subclass may override the operations used here.
     if type(given) not in (Tensor, torch.nn.Parameter):
-        fix = "give a plain tensor: `sendable(it)`, or its local part"
-        raise FormatError(f"{what} is a {type(given).__name__}; {fix}")
+        fix = "pass smt.sendable(tensor), or a DTensor's to_local()"
+        raise FormatError(f"{what} is a {type(given).__name__}, not a plain tensor; {fix}")
     if given.dtype not in DTYPES:
-        raise FormatError(f"{what} has dtype {given.dtype}; give {', '.join(DTYPES.values())}")
+        known = ", ".join(DTYPES.values())
+        raise FormatError(
+            f"{what} has dtype {given.dtype}, which is not one of {known}; cast it to one of these"
+        )
     if not given.ndim:
-        fix = "give a tensor with at least one"
-        raise FormatError(f"{what} has no dimension; numbers alone are not quantized: {fix}")
+        raise FormatError(
+            f"{what} has shape (), where at least one dimension is needed; pass reshape(1) of it"
+        )
     if given.is_meta:
-        raise FormatError(f"{what} is on the meta device and has no values; fill it first")
+        raise FormatError(
+            f"{what} is on the meta device and has no values; move it by to_empty() and fill it first"
+        )
     return given.detach()
 
 
 def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _show(value: object) -> str:
+    return _describe(value) if isinstance(value, Tensor) else shown(value)
 
 
 def _make_parts(format: Format, values: Tensor) -> tuple[Tensor, ...]:
@@ -218,7 +229,8 @@ def _read_parts(
     if len(given) != len(format.parts):
         names = ", ".join(part.name for part in format.parts)
         raise FormatError(
-            f"{what} has {plural(given, 'tensor')}, {format.name} is {names}; give these"
+            f"{what}= has {plural(given, 'tensor')}, but {format.name} has {len(format.parts)}: "
+            f"{names}; pass these, in this order"
         )
     return [
         _read_part(part, tensor, shape, device, what)
@@ -232,19 +244,24 @@ def _read_part(
     expected = part.blocks.count(shape)
     dtypes = {part.dtype: dtype_of(part.dtype), part.kind: dtype_of(part.kind)}
     if not isinstance(given, Tensor):
-        raise FormatError(f"{what}: {part.name} is {shown(given)}; give a torch.Tensor")
+        raise FormatError(
+            f"{what}= has {shown(given)} as {part.name}, which is not a tensor; pass a torch.Tensor"
+        )
     fits_here = tuple(given.shape) == expected and given.device == device
     if not fits_here or given.dtype not in dtypes.values():
-        fix = f"give {' or '.join(dtypes)} {expected} on {device}"
-        raise FormatError(f"{what}: {part.name} is {_describe(given)}; {fix}")
+        fix = f"pass {' or '.join(dtypes)} {expected} on {device}"
+        raise FormatError(f"{what}= has {_describe(given)} as {part.name}; {fix}")
     return given.detach().view(dtype_of(part.dtype))
 
 
 def _make_out(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An empty tensor for the numbers. Raises FormatError for a dtype that is not supported."""
     if dtype not in DTYPES:
-        fix = f"use {', '.join(DTYPES.values())}"
-        raise FormatError(f"quantized tensors are not read as {shown(dtype)}; {fix}")
+        known = ", ".join(DTYPES.values())
+        raise FormatError(
+            f"dtype={shown(dtype)} is not one of {known}, to which quantized tensors can be "
+            f"dequantized; pass dtype=torch.float32, and cast the result"
+        )
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -254,7 +271,10 @@ def _read_out(
     """The tensor to write to, detached. Raises FormatError for one that does not fit."""
     out = _read_tensor(given, "out")
     if out.dtype != dtype or tuple(out.shape) != shape or out.device != device:
-        raise FormatError(f"out is {_describe(out)}; give {dtype} {shape} on {device}")
+        raise FormatError(
+            f"out= is {_describe(out)}, where {dtype} {shape} on {device} is needed; pass such a "
+            f"tensor, or leave out= away"
+        )
     return out
 
 
@@ -262,8 +282,9 @@ def _find_shape(format: Format, given: tuple[Tensor, ...]) -> tuple[int, ...]:
     """The shape of the numbers that the data stand for."""
     if not given or not isinstance(given[0], Tensor) or not given[0].ndim:
         names = ", ".join(part.name for part in format.parts)
-        what = f"{format.name}: the first of {plural(given, 'part')} is not data with dimensions"
-        raise FormatError(f"{what}; give tensors of {names}")
+        first = _show(given[0]) if given else "nothing"
+        what = f"parts= begins with {first}, where {format.name} needs data with dimensions"
+        raise FormatError(f"{what}; pass the tensors {names}, in this order")
     *outer, last = given[0].shape
     return (*outer, last * format.per_element)
 
@@ -284,9 +305,9 @@ def _choose_amaxes(format: Format, values: Tensor, given: Tensor | None) -> Tens
 
 def _read_amax(given: object, count: tuple[int, ...], device: torch.device) -> Tensor:
     """The given amaxes. Raises FormatError unless there is one for each block."""
-    expected = f"give float32 {count} on {device}"
+    fix = f"pass one float32 maximum per block: float32 {count} on {device}"
     if not isinstance(given, Tensor):
-        raise FormatError(f"amax is {shown(given)}; {expected}")
+        raise FormatError(f"amax= is {shown(given)}, which is not a tensor; {fix}")
     if given.dtype != torch.float32 or tuple(given.shape) != count or given.device != device:
-        raise FormatError(f"amax is {_describe(given)}; {expected}")
+        raise FormatError(f"amax= is {_describe(given)}; {fix}")
     return given.detach()

@@ -74,7 +74,7 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def make_table(element: Float, device: torch.device) -> Tensor:
-    """Return a table of the float32 number of each byte; for E2M1, of the two numbers as one float64 element."""
+    """Return a table of the float32 number that each byte stands for; E2M1's two numbers per byte are one float64."""
     codes = np.arange(256, dtype=np.uint8)
     if element is not E2M1:
         return torch.from_numpy(decode(element, codes)).to(device)
@@ -83,19 +83,19 @@ def make_table(element: Float, device: torch.device) -> Tensor:
 
 
 def read_into(table: Tensor, codes: Tensor, out: Tensor) -> None:
-    """Write the numbers that `table` has for the bytes `codes` to `out`, which is contiguous."""
+    """Write the number that `table` has for each byte of `codes` to `out`, which is contiguous."""
     indices = flat(codes.to(torch.int32, memory_format=torch.contiguous_format))
     # A byte of two numbers is looked up as one element of twice the size.
     torch.index_select(table, 0, indices, out=flat(out).view(table.dtype))
 
 
 def read_e4m3(codes: Tensor) -> Tensor:
-    """Return the float32 numbers of E4M3 codes, by a cast, which suits small tensors such as scales."""
+    """Return bytes that encode E4M3 numbers as float32, by a cast, which suits small tensors such as scales."""
     return codes.contiguous().view(dtype_of(E4M3.dtype)).float()
 
 
 def read_e8m0(codes: Tensor) -> Tensor:
-    """Return 2^(b - 127) for each byte b, exactly; NaN for 255."""
+    """Return bytes that encode E8M0 scales as float32: 2^(b - 127) for each byte b, exactly, and NaN for 255."""
     bits = codes.to(torch.int32) << FRACTION
     # Byte 0, 2^-127, is a subnormal float32; the exponent 255 with a zero fraction would be infinity instead of NaN.
     bits.masked_fill_(bits == 0, 1 << (FRACTION - 1))

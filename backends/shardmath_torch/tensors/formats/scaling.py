@@ -49,7 +49,7 @@ NAN_BYTE = 255
 
 
 class ScaleRule(ABC):
-    """The way in which a format computes scales, and applies them to numbers."""
+    """The interface of a format's arithmetic: how it computes scales, and divides and multiplies numbers by them."""
 
     @abstractmethod
     def make_scales(self, amax: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class _Global(ScaleRule):
 
 
 def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
-    """Return the scaling rule of a format; for NVFP4 with its global scale `g`. Raises FormatError if unknown."""
+    """Return the ScaleRule of a format; `g` is NVFP4's global scale. Raises FormatError for another format."""
     match format:
         case MXFP8():
             return _PowersOfTwo(format.element, format.rounding == "rceil")
@@ -170,8 +170,8 @@ def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
             return _Float32(format.element, format.power_of_two)
         case NVFP4() if g is not None:
             return _Global(g)
-    fix = "give MXFP8, FP8Blocks, FP8 or NVFP4 of shardmath.formats"
-    raise FormatError(f"{shown(format)} is not a format that tensors are quantized to; {fix}")
+    fix = "pass MXFP8, FP8Blocks, FP8 or NVFP4 of sm.formats"
+    raise FormatError(f"tensors cannot be quantized to {shown(format)}; {fix}")
 
 
 def make_global_scale(format: NVFP4, amax: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def choose_most(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """`count` blocks of `size` positions in one dimension: from position `start`, which is in the block `first`."""
+    """`count` blocks of `size` positions along one dimension of a tensor, from position `start`, in block `first`."""
 
     start: int
     first: int
@@ -50,7 +50,7 @@ class BlockSpan:
 
     @property
     def is_split(self) -> bool:
-        """Whether there are several blocks of several positions, so that a view has two dimensions for them."""
+        """Whether `split` makes two dimensions of this one: there are several blocks of several positions."""
         return self.count > 1 and self.size > 1
 
 
@@ -62,11 +62,11 @@ class Slab:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape of the box."""
+        """The shape of the box, in positions of the tensor."""
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """Return the box of a tensor with one element per `per` positions of the last dimension, split into blocks."""
+        """Return the tensor's part in this box, split into blocks; it has an element per `per` positions of a row."""
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
             tensor = tensor.narrow(d, span.start // step, span.count * span.size // step)
@@ -110,13 +110,13 @@ class Slab:
 
 
 def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
-    """Whether a whole block of a tensor of this `shape` has at most `most` elements, so that no box cuts it."""
+    """Whether a whole block of a tensor of `shape` has at most `most` elements, so that `cut_slabs` cuts no block."""
     sizes = map(min, blocks.positions(shape), shape)
     return math.prod(sizes) <= most
 
 
 def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Slab]:
-    """Cut a tensor of that shape into boxes of at most `most` elements each; none for an empty tensor."""
+    """Return boxes of at most `most` elements that together cover a tensor of `shape`; [] for an empty tensor."""
     sizes = blocks.positions(shape)
     steps = _choose_steps(sizes, shape, most)
     spans = map(_cut_dimension, sizes, shape, steps)
@@ -124,7 +124,7 @@ def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Sla
 
 
 def _choose_steps(sizes: tuple[int, ...], shape: tuple[int, ...], most: int) -> list[int]:
-    """How many positions a slab has in each dimension: all that fit of the last ones, and one block of earlier ones."""
+    """The shape of a slab: as much of the last dimensions as fits, and one block of earlier dimensions."""
     blocks = list(map(min, sizes, shape))
     is_cut = math.prod(blocks) > most
     steps: list[int] = []

@@ -41,14 +41,14 @@ SHORT = ("float8", "float4")
 
 
 class Quantized(NamedTuple):
-    """A quantized tensor's format, and its parts by name: plain uint8 and float32 tensors on the same memory."""
+    """A quantized tensor's format, and its data and scales by name, as plain tensors that share its memory."""
 
     format: Format
     parts: dict[str, Tensor]
 
 
 def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quantized:
-    """Return the format and parts, sharing memory, of a tensor of TransformerEngine or torchao.
+    """Return the format of a quantized TransformerEngine or torchao tensor, and its data and scales as plain tensors.
 
     TransformerEngine's `MXFP8Tensor`, `Float8Tensor` and `Float8BlockwiseQTensor`, torchao's `MXTensor` (MXFP8) and
     `Float8Tensor`. `columnwise` chooses between the two copies that some have. Raises FormatError for other tensors,
@@ -56,14 +56,14 @@ def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quanti
     """
     found = _find_reader(tensor)
     if found is None:
-        what = f"a {type(tensor).__name__} is not a quantized tensor of a known kind"
-        fix = "give its data and scales as plain tensors, with a format of shardmath.formats"
-        raise FormatError(f"{what}; {fix}")
+        what = f"{type(tensor).__name__} is not a quantized tensor of TransformerEngine or torchao"
+        fix = "pass its data and scales as plain tensors to smt.dequantize, with a format of sm.formats"
+        raise FormatError(f"{what} that is known here; {fix}")
     return found(tensor, columnwise)
 
 
 def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a plain tensor of the same values, without autograd; of a DTensor, its local part.
+    """Return a parameter as a plain tensor without autograd: dequantized if quantized, and of a DTensor the local part.
 
     Recognized quantized tensors are dequantized to `dtype`, by default the dtype that they report. Other tensors share
     memory with the result, and `dtype` is ignored. Plain float8 tensors, which mean nothing without their scales, are
@@ -78,12 +78,14 @@ def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
         claimed = dtype or getattr(param, "dtype", None) or torch.float32
         return own().detach().to(claimed)
     if not isinstance(param, Tensor):
-        raise FormatError(f"{shown(param)} is not a tensor; give a torch.Tensor")
+        raise FormatError(f"{shown(param)} is not a tensor; pass a torch.Tensor or Parameter")
     # Assigned to a name, since mypy would narrow the type by the call.
     is_wrapper: bool = is_traceable_wrapper_subclass(param)
     if is_wrapper:
-        what = f"a {type(param).__name__} is a wrapper without dequantize()"
-        raise FormatError(f"{what}; give its inner tensors")
+        what = (
+            f"{type(param).__name__} wraps other tensors, and has no dequantize() to read them by"
+        )
+        raise FormatError(f"{what}; pass the tensors that it wraps, one by one")
     plain = param.detach().as_subclass(Tensor)
     is_short = str(plain.dtype).removeprefix("torch.").startswith(SHORT)
     return plain.view(torch.uint8) if is_short else plain
@@ -128,7 +130,8 @@ def _make_quantized(format: Format, data: Tensor, scales: Tensor) -> Quantized:
     if tuple(scales.shape) != expected:
         what = f"{format.name}: scales have shape {tuple(scales.shape)}"
         raise FormatError(
-            f"{what}, data {tuple(data.shape)} have {expected}; pass a tensor that is whole"
+            f"{what}, but data of shape {tuple(data.shape)} need {expected}; pass the whole "
+            f"quantized tensor, not a slice of it"
         )
     # Scales of one byte are viewed as bytes; float32 scales stay float32.
     typed = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
@@ -141,15 +144,17 @@ def _name_element(dtype: object) -> str:
     for element in ("e4m3", "e5m2"):
         if element in name and "fnuz" not in name:
             return element
-    raise FormatError(f"data of {shown(dtype)} have no format here; give e4m3 or e5m2")
+    raise FormatError(
+        f"the data are {shown(dtype)}, where FP8 e4m3 or e5m2 is needed; pass a tensor of one of these"
+    )
 
 
 def _strip_padding(scales: Tensor, sizes: Sequence[int]) -> Tensor:
     """The scales without padding."""
     for d, n in enumerate(sizes):
         if scales.shape[d] < n:
-            what = f"scales have shape {tuple(scales.shape)}, {tuple(sizes)} are needed"
-            raise FormatError(f"{what}; pass a tensor that is whole")
+            what = f"scales have shape {tuple(scales.shape)}, but the data need at least {tuple(sizes)}"
+            raise FormatError(f"{what}; pass the whole quantized tensor, not a slice of it")
         scales = scales.narrow(d, 0, n)
     return scales
 
@@ -165,11 +170,11 @@ def _choose_copy(tensor: Any, columnwise: bool | None) -> tuple[Tensor, Tensor, 
     data = getattr(tensor, f"_{way}_data")
     scales = getattr(tensor, f"_{way}_scale_inv")
     if data is None or scales is None:
-        fix = "take the other one, or keep both (`update_usage`)"
-        raise FormatError(f"the {type(tensor).__name__} has no {way} copy; {fix}")
+        fix = f"pass columnwise={not columnwise}, or keep both copies by its update_usage()"
+        raise FormatError(f"the {type(tensor).__name__} has no {way} data and scales; {fix}")
     if _is_swizzled(tensor):
-        fix = "unswizzle them, or pass `sendable(tensor)`"
-        raise FormatError(f"scales of the {type(tensor).__name__} are swizzled; {fix}")
+        what = f"the {type(tensor).__name__} stores its scales swizzled (in tiles for tensor cores)"
+        raise FormatError(f"{what}; unswizzle them first, or use smt.sendable(tensor)")
     return data.detach(), scales.detach(), columnwise
 
 
@@ -213,12 +218,12 @@ def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantized:
     if columnwise or (columnwise is None and data is None):
         data = getattr(tensor, "_transpose", None)
         if data is None or getattr(tensor, "_transpose_invalid", False):
-            what = f"the {type(tensor).__name__} has no columnwise copy"
-            raise FormatError(f"{what}; take the other with columnwise=False")
+            what = f"the {type(tensor).__name__} has no columnwise (transposed) data"
+            raise FormatError(f"{what}; pass columnwise=False to read the rowwise data")
         data = data.movedim(0, -1)
     if data is None:
-        what = f"the {type(tensor).__name__} has no rowwise copy"
-        raise FormatError(f"{what}; take the other with columnwise=True")
+        what = f"the {type(tensor).__name__} has no rowwise data"
+        raise FormatError(f"{what}; pass columnwise=True to read the columnwise (transposed) data")
     format = FP8(data=_name_element(tensor._fp8_dtype))
     scale = tensor._scale_inv.detach().reshape((1,) * data.ndim)
     return _make_quantized(format, data.detach(), scale)
@@ -231,9 +236,12 @@ def _read_ao_mx(tensor: Any, columnwise: bool | None) -> Quantized:
     """Read an MXTensor of MXFP8; if it was transposed, blocks are along rows."""
     element = _name_element(tensor.elem_dtype)
     if tensor.block_size != 32 or _is_swizzled(tensor):
-        what = f"an MXTensor of blocks of {tensor.block_size}"
-        swizzled = ", swizzled" if _is_swizzled(tensor) else ""
-        raise FormatError(f"{what}{swizzled}; give one of blocks of 32, not swizzled")
+        what = f"the MXTensor has blocks of {tensor.block_size} numbers"
+        swizzled = " and swizzled scales" if _is_swizzled(tensor) else ""
+        raise FormatError(
+            f"{what}{swizzled}, where blocks of 32 with scales in plain order are needed; quantize "
+            f"it with block_size=32, not swizzled"
+        )
     data = tensor.qdata.detach()
     is_transposed = data.ndim > 1 and data.stride(-2) < data.stride(-1)
     format = MXFP8(element, "floor", -2 if is_transposed else -1)

@@ -56,7 +56,7 @@ ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 class LocalRuns(NamedTuple):
-    """A rank's part of a tensor: the global shape, and the runs of indices in each dimension that the rank holds."""
+    """A rank's part of a tensor: the global shape, and per dimension the ranges of indices that the rank holds."""
 
     shape: _Numbers
     runs: tuple[Runs, ...]
@@ -74,14 +74,17 @@ def is_checkpointable(tensor: object) -> bool:
 
 
 def keep_boxes(source: Tensor, tensor: Tensor) -> None:
-    """Copy the attributes that `checkpointable` sets, if `source` has them, to a tensor of the same memory."""
+    """Copy the attributes that `checkpointable` sets from `source`, if it has them, to `tensor`, its detached copy."""
     if is_checkpointable(source):
         for name in ATTRIBUTES:
             setattr(tensor, name, getattr(source, name))
 
 
 def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
-    """Return the part that the tensor's attributes describe. Raises LayoutError, with `name`, if they are invalid."""
+    """Return the part of the global tensor that the attributes of `tensor` describe, as `checkpointable` sets them.
+
+    Raises LayoutError, with the tensor's `name`, if they are invalid.
+    """
     try:
         shape, boxes = _list_boxes(tensor)
         runs = _make_runs(shape, tensor.shape, boxes)
@@ -90,8 +93,10 @@ def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
     held = sum(math.prod(n for _, _, n in box) for box in boxes)
     product = math.prod(part.size for part in runs)
     if held != product:
-        fix = "give boxes that are all combinations of some ranges of each dimension"
-        what = f"its boxes have {held} elements, and all combinations of their ranges {product}"
+        fix = "set boxes that are all combinations of some ranges of each dimension"
+        what = (
+            f"the boxes have {held} elements, but all combinations of their ranges have {product}"
+        )
         raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)}: {what}; {fix}")
     return LocalRuns(shape, runs)
 
@@ -104,8 +109,10 @@ def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
     for local, whole, sizes in sides:
         if not len(local) == len(whole) == len(sizes) == len(shape) == tensor.ndim:
             given = f"local {tuple(local)}, global {tuple(whole)}, sizes {tuple(sizes)}"
-            ndims = f"global_shape has {len(shape)} dimensions, the local tensor {tensor.ndim}"
-            raise ValueError(f"a box has {given}, {ndims}; give all of them the same number")
+            ndims = (
+                f"but global_shape has {len(shape)} dimensions and the local tensor {tensor.ndim}"
+            )
+            raise ValueError(f"a box has {given}, {ndims}; set one number per dimension in each")
         box = tuple(zip(local, whole, sizes, strict=True))
         if all(n for _, _, n in box):
             boxes.append(box)
@@ -116,7 +123,10 @@ def _make_runs(shape: _Numbers, local: _Numbers, boxes: Sequence[_Box]) -> tuple
     """The Runs of each dimension that has them. Raises RunsError for boxes that overlap or are outside."""
     if not boxes and not shape:
         lists = "global_offsets, local_offsets and local_sizes"
-        raise ValueError(f"a scalar without a box is held by nobody; give {lists} one () each")
+        raise ValueError(
+            f"global_shape is (), but there is no box, so no rank would hold the scalar; "
+            f"set {lists} to one () each: ((),)"
+        )
     found = []
     for d, (n, size) in enumerate(zip(shape, local, strict=True)):
         segments = {box[d] for box in boxes}
@@ -125,7 +135,10 @@ def _make_runs(shape: _Numbers, local: _Numbers, boxes: Sequence[_Box]) -> tuple
             segments = {(0, 0, n)}
         runs = Runs(segments, size)
         if runs.extent > n:
-            raise ValueError(f"{runs} is outside dimension {d} of {n}; give boxes inside it")
+            raise ValueError(
+                f"the boxes end at {runs.extent} in dimension {d}, whose length is {n}; set "
+                f"global_offsets and local_sizes inside it"
+            )
         found.append(runs)
     return tuple(found)
 
@@ -186,17 +199,18 @@ def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, LocalRuns]) -> L
     shapes = {each.shape: rank for rank, each in boxes.items()}
     if len(shapes) > 1:
         listed = ", ".join(f"{shape} on rank {rank}" for shape, rank in shapes.items())
-        raise LayoutError(f"tensor {name!r}: global_shape is {listed}; give the same on all ranks")
+        raise LayoutError(
+            f"tensor {name!r}: global_shape is {listed}; set the same global_shape on all ranks"
+        )
     (shape,) = shapes
     runs = {rank: each.runs for rank, each in boxes.items()}
     layout = from_holdings(shape, runs, dtype=str(tensor.dtype).removeprefix("torch."))
     if not isinstance(layout, Layout):
         what = (
-            f"tensor {name!r} of shape {shape}: what ranks hold is {len(layout)} layouts together"
+            f"tensor {name!r} of shape {shape}: no single layout describes the boxes of all ranks, "
+            f"which need {len(layout)}"
         )
-        raise LayoutError(
-            f"{what}; save it with shardmath_torch.save under shardmath.from_holdings"
-        )
+        raise LayoutError(f"{what}; save it by smt.save, with the layouts of sm.from_holdings")
     return layout
 
 
@@ -204,11 +218,11 @@ def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, LocalRuns]) -> L
 
 
 def checkpointable(local: Tensor, layout: Layout) -> Tensor:
-    """Set attributes that say which part of the layout's tensor this is, and return the tensor. Then torch's own
-    `dcp.save` and `dcp.load` treat it as that part, and so do `save_state`, `layout_of` and `export`.
+    """Mark `local` as this rank's part of a tensor of that layout, for `dcp.save` and `dcp.load`, and return it.
 
-    The tensor has the layout's local shape on this rank. Raises LayoutError for another shape, for a Partial layout,
-    and with torch before 2.14, which would save the tensor as if it were whole.
+    Sets the attributes of torch's CheckpointableTensor, which `save_state`, `layout_of` and `export` read too. The
+    tensor has the layout's local shape on this rank. Raises LayoutError for another shape, for a Partial layout, and
+    with torch before 2.14, which would save the tensor as if it were whole.
     """
     _check_sayable(layout)
     rank = compat.rank_or_0()
@@ -216,8 +230,8 @@ def checkpointable(local: Tensor, layout: Layout) -> Tensor:
     if rank in layout.mesh:
         expected = layout.local_shape(rank)
         if tuple(local.shape) != expected:
-            what = f"rank {rank} gives {tuple(local.shape)}, {layout} has {expected} there"
-            raise LayoutError(f"{what}; give the local tensor")
+            what = f"rank {rank} passes a tensor of shape {tuple(local.shape)}, but its part of {layout}"
+            raise LayoutError(f"{what} has {expected}; pass this rank's local tensor")
         boxes += itertools.product(*(runs.segments for runs in layout.runs(rank)))
     boxes_by_name: Any = local
     boxes_by_name.global_shape = layout.shape
@@ -229,9 +243,12 @@ def checkpointable(local: Tensor, layout: Layout) -> Tensor:
 
 def _check_sayable(layout: Layout) -> None:
     """Raise LayoutError for a layout that the attributes cannot express, or if this torch ignores them."""
-    instance(layout, Layout, "give a shardmath.Layout", LayoutError)
+    instance(layout, Layout, "pass a shardmath.Layout", LayoutError)
     if layout.partial:
-        raise LayoutError(f"{layout} is Partial, and files have whole values; reduce it first")
+        raise LayoutError(
+            f"{layout} holds partial sums, but a checkpoint needs whole values; reduce the tensor "
+            f"first, such as by smt.redistribute to a layout without Partial"
+        )
     if not hasattr(dcp, "CheckpointableTensor"):
-        what = f"torch {torch.__version__} does not know checkpointable tensors"
-        raise LayoutError(f"{what}; take torch 2.14 or later, or shardmath_torch.save")
+        what = f"torch {torch.__version__} has no CheckpointableTensor"
+        raise LayoutError(f"{what}; install torch 2.14 or later, or save by smt.save instead")

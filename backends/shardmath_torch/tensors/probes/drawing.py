@@ -142,7 +142,7 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """(number, whether it exists) of the element with the digits in each cell; `words` has each run's values."""
+        """Return, per position, the number of the element whose digits the runs' `words` are, and whether it exists."""
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)
         for run in range(self.digits):

@@ -48,24 +48,24 @@ QUIET = {torch.float32: 1 << 22, torch.float64: 1 << 51}
 
 
 def real(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the parts of a complex `dtype`; any other dtype itself."""
+    """Return the dtype of the real and imaginary parts of a complex `dtype`; any other dtype itself."""
     return dtype.to_real() if dtype.is_complex else dtype
 
 
 def as_words(tensor: Tensor) -> Tensor:
-    """Return the tensor's memory as integers; complex numbers have one dimension more."""
+    """Return the bits of the tensor's elements as integers; a complex number is two, along a last dimension."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     return plain.view(WORDS[plain.element_size()])
 
 
 def as_tensor(words: Words, dtype: torch.dtype) -> Tensor:
-    """Return a row of words as a tensor of elements of `dtype`."""
+    """Return a row of words (the bits of elements, as integers) as a tensor of `dtype`."""
     return torch.from_numpy(words).view(dtype)
 
 
 def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
-    """Return the words of these elements after torch's cast from `dtype` to `to`."""
+    """Return elements given by their bits (`words`) after torch's cast from `dtype` to `to`, by their bits."""
     if dtype == to:
         return words
     made: Words = as_words(as_tensor(words, dtype).to(to)).numpy()
@@ -73,7 +73,7 @@ def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
 
 
 def repeat(byte: int, dtype: torch.dtype) -> int:
-    """Return the word of `dtype` that repeats this byte; for bool, the byte's lowest bit."""
+    """Return the integer that repeats `byte` over the size of a `dtype` element; for bool, the byte's lowest bit."""
     if dtype == torch.bool:
         return byte % 2
     size = real(dtype).itemsize
@@ -94,7 +94,7 @@ def word_of(value: float, dtype: torch.dtype) -> int | None:
 
 @memo()
 def list_finite(dtype: torch.dtype) -> Words:
-    """Return the finite values of a dtype that is not complex, ascending, as words."""
+    """Return all finite values of a dtype that is not complex, ascending, as integers of their bits."""
     words = _list_all(dtype)
     values = _value(words, dtype)
     order = np.argsort(values, kind="stable")
@@ -104,31 +104,31 @@ def list_finite(dtype: torch.dtype) -> Words:
 
 @memo()
 def list_nan(dtype: torch.dtype) -> Words:
-    """Return the quiet NaN of a dtype that is not complex, as words."""
+    """Return the quiet NaN of a dtype that is not complex, as integers of their bits."""
     words = _list_all(dtype)
     return words[is_nan(words, dtype)] | QUIET.get(dtype, 0)
 
 
 @memo()
 def list_infinite(dtype: torch.dtype) -> Words:
-    """Return the infinities of a dtype that is not complex, as words."""
+    """Return the infinities of a dtype that is not complex, as integers of their bits."""
     words = _list_all(dtype)
     infinite: Words = words[np.isinf(_value(words, dtype))]
     return infinite
 
 
 def is_finite(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """Return a mask of the words that are finite, for a dtype that is not complex."""
+    """Return a mask of the finite elements of a dtype that is not complex, given by their bits (`words`)."""
     return np.isfinite(_value(words, dtype))
 
 
 def is_nan(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """Return a mask of the words that are NaN, for a dtype that is not complex."""
+    """Return a mask of the NaN elements of a dtype that is not complex, given by their bits (`words`)."""
     return np.isnan(_value(words, dtype))
 
 
 def order(words: Words, dtype: torch.dtype) -> NDArray[np.intp]:
-    """Return the indices that sort the values `words` by magnitude."""
+    """Return the indices that sort elements of `dtype`, given by their bits (`words`), by magnitude."""
     sizes = np.abs(_value(words, dtype))
     return np.argsort(sizes, kind="stable")
 

@@ -32,13 +32,13 @@ _Container: TypeAlias = MutableMapping[Any, Any] | list[Any] | set[Any]
 
 
 def key_of(tensor: Tensor) -> int:
-    """Return a key that is equal for all tensors in one memory, while any of them lives."""
+    """Return a key of the tensor's memory: equal for tensors that share a storage, while any of them lives."""
     with torch._C.DisableTorchFunction():
         return int(tensor.untyped_storage()._cdata)
 
 
 class Before:
-    """A snapshot of modules and mappings of tensors, to restore them as they were."""
+    """A snapshot of modules and mappings of tensors, which `put_back` restores after a loader has changed them."""
 
     def __init__(self, holders: Sequence[nn.Module | MutableMapping[str, Tensor]]) -> None:
         self._containers: list[tuple[_Container, Any]] = []
@@ -57,7 +57,7 @@ class Before:
         self._spoiled: dict[int, Tensor] = {}
 
     def keep_bytes(self, device: str = "") -> None:
-        """Copy the memory of all tensors, or of those on one type of `device`, unless it was copied before."""
+        """Copy the bytes of all tensors of the snapshot, or only of those on `device`, such as "cpu"; each once."""
         for tensor in self._tensors:
             memory = tensor.memory
             if memory is None or memory.is_meta or key_of(memory) in self._bytes:
@@ -74,7 +74,7 @@ class Before:
         return values.set_(saved.untyped_storage(), *place)
 
     def spoil(self, keys: Iterable[int]) -> None:
-        """Change the lowest bit of each byte in the copied memory with these keys, until `put_back`."""
+        """Flip the lowest bit of each byte of the memories that `keys` name, until `put_back` restores them."""
         for key in keys:
             live, saved = self._bytes[key]
             # Every type then has another value of about the same size; bools are inverted.
@@ -91,7 +91,7 @@ class Before:
 
     @property
     def copied(self) -> Set[int]:
-        """The keys of the memory that was copied."""
+        """The keys (`key_of`) of the memories whose bytes `keep_bytes` has copied."""
         return self._bytes.keys()
 
     def put_back(self) -> None:
@@ -151,7 +151,7 @@ class _TensorBefore:
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
-    """Return the place in memory that the tensor views, and its dtype, as a value to compare."""
+    """Return the tensor's storage, offset, shape, strides and dtype, as a value to compare."""
     where = key_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
     return *where, tensor.dtype
 

@@ -37,7 +37,7 @@ ALL = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Memory that has elements of a logical tensor, at constant strides in it, from its element `start` on.
+    """A record that some memory holds the logical tensor's elements from `start` on, at constant strides in it.
 
     Its numbers have `dtype`: the logical tensor's type, or the type that lost some of them (`lossy`). `made` names the
     operations that computed it from the logical tensor.
@@ -52,7 +52,7 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """Return the pieces of the logical tensor in a copy of `view`, by positions in the memory of `into`.
+        """Return which elements of the logical tensor a copy of `view` writes to which positions of the tensor `into`.
 
         Raises StoreError if very many pieces are needed.
         """
@@ -81,7 +81,7 @@ class Content:
         return Piece(self.tensor, box.cell[0], element, tuple(blocks))
 
     def copied(self, view: Tensor, copy: Tensor, made: str = "") -> Content | None:
-        """Return the content of `copy`, made of the view by operation `made`; None if it is not one set of strides."""
+        """Return the record for `copy`, which operation `made` computed from `view`; None if strides cannot say it."""
         if not is_dense(copy):
             return None
         try:

@@ -32,7 +32,7 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """Return errors for DTensors in `natives` whose placements contradict the layouts of their slots."""
+    """Return an error for each DTensor in `natives` whose placements divide it otherwise than the planned `layouts`."""
     whole = _find_whole(stored, slots)
     faults = []
     for native, tensor in natives.items():
@@ -40,8 +40,9 @@ def find_contradictions(
             continue
         placements = tuple(tensor.placements)
         if any(placement.is_partial() for placement in placements):
-            placed = f"a DTensor of {placements}, of which ranks hold summands"
-            faults.append(f"{show_native(native)} is {placed}; redistribute it before")
+            placed = f"a DTensor with placements {placements}, of which a rank holds a partial sum"
+            fix = "redistribute it to Shard or Replicate first"
+            faults.append(f"{show_native(native)} is {placed}; {fix}")
         elif native in whole:
             local = whole[native]
             faults += _compare(native, tensor, layouts[local], slots[local], rank)
@@ -78,9 +79,12 @@ def _compare(native: Native, tensor: DTensor, layout: Layout, slot: Slot, rank: 
     wanted = [held[i] for i in slot.order]
     if not fits or any(_has_elements(reading, wanted, rank) for reading in fits):
         return []
-    what = f"{show_native(native)} is a DTensor that lies as {fits[-1]}, and is planned as {layout}"
+    what = (
+        f"{show_native(native)} is a DTensor with the layout {fits[-1]}, but the plan has {layout}"
+    )
     return [
-        f"{what}: rank {rank} has other elements; plan with layout_of of it, or redistribute it"
+        f"{what}, with other elements on rank {rank}; plan the refit with the DTensor's layout, "
+        f"or redistribute the DTensor"
     ]
 
 

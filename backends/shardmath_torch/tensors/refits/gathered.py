@@ -23,7 +23,7 @@ __all__ = ["check_not_gathered", "find_groups", "give_back"]
 
 
 def find_groups(tensors: Iterable[Tensor]) -> list[object]:
-    """Return FSDP2's groups of parameters that have one of `tensors` as a shard, or in the memory of a shard."""
+    """Return FSDP2's parameter groups that hold one of `tensors` as a shard, or a shard in the same memory."""
     memories = {_memory_of(tensor) for tensor in tensors} - {None}
     if not memories:
         return []
@@ -40,8 +40,8 @@ def check_not_gathered(natives: Mapping[Native, Tensor]) -> None:
     gathered = {_memory_of(tensor) for tensor in _list_gathered()} - {None}
     for native, tensor in natives.items():
         if _memory_of(tensor) in gathered:
-            what = f"{show_native(native)} is what FSDP2 has gathered for a forward, and not kept"
-            fix = "call reshard() of the FSDP2 modules, and give their parameters then"
+            what = f"{show_native(native)} is a copy that FSDP2 gathered for a forward, not a shard"
+            fix = "call reshard() on the FSDP2 modules, then pass their parameters"
             raise ExchangeError(f"{what}; {fix}")
 
 

@@ -64,7 +64,7 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return records of the tensors `natives` among the ones `given`, for checks before every move."""
+    """Return a record per tensor of `natives`, with its memory and its place in the mappings `given`, to check."""
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
         for native, tensor in natives.items()
@@ -78,7 +78,7 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
 
 
 def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None) -> None:
-    """Add to `watched` which modules, of `modules` and their submodules, or of all live ones, hold each tensor."""
+    """Record in `watched` which modules hold each tensor, of `modules` and their submodules, or of all live modules."""
     by_id: dict[int, list[Watched]] = {}
     for each in watched:
         by_id.setdefault(id(each.tensor), []).append(each)
@@ -145,7 +145,7 @@ def _find_moved(watched: Iterable[Watched]) -> str | None:
 
 
 def find_replaced(watched: Iterable[Watched]) -> str | None:
-    """Return the name of a tensor that a tensor in other memory has replaced where it was held; None if none.
+    """Return the name of a tensor whose module or mapping now holds a tensor in other memory; None if there is none.
 
     Raises ExchangeError if a given mapping raises.
     """
@@ -189,7 +189,8 @@ def _is_replaced(watched: Watched, place: _HeldAt) -> bool:
     except Exception as error:
         what = word_error(error)
         raise ExchangeError(
-            f"the mapping that has {watched.name} raises {what}; prepare again on all ranks"
+            f"the mapping passed to prepare() raised {what} for {watched.name} when it was read again; "
+            f"pass a dict to prepare() on all ranks"
         ) from error
     if now is watched.tensor or not isinstance(now, Tensor):
         return False
@@ -208,24 +209,27 @@ def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:
 
 
 def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = None) -> str:
-    """Return the error for the first tensor that has changed, in `modules` as in `find_removed`; "" if none has."""
+    """Return an error for the first tensor that was moved, replaced or removed since `watch`; "" if there is none.
+
+    `modules` are as in `find_removed`.
+    """
     moved = _find_moved(watched)
     if moved is not None:
         return (
-            f"{moved} lies elsewhere in memory than when prepare() was called; "
-            f"call it again on all ranks"
+            f"{moved} lies elsewhere in memory than when prepare() was called, or has another shape or dtype; "
+            f"call prepare() again on all ranks"
         )
     replaced = find_replaced(watched)
     if replaced is not None:
         return (
             f"{replaced} is another tensor than when prepare() was called; "
-            f"prepare again on all ranks"
+            f"call prepare() again on all ranks"
         )
     removed = find_removed(watched, modules)
     if removed is not None:
         return (
             f"{removed} is no longer where its module had it when prepare() was called: it or its module was "
-            f"deleted or replaced, or it has another name, as under weight_norm; prepare again on all ranks, "
-            f"with what is to move"
+            f"deleted or replaced, or it has another name, as under weight_norm; call prepare() again on all ranks, "
+            f"with the tensors to move"
         )
     return ""

@@ -45,7 +45,7 @@ FEW_BITS = 2
 
 
 class Numbering:
-    """The elements of logical tensors, numbered, and the runs that identify them in targets of given dtypes."""
+    """Numbers for all elements of logical tensors, and the loader runs whose values reveal them in the targets."""
 
     def __init__(self, shapes: Shapes, targets: Collection[torch.dtype]) -> None:
         self.shapes = shapes
@@ -60,13 +60,13 @@ class Numbering:
         self.digits = sum(run.way == "digit" for run in self.runs)
 
     def make(self, name: str, run: Run) -> Tensor:
-        """Return the values that the logical tensor `name` has in a run."""
+        """Return the tensor that the loader gets in `run` as the logical tensor `name`."""
         dtype = dtype_of(self.shapes[name][1])
         (kind,) = (kind for kind in self.kinds if kind.dtype == dtype)
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """Return words for the first position of a target that has another element than in `pieces`; "" if none has."""
+        """Return an error for the first position of a target that holds another element than `pieces` says, or ""."""
         words = _flatten(after, after.dtype)
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
@@ -83,14 +83,14 @@ class Numbering:
         return ""
 
     def find_written(self, found: Found, after: Tensor) -> tuple[_Truths, _Truths]:
-        """Return masks of the positions of a target that a run has written, and of its nonzero ones among them."""
+        """Return two masks of a target's positions: the written ones, and those written with nonzero values."""
         words = _flatten(after, after.dtype)
         written = ~is_left(found, after)
         return written, written & (words != 0).any(axis=1)
 
 
 class Reading:
-    """The values of one target, of this dtype, after each run, and the elements that these values identify."""
+    """The values of one target after each run of the loader, and the logical elements that they identify."""
 
     def __init__(self, numbering: Numbering, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -162,16 +162,16 @@ class Reading:
                 for guess in self.guesses
                 if guess.right[cell]
             ]
-            return f"cell {cell} may be {' or '.join(names)}"
+            return f"position {cell} may hold {' or '.join(names)}"
         for guess in self.guesses:
             if guess.fault and guess.fault[0] == cell:
                 return guess.fault[1]
         casts = [f"; {other} is not cast to {self.dtype} by numbers" for other in self.others]
-        what = f"cell {cell} has no element of a logical tensor"
+        what = f"position {cell} holds no element of a logical tensor"
         return "".join([what, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
-        """Return the pieces of logical tensors that were identified in the written positions of the target."""
+        """Return which elements of which logical tensors the written positions of the target hold, as pieces."""
         written = ~(self.unwritten | self.zero)
         pieces: list[Piece] = []
         for guess in self.guesses:
@@ -211,9 +211,12 @@ class _Guess:
         self.right[cells[wrong]] = False
         if self.fault is None:
             cell, wrong_row = int(cells[wrong[0]]), wrong[0]
-            values = f"{_show(actual[wrong_row], self.dtype)} for {_show(expected[wrong_row], self.dtype)}"
+            value, given = (
+                _show(actual[wrong_row], self.dtype),
+                _show(expected[wrong_row], self.dtype),
+            )
             element = self.kind.name(int(self.numbers[cell]))
-            self.fault = cell, f"cell {cell} seems to be {element}, and has {values}"
+            self.fault = cell, f"position {cell} holds {value}, where {element} is {given}"
 
     def _differ(self, expected: Words, actual: Words) -> _Truths:
         """Mask of the cells with another value, if all NaN are equal."""

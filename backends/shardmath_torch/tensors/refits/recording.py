@@ -83,7 +83,7 @@ def record(
     return recording.record(ways)
 
 
-AGAIN = "record a loader that writes the same cells each time that it is called"
+AGAIN = "record a loader that writes the same positions each time it is called"
 
 
 class _Recording:
@@ -117,12 +117,14 @@ class _Recording:
         for name, function in self.functions.items():
             if name not in self.kept_targets.targets:
                 target = self.kept_targets.aliases.get(name)
-                fix = f"name {target!r}, whose memory it is" if target else f"name {shown}{more}"
-                raise StoreError(f"functions= names {name!r}, which is not a target; {fix}")
+                why = f"the tensors of into= are {shown}{more}; use one of these names"
+                if target:
+                    why = f"that is another name for the memory of {target!r}; name {target!r}"
+                raise StoreError(f"functions= names {name!r}, but {why}")
             if not isinstance(function, str) or not WORD.fullmatch(function):
                 raise StoreError(
-                    f"functions= says {function!r} for {name!r}; give a name: 'neg_exp', or one "
-                    f"that Refit.prepare(functions=) knows"
+                    f"functions= has {function!r} for {name!r}, where the name of a function is "
+                    f"needed; write 'neg_exp', or a name that you pass to Refit.prepare(functions=)"
                 )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
@@ -143,12 +145,20 @@ class _Recording:
             if failure is not None and not is_written:
                 why = word_error(failure)
                 raise StoreError(
-                    f"the loader failed without data, and then wrote nothing: {why}; {AGAIN}"
+                    f"the loader raised {why} on tensors without data, and wrote nothing into the "
+                    f"tensors of into= when it got data; pass a loader that writes into them"
                 ) from failure
         elif unexplained:
-            what = self._describe(min(unexplained), "is not explained by views")
-            raise StoreError(what) from failure
+            raise StoreError(self._word_unexplained(min(unexplained), failure)) from failure
         return self._finish()
+
+    def _word_unexplained(self, name: str, failure: Exception | None) -> str:
+        """The error for a target that views do not explain, if they are the only way of recording."""
+        by = f": it is computed by {self._list_operations(name)}" if self._has_made(name) else ""
+        what = f"the copies into {name!r} could not be followed{by}"
+        if failure is not None:
+            what = f"the loader raised {word_error(failure)} on tensors without data"
+        return f"{what}, and ways= allows only 'views'; pass ways=('views', 'numbers')"
 
     def _call(self, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
         """Run the loader on these tensors; if it takes pairs, each is made when the loader asks for it."""
@@ -158,8 +168,10 @@ class _Recording:
             else:
                 returned = self.load({name: make() for name, make in tensors.items()})
             if isinstance(returned, Awaitable | AsyncIterator):
+                kind = type(returned).__name__
                 raise _Unrecordable(
-                    "the loader returns before it has loaded; record one that waits"
+                    f"the loader returned a {kind} before it had loaded; pass a function that "
+                    f"returns once all is loaded, as lambda given: asyncio.run(load(given))"
                 )
             # A loader that yields the names that it loads has loaded once all are taken.
             if isinstance(returned, Iterator):
@@ -192,10 +204,13 @@ class _Recording:
             return
         second_watch, second_writes = self._run_watched(spoiled)
         # Sets, as threads write in any order.
-        same = all(set(writes[name]) == set(second_writes[name]) for name in writes)
-        if not same or second_watch.filled != watch.filled:
-            what = "the loader goes by what it reads of targets that it has loaded"
-            raise StoreError(f"{what}; record one that only writes to its targets")
+        other = [name for name in writes if set(writes[name]) != set(second_writes[name])]
+        if other or second_watch.filled != watch.filled:
+            where = repr(other[0]) if other else "its targets"
+            raise StoreError(
+                f"the loader writes {where} differently when the tensors of into= hold other "
+                f"values before it runs; record a loader that does not read what it overwrites"
+            )
 
     def _run_watched(self, spoiled: Collection[int]) -> tuple[Watch, dict[str, list[Write]]]:
         """Run the loader without data; return each target's writes. Memory of these keys is spoiled before."""
@@ -291,18 +306,19 @@ class _Recording:
         """
         function = self.functions.get(name)
         if self.operations[name] and function is None:
-            raise _Unrecordable(self._describe(name, "is computed"))
+            raise _Unrecordable(self._word_computed(name))
         if function is not None and not all(ways):
-            part = "in part " if self.operations[name] else ""
-            fix = "compute all of it, or nothing" if part else "leave it out of functions="
+            part = "part of " if self.operations[name] else ""
+            fix = "load that part into a separate tensor" if part else "leave it out of functions="
             raise _Unrecordable(
-                f"{name!r} is {part}stored as it is, and functions= says {function!r}; {fix}"
+                f"{part}{name!r} is copied unchanged, but functions= says that all of it is "
+                f"computed by {function!r}; {fix}"
             )
         if function is not None and len(ways) > 1:
             one, other = (", ".join(way) for way in ways[:2])
             raise _Unrecordable(
-                f"{name!r} is computed in part by {one}, in part by {other}, and functions= says "
-                f"{function!r} for all of it; record into a tensor for each"
+                f"one part of {name!r} is computed by {one}, another by {other}, but functions= "
+                f"has {function!r} for both; load them into separate tensors"
             )
 
     # By numbers
@@ -312,7 +328,9 @@ class _Recording:
         for name in names:
             if name in self.functions:
                 raise StoreError(
-                    self._describe(name, "is a function of values that are not followed")
+                    f"functions= says that {name!r} is computed by {self.functions[name]!r}, but "
+                    f"the elements that it is computed from could not be followed; load it by "
+                    f"plain copies and that function, or describe it by a row of sm.storage"
                 )
         types = {name: self.kept_targets.targets[name].dtype for name in names}
         numbering = Numbering(self.shapes, types.values())
@@ -328,9 +346,11 @@ class _Recording:
         """Take the pieces of a target. Raises StoreError if it is computed, or differs between runs."""
         fault = reading.find_fault()
         if self._differs(name, reading) or (fault and reading.is_written_at_times):
-            raise StoreError(f"{name!r} is written in one run and not in another; {AGAIN}")
+            raise StoreError(
+                f"{name!r} is written in one run of the loader and not in another; {AGAIN}"
+            )
         if fault:
-            raise StoreError(f"{fault}: {self._describe(name, 'is computed')}")
+            raise StoreError(self._word_computed(name, fault))
         self.pieces[name] = reading.list_pieces()
         self.recorded_by[name] = "numbers" if self.pieces[name] else ""
 
@@ -436,7 +456,9 @@ class _Recording:
         for name in self.recorded_by:
             fault = self._find_difference(name, numbering, run, found[name], now[name])
             if fault:
-                raise StoreError(f"{name!r} differs from one run to the next: {fault}; {AGAIN}")
+                raise StoreError(
+                    f"{name!r} is loaded differently in two runs of the loader: {fault}; {AGAIN}"
+                )
 
     def _find_difference(
         self, name: str, numbering: Numbering, run: Run, found: Found, after: Tensor
@@ -449,10 +471,11 @@ class _Recording:
             cells[piece.cells] = True
         other_cells = np.flatnonzero(changed & ~cells)
         if len(other_cells) and name not in self.filled:
-            return f"cell {other_cells[0]} is written, too"
+            return f"position {other_cells[0]} is written only if there are data"
         if name not in self.functions:
             return numbering.find_other(pieces, run, after)
-        return "nothing is written" if cells.any() and not written[cells].any() else ""
+        is_missing = cells.any() and not written[cells].any()
+        return "it is written only if there are no data" if is_missing else ""
 
     def _differs(self, name: str, reading: Reading) -> bool:
         """Whether runs on numbers left cells unwritten that a run before them wrote."""
@@ -472,18 +495,18 @@ class _Recording:
         for name, target in self.kept_targets.memory.items():
             if name not in now:
                 raise _Unrecordable(
-                    f"{name!r} is gone once it is loaded; record a loader that keeps it"
+                    f"the loader removed {name!r} from into=; record a loader that keeps it there"
                 )
             loaded = now[name]
             if loaded.shape != target.shape:
                 raise _Unrecordable(
-                    f"{name!r} has shape {list(target.shape)}, and {list(loaded.shape)} once it is "
-                    f"loaded; record into a target of shape {list(loaded.shape)}"
+                    f"the loader changed the shape of {name!r} from {list(target.shape)} to "
+                    f"{list(loaded.shape)}; put a tensor of shape {list(loaded.shape)} into into="
                 )
             if loaded.dtype != target.dtype:
                 raise _Unrecordable(
-                    f"{name!r} is {target.dtype}, and {loaded.dtype} once it is loaded; record "
-                    f"into a target of {loaded.dtype}"
+                    f"the loader changed the dtype of {name!r} from {target.dtype} to "
+                    f"{loaded.dtype}; put a {loaded.dtype} tensor into into="
                 )
         self._check_aliases(now)
 
@@ -492,14 +515,26 @@ class _Recording:
         for alias, name in self.kept_targets.aliases.items():
             if alias not in now or describe(now[alias])[:-1] != describe(now[name])[:-1]:
                 raise _Unrecordable(
-                    f"{alias!r} is in the memory of {name!r}, and is not once it is loaded; "
-                    f"record into tensors that do not share it"
+                    f"{alias!r} shares memory with {name!r} before the loader runs, but not "
+                    f"afterwards; put tensors that do not share memory into into="
                 )
 
-    def _describe(self, name: str, what: str) -> str:
-        """The error for a target, with the operations that computed it."""
-        by = f" by {', '.join(self.operations[name])}" if self.operations.get(name) else ""
-        return f"{name!r} {what}{by}; declare it, as functions={{{name!r}: 'neg_exp'}} or by a row"
+    def _has_made(self, name: str) -> bool:
+        """Whether operations that computed the target are known."""
+        return bool(self.operations.get(name))
+
+    def _list_operations(self, name: str) -> str:
+        """The operations that computed the target, for messages."""
+        return ", ".join(self.operations[name])
+
+    def _word_computed(self, name: str, fault: str = "") -> str:
+        """The error for a target that is computed, with the operations, and the `fault` that shows it."""
+        by = f" by {self._list_operations(name)}" if self._has_made(name) else ""
+        seen = f": {fault}" if fault else ""
+        return (
+            f"{name!r} is computed{by}, not copied{seen}; name the function: "
+            f"functions={{{name!r}: 'neg_exp'}} for -exp(x), or describe it by a row of sm.storage"
+        )
 
     def _finish(self) -> Recorded:
         """The recording of all targets."""
@@ -526,7 +561,8 @@ def _check_words(argument: str, given: object, known: Sequence[str]) -> None:
     """Raise StoreError unless an argument has known words."""
     words = list(given) if isinstance(given, list | tuple) else [given]
     if not words or any(word not in known for word in words):
-        raise StoreError(f"{argument}={words}; give {' or '.join(map(repr, known))}")
+        ways = " or ".join(map(repr, known))
+        raise StoreError(f"{argument}={given!r} is unknown; pass {ways}")
 
 
 def _version_of(target: Tensor) -> int:

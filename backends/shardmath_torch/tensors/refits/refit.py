@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
+from shardmath.base.text import show_ranks
 from shardmath.models.refits.refit import Refit as Planned
 from shardmath.models.storage.stored import KnownSide
 from shardmath_torch.groups import compat
@@ -75,7 +76,10 @@ class _RefitStage(Stage):
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
         """Return the bound views. Raises ExchangeError if this rank has none, even if it has just released them."""
         if self._refit._watched is None:
-            raise ExchangeError("this rank has not prepared the refit; call prepare() on all ranks")
+            raise ExchangeError(
+                "this rank has not prepared the refit, or has released its tensors since; call "
+                "prepare() on all ranks"
+            )
         return self._refit._src.tensors or None, self._refit._dst.tensors or None
 
     def begin(self) -> None:
@@ -114,7 +118,8 @@ class Refit(Leaves):
     ) -> None:
         if not isinstance(planned, Planned):
             raise ExchangeError(
-                f"planned is not a refit, but {type(planned).__name__}; give what sm.refit returns"
+                f"smt.Refit got {type(planned).__name__}, where a planned refit is needed; "
+                f"pass the result of sm.refit"
             )
         self.planned = planned
         settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)
@@ -163,7 +168,7 @@ class Refit(Leaves):
         group: compat.Group | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Continue with another planned refit. Collective, like `Mover.replan`.
+        """Continue with the refit `planned`, such as one that engines have left or joined again. Collective.
 
         If engines have only left the same refit (`planned.without`), tensors stay bound. Otherwise all ranks prepare
         again; if engines have come back, `prepare()` without arguments binds the tensors that were bound.
@@ -209,12 +214,12 @@ class Refit(Leaves):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the refit's group takes no more calls, as in `Mover.is_broken`."""
+        """Whether every call raises since a failure broke the refit's group: `replan` to another group then."""
         return self._mover.is_broken
 
     @property
     def in_doubt(self) -> bool:
-        """Whether other ranks may be one version ahead, as in `Mover.in_doubt`."""
+        """Whether other ranks may be one version ahead, since the group's store did not answer."""
         return self._mover.in_doubt
 
     @property
@@ -235,12 +240,12 @@ class Refit(Leaves):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of buffers for transformed tensors on this rank, from the first move until release()."""
+        """The bytes of this rank's buffers for transformed tensors, from the first move until `release`."""
         return 0 if self._transform_stage is None else self._transform_stage.nbytes
 
     @property
     def member(self) -> Member:
-        """The refit as `commit` uses it, to commit several moves jointly."""
+        """The handle through which `smt.commit` commits this refit's moves together with others."""
         return self._mover.member
 
     def prepare(
@@ -252,13 +257,14 @@ class Refit(Leaves):
         functions: Mapping[str, Function] | None = None,
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Bind this rank's tensors, by its own names: all parameters and persistent buffers. Collective.
+        """Bind this rank's tensors, which every later call moves. Collective.
 
-        `src` are a trainer rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk
-        if the rank has virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are the
-        functions that rows name. Replaced parameters are noticed in all live modules or, in less time, only in
-        `modules` and their submodules, where replaced submodules are noticed too. With changes the next call moves all
-        elements. Raises ExchangeError on all ranks, with everything that does not fit on one.
+        Pass all parameters and persistent buffers, by the names under which the rank stores them. `src` are a trainer
+        rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk if the rank has
+        virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are the functions that rows
+        name. Replaced parameters are noticed in all live modules or, in less time, only in `modules` and their
+        submodules, where replaced submodules are noticed too. With changes the next call moves all elements. Raises
+        ExchangeError on all ranks, with everything that does not fit on one.
         """
         self._mover.check_open()
 
@@ -342,9 +348,9 @@ class Refit(Leaves):
     def _check_computed(self, computed: Sequence[Computed]) -> None:
         """Raise ExchangeError for functions whose whole input is never there at one time."""
         if computed and self.changes is not None and self.member.is_beside:
-            what = f"{computed[0].name} is made by a function of a whole tensor"
-            why = "with changes=True and commit='all' parts of it come in place as ranks commit"
-            raise ExchangeError(f"{what}, and {why}; make the Refit without one of the two")
+            what = f"a function computes {computed[0].name} from a whole received tensor"
+            why = "with changes=True and commit='all' only its changed elements arrive"
+            raise ExchangeError(f"{what}, but {why}; make the Refit without one of the two")
 
     def _watch(
         self, name: str, given: Given | None, natives: Natives, bound: KnownSide
@@ -367,7 +373,10 @@ class Refit(Leaves):
         if len(engines) > 1 or is_by_name(dst, engines):
             return dict(check_named(rank, own_engines, dst))
         if not own_engines and name_natives(dst):  # type: ignore[arg-type]
-            raise ExchangeError(f"rank {rank} is not of the engine, and was given dst; pass None")
+            ranks = show_ranks(sorted(next(iter(engines.values())).ranks))
+            raise ExchangeError(
+                f"rank {rank} was given dst=, but the engine has {ranks}; leave dst= out on this rank"
+            )
         return dict.fromkeys(own_engines, dst)  # type: ignore[arg-type]
 
     def _bind_side(
@@ -383,7 +392,10 @@ class Refit(Leaves):
         bound = planned.trainer if engine is None else planned.engines[engine]
         if rank not in bound.ranks:
             if natives:
-                raise ExchangeError(f"rank {rank} is not a trainer, and was given src; pass None")
+                raise ExchangeError(
+                    f"rank {rank} was given src=, but the trainer has {show_ranks(sorted(bound.ranks))}; "
+                    f"leave src= out on this rank"
+                )
             return Views({}, [])
         slots = planned.slots(rank, engine)
         layouts = {name: bound.layouts[drop_window(name, bound)] for name in slots}

@@ -55,7 +55,7 @@ class KeptTargets:
                 self.aliases[name] = first_names[where]
 
     def find(self) -> dict[str, Tensor]:
-        """Return the present tensor under each name."""
+        """Return the tensors that `into` holds now, by target name."""
         places = self._find_places()
         return {name: holder[key] for name, (holder, key) in places.items()}
 
@@ -120,8 +120,8 @@ def _list_chunks(into: Into) -> list[Chunk]:
     for number, chunk in enumerate(chunks):
         if not isinstance(chunk, nn.Module | Mapping):
             raise StoreError(
-                f"chunk {number} is {type(chunk).__name__}; record into a module, or into a mapping "
-                f"from name to tensor"
+                f"into= has {type(chunk).__name__} for virtual stage {number}, where a module or "
+                f"a mapping is needed; pass a torch.nn.Module, or a dict from name to tensor"
             )
     return chunks
 
@@ -144,9 +144,16 @@ def _list_places(into: Chunk) -> Iterator[tuple[str, _Place]]:
 def _check(name: str, tensor: object) -> None:
     """Raise StoreError unless the target is a plain strided tensor."""
     if not isinstance(tensor, Tensor) or has_own_kernels(tensor):
-        raise StoreError(f"{name!r} is {type(tensor).__name__}; record into plain tensors")
+        kind = type(tensor).__name__
+        raise StoreError(
+            f"into= has {kind} as {name!r}, where a plain tensor is needed; replace it by a "
+            f"torch.Tensor or Parameter of its local shape"
+        )
     if tensor.layout != torch.strided:
-        raise StoreError(f"{name!r} has layout {tensor.layout}; record into strided tensors")
+        raise StoreError(
+            f"into= has {name!r} with layout {tensor.layout}, where torch.strided is needed; "
+            f"replace it by torch.empty({list(tensor.shape)})"
+        )
 
 
 def _materialize(target: Tensor, storage: torch.UntypedStorage) -> Tensor:

@@ -75,7 +75,7 @@ class Views(NamedTuple):
     computed: list[Computed]
 
     def keep(self, names: Iterable[str]) -> Views:
-        """Return the views with these names; the same object if that is all of them."""
+        """Return only the views named in `names`; this object itself if it has no others."""
         wanted = set(names)
         if wanted.issuperset(self.tensors):
             return self
@@ -84,21 +84,25 @@ class Views(NamedTuple):
 
 
 def name_natives(given: Given | None) -> Natives:
-    """Return the given tensors by (chunk, name). Raises ExchangeError if they are not mappings of tensors."""
+    """Return the tensors of `given` by (virtual stage, stored name). Raises ExchangeError for other values."""
     if not isinstance(given, Mapping | Sequence | None):
         raise ExchangeError(
-            f"tensors are {type(given).__name__}; pass a mapping from name to tensor, or a list of them"
+            f"src= or dst= is {type(given).__name__}, where a mapping from name to tensor is needed; "
+            f"pass dict(model.named_parameters()), or a list of such dicts, one per virtual stage"
         )
     natives = {}
     for chunk, named in enumerate(list_chunks(given)):
         if not isinstance(named, Mapping):
             raise ExchangeError(
-                f"chunk {chunk} is {type(named).__name__}; pass a mapping from name to tensor, "
-                f"or one per virtual stage"
+                f"item {chunk} of src= or dst= is {type(named).__name__}; pass a mapping from name "
+                f"to tensor, or a list of such mappings, one per virtual stage"
             )
         for name, tensor in named.items():
             if not isinstance(tensor, Tensor):
-                raise ExchangeError(f"{name!r} is {type(tensor).__name__}; pass tensors")
+                raise ExchangeError(
+                    f"src= or dst= has {type(tensor).__name__} as {name!r}, where a torch.Tensor is "
+                    f"needed; pass a mapping from name to tensor"
+                )
             natives[chunk, name] = tensor
     return natives
 
@@ -118,7 +122,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
-    """Return a value of the tensor's local memory and layout, equal as long as views of the tensor are valid."""
+    """Return the memory, shape, strides and dtype of the tensor's local part, equal while views of it stay valid."""
     local = to_local(tensor)
     storage = local.untyped_storage()
     # An address alone may be reused after memory is freed; the views keep their storage alive, and so its identity.
@@ -137,7 +141,7 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """Return a view of the stored tensors for every slot, for a side that `receives` or else sends.
+    """Return views of a rank's stored tensors as the local tensors of a plan, which the rank `receives` or else sends.
 
     Raises StoreError with everything that does not fit.
     """
@@ -161,8 +165,8 @@ def bind_views(
             continue
         if not receives:
             raise StoreError(
-                f"{show_native((slot.chunk, slot.native))} stores {slot.function}(...), from which "
-                f"{name} cannot be computed; give the trainer a row that stores {name} itself"
+                f"the trainer stores {slot.function}({name}) as {show_native((slot.chunk, slot.native))}, "
+                f"from which {name} cannot be computed; give the trainer a row that stores {name} itself"
             )
         tensors[name] = torch.empty(view.shape, dtype=dtype_of(dtype), device=view.device)
         what = show_native((slot.chunk, slot.native))
@@ -171,7 +175,7 @@ def bind_views(
 
 
 def make_view(stored: Mapping[Native, Tensor], slot: Slot) -> Tensor:
-    """Return the view of a logical tensor in the stored tensor that `slot` names, dimensions in logical order."""
+    """Return the part of a stored tensor that `slot` describes, as a view in the logical tensor's dimension order."""
     view = stored[slot.chunk, slot.native][slot.cut]
     back = sorted(range(len(slot.order)), key=slot.order.__getitem__)
     return view.permute(back)
@@ -182,13 +186,16 @@ def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
     found = dtypes.canonical(view.dtype)
     if found != wanted:
         raise StoreError(
-            f"{show_native((slot.chunk, slot.native))} is {found}, the refit moves {wanted}; "
-            f"nothing is cast on the way: plan in {found}, or pass cast tensors"
+            f"{show_native((slot.chunk, slot.native))} is {found}, but the refit was planned for {wanted} and "
+            f"does not cast; plan with shapes= of dtype {found}, or pass the tensor as {wanted}"
         )
 
 
 def compute(target: Computed, received: Tensor) -> Tensor:
-    """Return what the function makes of `received`, to be stored. Raises StoreError for another shape or kind."""
+    """Apply the function of `target` to the tensor `received`, and return the result in the stored dtype.
+
+    Raises StoreError if the result has another shape than the stored tensor, or another kind of numbers.
+    """
     stored = target.stored
     value: object = target.function(received)
     wanted = f"{dtypes.canonical(stored.dtype)}{list(stored.shape)}"
@@ -199,8 +206,8 @@ def compute(target: Computed, received: Tensor) -> Tensor:
     else:
         result = f"{dtypes.canonical(value.dtype)}{list(value.shape)}"
     raise StoreError(
-        f"the function of {target.name} gives {result}, and {wanted} is stored; give one that keeps "
-        f"the shape, and numbers of that kind"
+        f"the function that computes {target.name} returned {result}, where the stored tensor is {wanted}; "
+        f"return a tensor of that shape, of float, integer, complex or bool numbers as it has"
     )
 
 
@@ -214,8 +221,8 @@ def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
     known = {**FUNCTIONS, **functions}
     if slot.function not in known:
         raise StoreError(
-            f"{slot.native!r} is stored as {slot.function}(...), and known are {', '.join(known)}; "
-            f"pass functions={{{slot.function!r}: ...}}"
+            f"{slot.native!r} is stored as {slot.function}(...), but the known functions are "
+            f"{', '.join(known)}; pass functions={{{slot.function!r}: your_function}} to prepare()"
         )
     return known[slot.function]
 
@@ -223,13 +230,16 @@ def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
 def check_named(
     rank: int, engines: Sequence[str], dst: Given | Mapping[str, Given] | None
 ) -> Mapping[str, Given]:
-    """Return the given tensors by engine. Raises ExchangeError unless they are for exactly this rank's engines."""
+    """Return `dst` as a mapping from engine to tensors. Raises ExchangeError unless it has exactly `engines`."""
     given = dst or {}
     named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
     if not isinstance(given, Mapping) or set(named) != set(engines):
+        fix = (
+            "pass dst={engine: tensors} with exactly these engines" if engines else "leave dst= out"
+        )
         raise ExchangeError(
-            f"rank {rank} is of {', '.join(engines) or 'no engine'}, and was given "
-            f"{', '.join(map(str, named)) or 'none'}; pass dst={{engine: tensors}} for each of them"
+            f"rank {rank} is in {', '.join(engines) or 'no engine'}, but dst= has tensors for "
+            f"{', '.join(map(str, named)) or 'no engine'}; {fix}"
         )
     return given  # type: ignore[return-value]
 
@@ -242,7 +252,7 @@ def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
 
 
 def drop_window(local: str, bound: KnownSide) -> str:
-    """Return the logical tensor of the local name, which may end in the number of a window, such as `w[0]`."""
+    """Return the logical tensor's name from a local name, which may end in the number of a window, such as `w[0]`."""
     return local if local in bound.layouts else local.rpartition("[")[0]
 
 
@@ -252,7 +262,7 @@ def are_related(one: Planned, other: Planned) -> bool:
 
 
 def list_sides(planned: Planned, rank: int) -> dict[str | None, KnownSide]:
-    """Return the sides that `rank` is on, by engine; the trainer under None."""
+    """Return the trainer, under None, and the engines, under their names, that have `rank`."""
     sides: dict[str | None, KnownSide] = {None: planned.trainer}
     sides.update(planned.engines)
     return {name: side for name, side in sides.items() if rank in side.ranks}

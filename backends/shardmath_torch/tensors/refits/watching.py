@@ -72,7 +72,7 @@ class _Call(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """A record of copies from the memory of `sources` to the memory of `targets`, by the key of target memory."""
+    """A torch mode that records which elements a loader copies from `sources` into `targets`, without data."""
 
     def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,13 +177,19 @@ class Watch(TorchDispatchMode):
         """Raise StoreError if values of tracked memory are read; kept as `failure`, so that no loader can hide it."""
         for tensor in read:
             if tensor.device.type != "meta" and key_of(tensor) in self._contents:
-                self.failure = StoreError("what is loaded is read without data; load it by numbers")
+                self.failure = StoreError(
+                    "the loader reads values of a tensor that has no data yet; record it with "
+                    "ways=('numbers',)"
+                )
                 raise self.failure
 
     def check_address(self, tensor: Tensor) -> None:
         """Raise StoreError if the tensor is without data; kept as `failure`, so that no loader can hide it."""
         if tensor.device.type == "meta":
-            self.failure = StoreError("a tensor without data has no address; load it by numbers")
+            self.failure = StoreError(
+                "the loader asks for the address of a tensor without data; record it with "
+                "ways=('numbers',)"
+            )
             raise self.failure
 
     def _write(
@@ -479,7 +485,10 @@ def _return_written(func: Any, written: Sequence[Tensor]) -> Any:
     returned = [result.alias_info for result in func._schema.returns]
     fresh = [alias for alias in returned if alias is None or not alias.is_write]
     if fresh or len(returned) > len(written):
-        raise StoreError(f"{func} writes into a target and returns more; load it by numbers")
+        raise StoreError(
+            f"{func} writes into a target and returns another tensor, which cannot be followed "
+            f"without data; record the loader with ways=('numbers',)"
+        )
     if len(returned) == 1:
         return written[0]
     return tuple(written) if returned else None

@@ -12,12 +12,12 @@ __all__ = ["agree", "join_group"]
 
 
 def join_group(group: compat.Group | None, timeout: float) -> Party:
-    """Return this rank's connections in the group; an invalid timeout becomes the default, and is reported later."""
+    """Return the Party with which this rank votes in the group; an invalid timeout becomes the default, for now."""
     patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
     return join(compat.group_of(group), patience, min(5.0, patience / 5))
 
 
 def agree(party: Party, claim: str, objection: str) -> None:
-    """Vote on `claim`. Raises ExchangeError on every rank if claims differ, or if one rank has an `objection`."""
+    """Compare `claim` on all ranks. Raises ExchangeError on each if claims differ, or if one has an `objection`."""
     ballot = Ballot(claim, objection=objection)
     party.together(lambda: party.vote(ballot), lambda failure, rank: "ranks were to agree")

@@ -113,11 +113,11 @@ class _QuantizeStage(Stage):
         if given is None:
             return self._make_outputs()
         if not isinstance(given, tuple | list):
-            what = f"out is {type(given).__name__}"
-            raise ExchangeError(f"{what}; pass a tuple of {', '.join(wanted) or 'nothing'}")
+            what = f"out= is {type(given).__name__}, where a tuple of tensors is needed"
+            raise ExchangeError(f"{what}; pass {_show_outputs(wanted)}")
         if len(given) != len(wanted):
-            what = f"out has {plural(given, 'tensor')}"
-            raise ExchangeError(f"{what}; pass {', '.join(wanted) or 'nothing'}")
+            what = f"out= has {plural(given, 'tensor')}, where {len(wanted)} are needed"
+            raise ExchangeError(f"{what}; pass {_show_outputs(wanted)}")
         named = dict(zip(wanted, given, strict=True))
         return by_key(self._parts, named)
 
@@ -175,6 +175,12 @@ class _QuantizeStage(Stage):
         return tuple(self._parts.tensors) if self._writes else ()
 
 
+def _show_outputs(wanted: Iterable[str]) -> str:
+    """The outputs to pass, for messages."""
+    names = ", ".join(wanted)
+    return f"the tensors {names}, in this order" if names else "an empty tuple"
+
+
 def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> dict[str, Tensor]:
     """Memory for amaxes, which are sent as rows of slots, at one end."""
     made = {}
@@ -186,7 +192,9 @@ def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> di
 
 @public
 class Quantizer:
-    """A compiled quantization, made by `compile_quantize`: `quantize(tensor)`, collective, any number of times.
+    """A compiled quantization of a sharded tensor, made by `compile_quantize`: call it with the local tensor.
+
+    Calls are collective; it can be called any number of times.
 
     `amaxes` is what was compiled, `plan` the plan that sends amaxes.
     """
@@ -207,7 +215,7 @@ class Quantizer:
 
     @property
     def last(self) -> Moved | None:
-        """The report of the latest successful call on this rank: bytes, messages, and seconds."""
+        """The report of the latest successful call on this rank: bytes, messages and seconds; None before the first."""
         return self._mover.last
 
     def __call__(
@@ -236,7 +244,7 @@ def compile_quantize(
     group: compat.Group | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Quantizer:
-    """Make a Quantizer of tensors with this layout. Collective over `group` (default: all ranks).
+    """Compile the quantization of a tensor with this layout, even if ranks share blocks of one scale. Collective.
 
     The layout may cut blocks that share a scale: each rank gets its part of the whole tensor's data and scales, bit by
     bit. The layout has the tensor's dtype: float32, bfloat16 or float16. Raises ExchangeError on every rank if ranks
@@ -260,12 +268,14 @@ def _check_and_plan(format: Format, layout: Layout, party: Party) -> Amaxes:
     """Plan the amaxes. Raises ShardError to object."""
     amaxes = plan_amaxes(format, layout, "amaxes")
     if layout.dtype not in EXACT:
-        what = f"{layout} has numbers that float32 does not have"
-        raise PlanError(f"{what}; round them first, and give a layout of {' or '.join(EXACT)}")
+        what = f"{layout} has dtype {layout.dtype}, whose numbers float32 cannot hold exactly"
+        raise PlanError(
+            f"{what}; cast the tensor, and make the layout with dtype {' or '.join(EXACT)}"
+        )
     absent = set(layout.mesh.ranks).difference(party.ranks)
     if absent:
-        what = f"{layout} has rank {min(absent)}, the process group {shown(party.ranks)}"
-        raise PlanError(f"{what}; give a group of all ranks that hold the tensor")
+        what = f"{layout} has rank {min(absent)}, but the process group has {shown(party.ranks)}"
+        raise PlanError(f"{what}; pass group= with all ranks that hold the tensor")
     return amaxes
 
 

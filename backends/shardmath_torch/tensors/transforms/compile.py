@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
 from shardmath.base.text import plural
 from shardmath.layouts.holdings import holdings_digest, windows_of
+from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Plan, plan
 from shardmath.plans.programs.program import Program
 from shardmath.values.transforms.components import End
@@ -84,7 +85,7 @@ class _BoundCall(NamedTuple):
 
 
 class EndStage(Stage):
-    """The stage of a transformed move that prepares source tensors, and finalizes destination tensors.
+    """The steps of a move that apply transforms on this rank: before sending, and after receiving.
 
     With `shadows` it finalizes into these, not into the destination. `holds` promises that callers keep the mappings
     that they pass, and never change them.
@@ -122,7 +123,7 @@ class EndStage(Stage):
 
     @property
     def own(self) -> frozenset[str]:
-        """The keys of destination buffers whose content is finalized into other tensors."""
+        """The local names of received wire tensors from which a transform computes the destination tensors."""
         return frozenset(key for worker in self._finalizers.values() for key, _ in worker.job.wires)
 
     @property
@@ -135,7 +136,7 @@ class EndStage(Stage):
         return [worker for side in self._parts for worker in _list_workers(side)]
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """Return the tensors to send, already prepared, and to receive into. Raises ExchangeError to object."""
+        """Apply transforms at the source; return the tensors to send and to receive into. Raises ExchangeError."""
         self._finalize_targets = {}
         self._finalizing_key = ""
         given, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
@@ -171,7 +172,7 @@ class EndStage(Stage):
         self._checked_signature = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Finalize what arrived, into the destination or its shadows; return pairs to copy at the commit."""
+        """Compute destination tensors, or their shadows, from received ones; return pairs to copy at the commit."""
         if self.shadows is not None:
             self._make_all(self.shadows.tensors)
             return self.shadows.pair(self._finalize_targets)
@@ -179,7 +180,7 @@ class EndStage(Stage):
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return the destination tensors by local key, finalized ones as they were just written."""
+        """Return the destination tensors by local name, with the values that this move has brought."""
         finalized = self._finalize_targets if self.shadows is None else self.shadows.tensors
         plain = {}
         for job, worker in self._parts[1]:
@@ -208,7 +209,7 @@ class EndStage(Stage):
             worker.let_go()
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the tensors that were moved under `keys` in their own memory, and one that was being finalized."""
+        """Return the destination tensors that a failure may have left torn: received in place, or being computed."""
         torn = []
         for job, worker in self._parts[1]:
             pairs = zip(job.held, job.wires, strict=True) if worker is None else ()
@@ -220,7 +221,7 @@ class EndStage(Stage):
 
 @public
 class TransformedMover(Mover):
-    """A mover that takes tensors in the form in which they are held; made by `compile_transformed`.
+    """A mover that applies transforms to its tensors on the way, such as casts; made by `compile_transformed`.
 
     Leave tensors that a hook stores in its own memory out of `out`. `transforms` is what was compiled, `plan` the plan
     of the wire tensors, which `check="digest"` compares. Raises ExchangeError.
@@ -236,12 +237,12 @@ class TransformedMover(Mover):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of this rank's buffers of transformed tensors, allocated by the first move; without staging."""
+        """The bytes of this rank's buffers for transformed tensors, allocated by the first move; without staging."""
         return self._ends.nbytes
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes of memory next to this rank's destinations, held from the first move on; 0 without commit="all"."""
+        """The bytes of buffers next to this rank's destinations, from the first move on; 0 without commit="all"."""
         shadows = self._ends.shadows
         return super().shadow_bytes + (0 if shadows is None else shadows.nbytes)
 
@@ -253,7 +254,10 @@ def _run_worker(worker: Worker, tensors: Tensors, what: str) -> None:
         worker.run(*given)
     except Exception as error:
         name = worker.job.key or "the tensor"
-        raise ExchangeError(f"{what} of {name!r} failed: {word_objection(error)}") from error
+        raise ExchangeError(
+            f"the transform's {what} of {name!r} failed: {word_objection(error)}; correct the "
+            f"transform, or leave {name!r} out of its rules"
+        ) from error
 
 
 def _name_wires(parts: Iterable[_PartWorker], tensors: Tensors) -> dict[str, Tensor]:
@@ -269,7 +273,7 @@ def _name_wires(parts: Iterable[_PartWorker], tensors: Tensors) -> dict[str, Ten
 
 
 def _make_wanted(t: Transformed, side: str, rank: int, parts: Iterable[_PartWorker]) -> Wanted:
-    """What the rank must pass for a side."""
+    """The tensors that the rank must pass for a side."""
     tensors = {}
     for job, worker in parts:
         if worker is None or not worker.holds:
@@ -292,9 +296,9 @@ def compile_transformed(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> TransformedMover:
-    """Make a mover that applies `transforms`, by a plan of the transformed tensors. Collective over `group`.
+    """Compile a mover that applies `transforms` to tensors before sending and after receiving. Collective.
 
-    `plan` moves `transforms.src` to `transforms.dst`, or is a program of that plan; without it, it is made. The other
+    `plan` is a plan from `transforms.src` to `transforms.dst`, or a program of it; by default it is made. The other
     arguments are the same as for `compile`. Raises ExchangeError on every rank if ranks pass different transforms, if
     the plan is of other sides, and if a hook does not give the tensors that it stated.
     """
@@ -309,7 +313,7 @@ def compile_transformed(
 def agree_again(
     transforms: Transformed, plan: object, group: compat.Group | None, settings: Settings
 ) -> None:
-    """Agree that `plan` moves what `transforms` makes, even if ranks have left. Collective; raises ExchangeError."""
+    """Check on all ranks that `plan` moves the tensors that `transforms` make. Collective; raises ExchangeError."""
     _, objection = attempt(lambda: _check_plan(transforms, plan))
     _agree(join_group(group, settings.timeout), transforms, objection)
 
@@ -322,7 +326,7 @@ def make_ends(
     commit: object,
     holds: bool = False,
 ) -> tuple[Plan | Program, EndStage]:
-    """Return the plan of the transformed tensors, and this rank's stage for both ends. Collective."""
+    """Return the plan of the transformed tensors, and this rank's steps that apply the transforms. Collective."""
     party = join_group(group, timeout)
     plan_and_stage, objection = attempt(
         lambda: _check_and_make(party, transforms, plan, commit, holds)
@@ -345,8 +349,10 @@ def _check_and_make(
 ) -> tuple[Plan | Program, EndStage]:
     """The plan, and what this rank does at both ends. Raises to object."""
     if not isinstance(t, Transformed):
-        what = f"transforms are {type(t).__name__}"
-        raise ExchangeError(f"{what}; pass what sm.transforms.transformed(src, dst, rules) gives")
+        what = f"transforms= is {type(t).__name__}, where transformed layouts are needed"
+        raise ExchangeError(
+            f"{what}; pass the result of sm.transforms.transformed(src, dst, rules)"
+        )
     if given is None:
         given = plan(t.src, t.dst)
     else:
@@ -365,7 +371,9 @@ def _check_commit(parts: Iterable[_PartWorker], commit: object) -> None:
     """Raise ExchangeError for `commit="all"` with tensors that a hook stores itself, which cannot have shadows."""
     for job, worker in parts:
         if worker is not None and worker.holds and commit == ALL:
-            what = f"a hook stores {job.key!r} in its own memory as soon as it has arrived"
+            what = (
+                f"commit='all' is given, but a hook stores {job.key!r} itself as soon as it arrives"
+            )
             raise ExchangeError(f"{what}; compile with commit={DIRECT!r}")
 
 
@@ -373,13 +381,27 @@ def _check_plan(t: Transformed, given: object) -> None:
     """Raise ExchangeError for a plan of other sides than the wire tensors', even if ranks have left it."""
     fix = "pass sm.plan(transforms.src, transforms.dst), or a program of it"
     if not isinstance(given, Plan | Program):
-        raise ExchangeError(f"the plan is {type(given).__name__}; {fix}")
+        raise ExchangeError(f"plan= is {type(given).__name__}, which is not a plan; {fix}")
     planned_of = given.plan if isinstance(given, Program) else given
     whole = planned_of.whole or planned_of
     for side, planned in ((t.src, whole.src), (t.dst, whole.dst)):
         wrong = side.keys() ^ planned.keys() or _find_other(side, planned)
         if wrong:
-            raise ExchangeError(f"the plan is of other tensors: {min(wrong)!r} is not alike; {fix}")
+            name = min(wrong)
+            ours, theirs = _show_held(side, name, str), _show_held(planned, name, str)
+            if ours == theirs:
+                # Meshes of other ranks: only the repr has them.
+                ours, theirs = _show_held(side, name, repr), _show_held(planned, name, repr)
+            raise ExchangeError(
+                f"plan= has {theirs} for {name or 'the tensor'!r}, but the transforms need {ours}; {fix}"
+            )
+
+
+def _show_held(side: Held, name: str, show: Callable[[Layout], str]) -> str:
+    """The layouts of a tensor of a side, for messages."""
+    if name not in side:
+        return "no tensor"
+    return ", ".join(map(show, windows_of(side[name], name, ExchangeError)))
 
 
 def _find_other(side: Held, planned: Held) -> set[str]:

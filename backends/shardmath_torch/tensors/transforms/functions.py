@@ -73,7 +73,7 @@ FINALIZE: dict[type, _Function] = {
 
 
 def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Compute in `out` the components to send, from blocks `values` at the source. Raises what the transform raises."""
+    """Apply `transform` at the source: compute the tensors to send from `values`, into `out`. Raises what it raises."""
     into = PREPARE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
@@ -90,7 +90,10 @@ def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _V
 
 
 def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Compute in `out` blocks of the destination, from received components. Raises what the transform raises."""
+    """Apply `transform` at the destination: compute its tensors from the received `values`, into `out`.
+
+    Raises what the transform raises.
+    """
     into = FINALIZE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
@@ -112,7 +115,7 @@ def _unwrap(values: Sequence[Any]) -> Any:
 
 
 def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
-    """Copy the results `made` into `out`. Raises ExchangeError if their number, shapes or dtypes differ."""
+    """Copy the `results` of a transform into `out`. Raises ExchangeError if numbers, shapes or dtypes differ."""
     tensors = results if isinstance(results, list | tuple) else [results]
     check_made(tensors, list(map(describe, out)), maker, side)
     for tensor, target in zip(tensors, out, strict=True):
@@ -120,18 +123,20 @@ def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
 
 
 def check_made(tensors: Sequence[object], wanted: Sequence[str], maker: str, side: str) -> None:
-    """Raise ExchangeError unless `made` are tensors of the number, shapes and dtypes that `wanted` describes."""
+    """Raise ExchangeError unless `tensors` have the number, shapes and dtypes that `wanted` describes."""
     if len(tensors) != len(wanted):
-        what = f"{maker} {plural(tensors, 'tensor')} {side}"
-        raise ExchangeError(f"{what} for {plural(wanted, 'component')}; make one for each")
+        what = f"{maker} {plural(tensors, 'tensor')} {side}, not {len(wanted)}"
+        raise ExchangeError(f"{what}: {', '.join(wanted)}; return one for each")
     for one, expected in zip(tensors, wanted, strict=True):
         found = describe(one)
         if found != expected:
-            raise ExchangeError(f"{maker} {found} {side}, and {expected} travels; make that")
+            raise ExchangeError(
+                f"{maker} {found} {side}, where {expected} is needed; return that shape and dtype"
+            )
 
 
 def describe(tensor: object) -> str:
-    """Return the dtype and shape of a tensor in words; the type of any other value."""
+    """Return the dtype and shape of a tensor as text, such as float32[4, 3]; the type's name for any other value."""
     if not isinstance(tensor, Tensor):
         return type(tensor).__name__
     return f"{dtypes.canonical(tensor.dtype)}{list(tensor.shape)}"
@@ -159,8 +164,9 @@ def _find_on_tensors(transform: Transform, end: int) -> Callable[..., object] | 
 def _to_tensors(arrays: Any, out: _Values, who: str) -> list[Tensor]:
     """The arrays as tensors with the dtypes of `out`. Raises ExchangeError for another number of them."""
     if len(arrays) != len(out):
-        what = f"{who} {plural(arrays, 'array')} for {plural(out, 'component')}"
-        raise ExchangeError(f"{what}; make one for each")
+        wanted = ", ".join(map(describe, out))
+        what = f"{who} {plural(arrays, 'array')}, not {len(out)}"
+        raise ExchangeError(f"{what}: {wanted}; return one for each")
     pairs = zip(arrays, out, strict=True)
     return [_to_tensor(array, dtypes.canonical(target.dtype), who) for array, target in pairs]
 

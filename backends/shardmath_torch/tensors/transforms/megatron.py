@@ -55,17 +55,18 @@ METHODS = ("should_transform", "prepare_send", "prepare_recv", "finalize_recv")
 
 
 def megatron_hook(hook: Hook, components: Iterable[Component]) -> MegatronHook:
-    """Return the hook as a transform that sends these components, in this order, for each tensor.
+    """Return a Megatron-Core ReshardTransform as a transform that sends `components`, in this order, per tensor.
 
     All ranks state the same components; the hook itself may differ per rank. The transform's `rules` are for the
     tensors that the hook transforms. Raises PlanError for a value that is not a hook, and for invalid components.
     """
     missing = [name for name in METHODS if not callable(getattr(hook, name, None))]
     if missing:
-        raise PlanError(f"{type(hook).__name__} has no {', '.join(missing)}; pass a Megatron hook")
+        what = f"{type(hook).__name__} has no method {', '.join(missing)}"
+        raise PlanError(f"{what}; pass an object like Megatron-Core's ReshardTransform")
     parts = listed(components, "components", PlanError)
     for part in parts:
-        instance(part, Component, "give transforms.Component(name, dtype, grain)", PlanError)
+        instance(part, Component, "pass sm.transforms.Component(name, dtype, grain)", PlanError)
     return MegatronHook(hook, parts)
 
 
@@ -84,7 +85,7 @@ class MegatronHook:
         return f"<{self}: {type(self.hook).__name__}>"
 
     def rules(self, names: Iterable[str]) -> dict[str, MegatronHook]:
-        """Return a rule, this transform, for each of the named tensors that the hook transforms."""
+        """Return this transform as the rule of each tensor in `names` that the hook's `should_transform` accepts."""
         return {name: self for name in names if self.hook.should_transform(name)}
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
@@ -92,19 +93,23 @@ class MegatronHook:
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return that tensors are transformed at both ends: no component is a tensor as it is held."""
+        """Return AsHeld(False, False): the hook transforms tensors at the source and at the destination."""
         return AsHeld(False, False)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
         """Raise PlanError: a hook takes tensors, not NumPy arrays."""
-        raise PlanError(f"{self} takes torch's tensors; move them by smt.compile_transformed")
+        raise PlanError(
+            f"{self} takes torch tensors, not NumPy arrays; use smt.compile_transformed"
+        )
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
         """Raise PlanError: a hook takes tensors, not NumPy arrays."""
-        raise PlanError(f"{self} takes torch's tensors; move them by smt.compile_transformed")
+        raise PlanError(
+            f"{self} takes torch tensors, not NumPy arrays; use smt.compile_transformed"
+        )
 
     def claim(self, buffers: Sequence[Tensor]) -> bool:
-        """Claim the hook's buffers for receiving if they are contiguous and not yet claimed; return whether it did."""
+        """Reserve the hook's buffers to receive into, if they are contiguous and unreserved; return whether it did."""
         for buffer in buffers:
             if not buffer.is_contiguous():
                 return False
@@ -121,11 +126,14 @@ class MegatronHook:
     def make_worker(
         self, job: WireJob, rank: int, end: End, device: torch.device
     ) -> _Sending | _Receiving:
-        """Return the worker for one tensor at `end`. Raises ExchangeError if the hook contradicts its rule."""
+        """Return the object that calls the hook for one local tensor at `end`, "source" or "destination".
+
+        Raises ExchangeError if the hook contradicts its rule.
+        """
         if not self.hook.should_transform(job.tensor):
-            what = f"the hook does not transform {job.tensor!r}, and a rule says so"
+            what = f"a rule transforms {job.tensor!r} by the hook, whose should_transform says no"
             raise ExchangeError(
-                f"{what}; give transformed(...) the rules that hook.rules(names) has"
+                f"{what}; pass the rules that the transform's rules(names) returns to sm.transforms.transformed"
             )
         make = _Sending if end == "source" else _Receiving
         return make(self, job, rank, device)
@@ -169,9 +177,9 @@ def _find_places(job: WireJob, rank: int, d: int, size: int | None) -> dict[int,
         stop = start + n
         # Ranges of a block may be adjacent in the tensor and apart in the local one, where no box has the whole block.
         if start % block or (stop % block and stop != layout.shape[d]):
-            what = f"rank {rank} has {start}:{stop} of dimension {d} of {job.key!r} by itself"
+            what = f"rank {rank} holds {start}:{stop} of dimension {d} of {job.key!r}"
             raise ExchangeError(
-                f"{what}, and a hook takes whole blocks of {block}; give a layout that does not cut blocks"
+                f"{what}, but a hook needs whole blocks of {block}; use a layout that cuts between blocks"
             )
         count = -(-n // block)
         places[start] = slice(first, first + count)
@@ -219,7 +227,10 @@ class _Sending(_HookWorker):
             components = self._hook.prepare_send(self.job.tensor, box.local, whole)
         targets = _cut_buffers(self.buffers, box)
         check_made(
-            list(components), list(map(describe, targets)), self._message_start, str(box.shape)
+            list(components),
+            list(map(describe, targets)),
+            self._message_start,
+            f"for a box of shape {box.shape}",
         )
         return list(zip(components, targets, strict=True))
 
@@ -248,7 +259,7 @@ class _Receiving(_HookWorker):
                 f"{part.dtype}{[s.stop - s.start for s in place]}"
                 for part, place in zip(owner.parts, box.wires, strict=True)
             ]
-            check_made(given, wanted, who, str(box.shape))
+            check_made(given, wanted, who, f"for a box of shape {box.shape}")
             _check_devices(given, device, who)
             self._hook_buffers.append(given)
         self.buffers: Mapping[str, Tensor] = self._make_buffers(owner, rank, device)
@@ -276,8 +287,8 @@ def _check_devices(tensors: Sequence[Tensor], device: torch.device, who: str) ->
     """Raise ExchangeError for a buffer that the group cannot receive into."""
     for tensor in tensors:
         if tensor.device != device:
-            what = f"{who} a buffer on '{tensor.device}', the process group moves tensors on"
-            raise ExchangeError(f"{what} '{device}'; make it there")
+            what = f"{who} a buffer on '{tensor.device}', but the process group moves tensors on"
+            raise ExchangeError(f"{what} '{device}'; return buffers on '{device}'")
 
 
 def _cut_buffers(buffers: Mapping[str, Tensor], box: _Box) -> list[Tensor]:

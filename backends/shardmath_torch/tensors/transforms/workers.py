@@ -26,7 +26,7 @@ __all__ = ["HasWorkers", "Worker", "count_bytes", "make_buffers", "make_worker"]
 
 
 class Worker(Protocol):
-    """The object that transforms a local tensor, with its companions such as scales, at one end of a move.
+    """The interface of an object that transforms one local tensor, with its scales, at the source or destination.
 
     `holds` says that it has the tensor itself, and is passed none; `opaque` that it accepts any kind of tensor.
     """
@@ -37,15 +37,15 @@ class Worker(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The tensors that are sent or received for the tensor (wire tensors), by local name."""
+        """The tensors that are sent or received instead of the tensor (wire tensors), by local name."""
 
     @property
     def holds(self) -> bool:
-        """Whether the worker has the tensor itself, so that callers pass none."""
+        """Whether the worker stores the tensor itself, so that callers of the move do not pass it."""
 
     @property
     def opaque(self) -> bool:
-        """Whether callers may pass any kind of tensor, such as a quantized one, unchecked."""
+        """Whether the worker takes any kind of tensor, such as a quantized one, so that it is not checked before."""
 
     def run(self, *tensors: Tensor) -> None:
         """At the source, fill the buffers from the tensor and its companions; at the destination, the reverse."""
@@ -56,7 +56,7 @@ class Worker(Protocol):
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """A transform that makes its own workers."""
+    """The interface of a transform that makes its own worker per local tensor, as a Megatron hook does."""
 
     def make_worker(self, job: WireJob, rank: int, end: End, device: torch.device) -> Worker:
         """Return the worker that transforms one local tensor of `rank` at this `end` of a move."""
