@@ -69,7 +69,7 @@ def save(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save tensors to the folder `path`, or the URL of one, replacing what was saved there before.
+    """Save tensors as one checkpoint at `path`, a folder or its URL, from each rank's parts; replaces an earlier one.
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
@@ -199,7 +199,9 @@ def load(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> dict[str, Tensor]:
-    """Return this rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
+    """Read a checkpoint, and return this rank's local tensors by name, divided as `layouts` say.
+
+    A local tensor has the shape `layout.local_shape(rank)`; positions without an element are zero.
 
     `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote (also by its
     HuggingFaceStorageWriter with `save_distributed`), or safetensors files as Hugging Face keeps them.
@@ -302,7 +304,8 @@ def _fill(
 
 
 def check_layouts(layouts: object) -> dict[str, Windows]:
-    """Return the windows of each tensor in `layouts`, without the names whose layout is None, for per-rank bytes.
+    """Check the `layouts` of a save or load, and return each tensor's layouts as `Windows`, by name. Names whose layout
+    is None, for bytes that differ per rank, are left out.
 
     Raises CheckpointError unless `layouts` maps names to Layouts, tuples of them, or None.
     """
@@ -319,7 +322,7 @@ WANTED = "wanted names to stored ones"
 
 
 def check_names(names: object) -> None:
-    """Raise CheckpointError unless `names` is None or maps wanted names to stored ones."""
+    """Raise CheckpointError unless `names` is None or maps the names wanted, as str, to stored names."""
     if names is None:
         return
     given = mapping(names, "names is ", WANTED, CheckpointError)
@@ -339,7 +342,7 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def check_ranks(side: Mapping[str, Windows], group: Group | None) -> None:
-    """Raise CheckpointError unless every rank of the layouts is in the group."""
+    """Raise CheckpointError unless all ranks of the layouts in `side` are members of the process group `group`."""
     members = {0} if is_alone() else set(compat.ranks_of(compat.group_of(group)))
     for name, windows in side.items():
         for layout in windows:

@@ -59,19 +59,19 @@ FILE = re.compile(rf"{OURS}(?P<save>[0-9a-f]{{{DIGITS}}})({_DATA}|{_DRAFT})")
 
 
 def name_draft(save: str) -> str:
-    """Return the file name of the draft of `.metadata` that the save with the digits `save` writes."""
+    """Return the name of the file in which the save `save` writes `.metadata`, before the file is renamed."""
     return f"{OURS}{save}{METADATA}{UNFINISHED}"
 
 
 class Claim(NamedTuple):
-    """A running save: its digits, its draft of `.metadata`, and the handle of its lock (None in an object store)."""
+    """A running save: its identifier, its draft of `.metadata`, and its lock's handle (None in an object store)."""
 
     save: str
     draft: Place
     handle: int | None
 
     def release(self) -> None:
-        """Remove the draft, if it is still there, and release the lock."""
+        """Remove the draft of `.metadata`, if it is still there, and release the lock on it."""
         try:
             self.draft.unlink(missing_ok=True)
         finally:
@@ -81,12 +81,13 @@ class Claim(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process began the save, rather than one that it was forked from."""
+        """Whether this process began the save, rather than a process that it was forked from."""
         return self.handle is None or locks.is_held(self.handle)
 
 
 def claim(folder: Place, save: str) -> Claim:
-    """Begin a save in `folder`. Raises CheckpointError if it has an export, which no later export could replace."""
+    """Begin a save in `folder`: create and lock its draft of `.metadata`. Raises CheckpointError if the folder has an
+    export, which no later export could replace."""
     if isinstance(folder, Path) and has_export(folder):
         what = f"{folder} has an export, which could not be replaced beside a save"
         raise CheckpointError(f"{what}; give another folder, or move the export away")
@@ -124,7 +125,7 @@ def _is_open_as(file: Path, handle: int) -> bool:
 
 
 def make_count(held: Claim, text: bytes) -> None:
-    """Make the save `held` the folder's current one: its draft, with this `text`, replaces `.metadata`.
+    """Commit the save `held`: its draft, with the content `text`, replaces the folder's `.metadata` in one step.
 
     Raises CheckpointError, and changes nothing, if another process has removed the draft.
     """
@@ -161,7 +162,7 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove files of saves that ended without completion: the i-th of n shares of them, if `share` is (i, n)."""
+    """Remove files of saves that crashed, failed or were replaced: the i-th of n shares, if `share` is (i, n)."""
     files = _list_ours(folder)
     saves = {save for _, save in files}
     # Locks are held until all is removed. A running save whose draft was removed before the save had locked it waits
@@ -210,7 +211,7 @@ def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
 
 
 def find_counting(folder: Place) -> str | None:
-    """Return the digits of the save that the folder's `.metadata` belongs to; None if there is none by `save`."""
+    """Return the identifier of the save that wrote the folder's `.metadata`; None if there is none by `save`."""
     file = folder / METADATA
     try:
         size = length_of(file)
@@ -234,7 +235,8 @@ def _remove(file: Place) -> None:
 
 
 def withdraw(held: Claim) -> None:
-    """End the failed save `held` and remove its files, unless it is current. A file that cannot be removed stays."""
+    """Abandon the failed save `held` and remove its files, unless it is the folder's current save. A file that cannot
+    be removed stays."""
     if not held.is_ours:
         return
     folder = held.draft.parent

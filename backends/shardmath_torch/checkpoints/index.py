@@ -48,7 +48,8 @@ VERSION = 2
 
 
 def to_json(checkpoint: Checkpoint, save: str) -> str:
-    """Return the index of a checkpoint as JSON with a checksum; `save` is the digits of the save."""
+    """Return the index of `checkpoint`, with its files, tensors and boxes, as JSON with a checksum. `save` is the
+    save's identifier."""
     number = {file: i for i, file in enumerate(checkpoint.sizes)}
     tensors: dict[str, list[object]] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -69,7 +70,8 @@ def to_json(checkpoint: Checkpoint, save: str) -> str:
 
 
 def read_index(file: Place, text: bytes) -> dict[str, Any]:
-    """Return the index in a JSON text. Raises CheckpointError if `text` is not one, or is of another version."""
+    """Parse the JSON `text` of the index in `file`, and return it as a dict. Raises CheckpointError if it is not an
+    index, or is of another version."""
     try:
         found: Any = read_json(text)
         version, _ = found["shardmath"], found["files"]
@@ -83,7 +85,7 @@ def read_index(file: Place, text: bytes) -> dict[str, Any]:
 
 
 def from_index(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
-    """Return the checkpoint at `path` that `index` describes.
+    """Return the checkpoint at `path` that the parsed `index` describes; `digest` identifies the index.
 
     Raises CheckpointError for files outside the folder, and whatever Python raises for other malformed entries.
     """
@@ -129,7 +131,8 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Return the stored names of per-rank bytes, by name and rank. Raises CheckpointError if `tensors` lacks one."""
+    """Return the stored name of the bytes that each rank saved, by name and rank, as `found` in untrusted metadata.
+    Raises CheckpointError if `tensors` lacks one."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():
@@ -147,14 +150,16 @@ def as_blobs(
 
 
 def as_count(n: object) -> int:
-    """Return `n`, checked to be a number of bytes, elements or files. Raises ValueError if it is not."""
+    """Return `n` if it is an int from 0 to MOST, as a number of bytes or elements must be. Raises ValueError if it is
+    not."""
     if type(n) is not int or not 0 <= n <= MOST:
         raise ValueError(f"{shown(n)} is not a count")
     return n
 
 
 def as_counts(sizes: Any) -> tuple[int, ...]:
-    """Return `sizes` as a tuple, checked to be a shape or offsets. Raises ValueError if it is not."""
+    """Return `sizes`, a shape or offsets from a file, as a tuple of ints from 0 to MOST. Raises ValueError if it is not
+    a list of these."""
     if not isinstance(sizes, list | tuple) or len(sizes) > MOST_DIMENSIONS:
         raise ValueError(f"{shown(sizes)} are not sizes of up to {MOST_DIMENSIONS} dimensions")
     return tuple(map(as_count, sizes))
@@ -173,7 +178,8 @@ def _as_rank(rank: object) -> int:
 
 
 def file_in(folder: Place, name: object) -> Place:
-    """Return the file `name` in `folder`, at any depth. Raises CheckpointError if `name` leads out of the folder."""
+    """Return the path of the data file `name` in `folder`, at any depth. Raises CheckpointError if `name` leads out of
+    the folder."""
     if not isinstance(name, str) or not name or "\0" in name or _leads_out(Path(name)):
         what = f"the metadata in {folder} names a data file {shown(name)} outside this folder"
         raise CheckpointError(f"{what}: the checkpoint is damaged; fetch it again")

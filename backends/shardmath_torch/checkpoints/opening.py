@@ -56,8 +56,10 @@ _DAMAGE = (
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at `path`: one by `save` or torch.distributed.checkpoint, or safetensors as in `weights`
-    and `hf_sharded`. `path` may be a URL that fsspec serves.
+    """Open the checkpoint at `path`, and return the shapes, dtypes and places of its tensors, without their data.
+
+    It may be one by `save` or torch.distributed.checkpoint, or safetensors as in `weights` and `hf_sharded`; a URL is
+    one that fsspec serves.
 
     Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
     """
@@ -214,7 +216,8 @@ class _Files:
         self._places: dict[object, Place] = {}
 
     def find(self, name: str, info: Any) -> Place:
-        """Return the file of a box of tensor `name`. Raises CheckpointError if extensions of torch transformed it."""
+        """Return the path of the file with a box of tensor `name`, by torch's record `info`. Raises CheckpointError if
+        extensions of torch transformed it."""
         if getattr(info, "transform_descriptors", None):
             what = f"{shown(name)} is stored through {shown(info.transform_descriptors)}"
             why = "extensions of torch that are not read here; save it without them"

@@ -62,7 +62,7 @@ _NOTHING = Checkpoint(Path(), {}, {}, {})
 
 
 class Reader(storage.StorageReader):
-    """A reader for torch.distributed.checkpoint.load, of checkpoints by `save`, by torch, or of Hugging Face.
+    """A storage reader for torch.distributed.checkpoint.load, of checkpoints by `save`, by torch, or of Hugging Face.
 
     `share` is (i, n) if this rank compares the i-th of n shares of torch's archives with the metadata; `verify` says
     whether checksums are checked. Raises CheckpointError or WeightsError for what is missing, damaged or wrong.
@@ -89,12 +89,12 @@ class Reader(storage.StorageReader):
         self._marks_to_check: Marks = np.zeros(0, bool)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read the checkpoint `checkpoint_id` from now on, if it is given."""
+        """Make `checkpoint_id` the path that is read from now on, unless it is None."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """Return the metadata of the checkpoint's tensors, checked as far as that is possible without data."""
+        """Open the checkpoint, check it as far as possible without data, and return its tensors' metadata for torch."""
         found = self._path
         if not isinstance(found, Checkpoint):
             found = open_checkpoint(os.fspath(found))
@@ -109,10 +109,10 @@ class Reader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing."""
+        """Do nothing, as `read_metadata` has prepared everything that reading needs."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Note which chunks with checksums this rank reads, and return `plan` unchanged."""
+        """Note which chunks of files with checksums this rank's `plan` reads, and return the plan unchanged."""
         touched: list[tuple[StoredBox, int, int]] = []
         for reads in self._list_reads(plan).values():
             touched += [(read.box, *read.span) for read in reads]
@@ -125,11 +125,11 @@ class Reader(storage.StorageReader):
 
     @property
     def touched(self) -> bytes | None:
-        """Packed marks of the chunks that this rank reads, to send to other ranks; None without checksums."""
+        """Flags of the checksummed chunks that this rank reads, compressed; None if there are no checksums."""
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
-        """Choose the chunks whose checksums this rank checks, given every rank's `touched` in order as `packed`.
+        """Choose which checksums this rank checks; `packed` has all ranks' `touched`, in their order.
 
         From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """
@@ -137,7 +137,7 @@ class Reader(storage.StorageReader):
             self._marks_to_check = take_share(packed, rank, self._chunks.total)
 
     def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
-        """Copy the items of `plan` from the files into the planner's tensors, file by file."""
+        """Read the items of `plan` from the checkpoint's files into the tensors that `planner` gives, file by file."""
         by_file = self._list_reads(plan)
         self._tally.begin(sum(read.nbytes for reads in by_file.values() for read in reads))
         for file, reads in by_file.items():
@@ -258,13 +258,13 @@ class _Read(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One past the last byte to read in the file."""
+        """The position in the file after the last byte to read."""
         dtype = dtype_of(self.strided.dtype)
         return self.strided.start + self.strided.extent * dtype.itemsize
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first byte to read and one past the last, counted from the first byte of the stored box."""
+        """The first byte to read and the position after the last, counted from where the stored box begins."""
         base = self.box.start
         return self.strided.start - base, self.stop - base
 

@@ -67,7 +67,7 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError if two names share a local buffer key, as a tensor `w[0]` and a window of `w` do."""
+    """Raise CheckpointError if two tensors have a local tensor of one key, as a tensor `w[0]` and a window of `w`."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
@@ -84,7 +84,7 @@ def _check_bytes_apart(side: Mapping[str, Windows], blobs: Iterable[str]) -> Non
 
 
 class SavePlanner(theirs.SavePlanner):
-    """A planner for torch.distributed.checkpoint.save: the boxes that this rank writes under these layouts.
+    """A save planner for torch.distributed.checkpoint: ranks that hold tensors under `layouts` write each element once.
 
     The state dict holds this rank's local tensors, by local buffer key, and its bytes, by name. Raises CheckpointError
     for a Partial tensor, ExchangeError for local tensors that do not fit, PlanError for elements that no rank holds.
@@ -109,11 +109,11 @@ class SavePlanner(theirs.SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take this rank's local tensors from `state_dict`."""
+        """Keep `state_dict`, this rank's local tensors and bytes by name, to be written."""
         self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """Return the boxes that this rank writes, with its report to other ranks as planner data."""
+        """Return the boxes of tensors that this rank writes, with a report that ranks compare as planner data."""
         moved = to_disk(self._windows)
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
@@ -169,7 +169,8 @@ class SavePlanner(theirs.SavePlanner):
         return item
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return all ranks' boxes, equal ones once, and the metadata. Raises CheckpointError if ranks disagree."""
+        """Check that ranks agree, and return all ranks' boxes, with equal bytes written once, and torch's metadata.
+        Raises CheckpointError if ranks disagree."""
         reports: list[_RankReport] = [rank_plan.planner_data for rank_plan in all_plans]
         _check_agreed(reports)
         stored = _name_bytes(reports, self._names)
@@ -183,18 +184,19 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Note the stored names of the bytes that this rank writes, and return the plan unchanged."""
+        """Find the data of the per-rank bytes that this rank writes by `new_plan`, and return the plan unchanged."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the data of `write_item`: a view of a local tensor."""
+        """Return the tensor that is written for `write_item`: a view of a local tensor, or this rank's bytes."""
         return self._sources[write_item.index]
 
 
 def to_disk(side: Mapping[str, Windows]) -> Plan:
-    """Return the plan that sends every tensor whole to one more rank, the disk. Raises CheckpointError for Partial."""
+    """Return a plan that sends every tensor, whole, to one more rank, which stands for the disk. Raises CheckpointError
+    for Partial."""
     ranks = [0]
     for name, windows in side.items():
         for layout in windows:
@@ -226,7 +228,7 @@ def _describe_box(
 
 
 def count_bytes(items: Iterable[WriteItem]) -> int:
-    """Return the size in bytes of the boxes of `items`."""
+    """Return the total size in bytes of the boxes that `items` write."""
     boxes = [item.tensor_data for item in items if item.tensor_data is not None]
     return sum(box.chunk.sizes.numel() * box.properties.dtype.itemsize for box in boxes)
 
@@ -249,7 +251,8 @@ def _describe_tensors(plans: Iterable[SavePlan]) -> dict[str, TensorStorageMetad
 
 
 def as_tensor(name: str, data: object) -> Tensor:
-    """Return per-rank bytes `data` as a uint8 tensor. Raises CheckpointError, with `name`, if `data` are not bytes."""
+    """Return the bytes `data` that a rank saves as a 1-d tensor of uint8. Raises CheckpointError, with `name`, if they
+    are not bytes."""
     if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.ndim == 1:
         tensor = plain(data)
         fault = missing_memory(tensor)
@@ -342,7 +345,7 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError if a path is not its name split at dots, or begins with the whole path of another name."""
+    """Raise CheckpointError unless each path is its name split at dots, and none leads through another tensor."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)

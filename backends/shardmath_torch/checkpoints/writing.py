@@ -71,7 +71,7 @@ MOST_FILES = 16
 
 
 class Writer(storage.StorageWriter):
-    """A writer for torch.distributed.checkpoint.save: safetensors files, torch's `.metadata` and an index in a folder.
+    """A storage writer for torch.distributed.checkpoint.save: safetensors files, torch's `.metadata` and an index.
 
     `path` may be a URL that fsspec serves. Raises CheckpointError if the folder cannot be written.
     """
@@ -84,15 +84,15 @@ class Writer(storage.StorageWriter):
         self._save = ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Write to the folder `checkpoint_id` from now on, if it is given."""
+        """Make `checkpoint_id` the folder that is written to from now on, unless it is None."""
         if checkpoint_id is not None:
             self._folder = _place_to_write(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+        """Do nothing, as `prepare_local_plan` makes the folder."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder, and return `plan` unchanged. Raises CheckpointError if it has objects."""
+        """Make the folder, and return `plan` unchanged. Raises CheckpointError if it has pickled objects."""
         self.abandon()
         if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
             fix = "save bytes with SavePlanner, or objects with torch's writer"
@@ -104,7 +104,7 @@ class Writer(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the save, and add the stem of each rank's file names: the save's digits and the rank's number."""
+        """Begin the save, and return `plans` with the beginning of each rank's file names as storage data."""
         save = uuid.uuid4().hex[:DIGITS]
         with _raise_as_ours(self._folder, BEFORE):
             find_counting(self._folder)  # raises if `.metadata` is there and cannot be read
@@ -118,7 +118,7 @@ class Writer(storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: theirs.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
-        """Write the files of this rank, as drafts with the names of unfinished files."""
+        """Write this rank's boxes into files with unfinished names, and return where each box is."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         self._tally.begin(count_bytes(plan.items))
@@ -134,7 +134,7 @@ class Writer(storage.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
-        """Make this save the folder's current one, by writing its metadata."""
+        """Make this save the folder's current one: rename its data files, then replace the folder's metadata."""
         held = self._claim
         assert held is not None, "a save has begun"
         wrote = [result for by_rank in results for result in by_rank]
@@ -175,7 +175,7 @@ class Writer(storage.StorageWriter):
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Remove files left by earlier saves: the i-th of n shares, if `share` is (i, n). Call it on every rank."""
+        """Remove files of earlier saves: the i-th of n shares of them, if `share` is (i, n). Call it on every rank."""
         with _raise_as_ours(self._folder, AFTER):
             remove_leftovers(self._folder, share)
 
@@ -189,7 +189,7 @@ class Writer(storage.StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta:
-        """Return empty metadata: torch's planners get nothing from this writer."""
+        """Return empty metadata, as torch's planners need nothing from this writer."""
         return StorageMeta()
 
 

@@ -42,8 +42,7 @@ TIED = "names to names of tensors"
 
 
 class ExportSource(NamedTuple):
-    """The source of an export: this rank's tensors by local key, the layouts of all ranks, tied names, and the shapes
-    of tensors that have another shape in files."""
+    """Tensors to export: this rank's local tensors, all ranks' layouts, tied names, and shapes that differ in files."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -65,7 +64,7 @@ def check_source(
     tied: object,
     mesh: object,
 ) -> None:
-    """Raise CheckpointError for arguments that are not of the kinds that `export` takes."""
+    """Raise CheckpointError if an argument of `export` has a wrong type, such as a tensor that is a list."""
     if not isinstance(mesh, Mesh | None):
         raise CheckpointError(f"mesh is {shown(mesh)}; give a shardmath.Mesh, or None")
     if tied is not None:
@@ -106,7 +105,8 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return the facts about `source` on which all ranks must agree before they exchange local shapes of DTensors."""
+    """Return the facts about `source` that must be the same on all ranks, as text by what they describe. Ranks compare
+    them before they exchange local shapes of DTensors."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}
@@ -134,7 +134,8 @@ def lay_out(
     mesh: Mesh | None,
     group: Group | None,
 ) -> ExportSource:
-    """Return `source` with layouts of all tensors. Collective, as ranks may have to exchange local shapes."""
+    """Return the tensors of `source`, each with its layout on all ranks. Collective, as ranks may have to exchange
+    local shapes."""
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:

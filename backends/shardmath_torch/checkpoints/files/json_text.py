@@ -21,7 +21,8 @@ MOST = (1 << 63) - 1
 
 
 def read_json(text: bytes) -> object:
-    """Return the value of a JSON text. Raises ValueError if `text` is not JSON, RecursionError if it nests too deep."""
+    """Return the Python value of the JSON text `text`. Raises ValueError if it is not strict JSON, RecursionError if it
+    nests too deep."""
     return json.loads(
         text.decode("utf-8"),
         object_pairs_hook=_make_object,
@@ -57,7 +58,8 @@ def _read_finite(text: str) -> float:
 
 
 def count_elements(shape: Sequence[int]) -> int:
-    """Return the number of elements of `shape`. Raises ValueError above MOST elements or MOST_DIMENSIONS dimensions.
+    """Return the number of elements of a tensor of this `shape`. Raises ValueError above MOST elements or
+    MOST_DIMENSIONS dimensions.
 
     >>> count_elements((3, 4)), count_elements((1 << 62, 1 << 62, 0))
     (12, 0)
@@ -84,7 +86,7 @@ class _BoundedRepr(reprlib.Repr):
         self.maxstring, self.maxlist, self.maxtuple, self.maxlevel = 120, 8, 8, 3
 
     def repr_instance(self, x: object, level: int) -> str:
-        """Return the repr of None, a bool or a float; of other types only the name, as a repr may be very long."""
+        """Return the repr of `x` if it is None, a bool or a float, and else the name of its type, which is short."""
         return repr(x) if x is None or isinstance(x, bool | float) else f"<{type(x).__name__}>"
 
 

@@ -27,18 +27,19 @@ _held: set[int] = set()
 
 
 def keep(handle: int) -> int:
-    """Register the open file `handle`, which child processes forked from now on close, and return it."""
+    """Register the file descriptor `handle`, so that child processes forked from now on close it, and return it."""
     _held.add(handle)
     return handle
 
 
 def is_held(handle: int) -> bool:
-    """Whether this process registered the handle, rather than one that it was forked from."""
+    """Whether this process itself, not one that it was forked from, registered `handle` with `keep`."""
     return handle in _held
 
 
 def close(handle: int) -> None:
-    """Close the registered `handle`, which releases its lock; does nothing in a forked child, which has closed it."""
+    """Close the file descriptor `handle`, which releases its lock. Does nothing in a forked child, which has closed
+    it."""
     if is_held(handle):
         # Unlock first: a child forked from here on inherits the open file, which must not keep the lock.
         with contextlib.suppress(OSError):
@@ -59,7 +60,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextlib.contextmanager
 def locked(file: Path, what: str) -> Iterator[None]:
-    """Hold the lock `file` during the block. `what` names the work in messages, such as "export to out".
+    """Hold the lock file `file` during the `with` block. `what` names the work in messages, such as "export to out".
 
     Raises CheckpointError if another process holds it, or the file cannot be a lock; OSError as the system does.
     """

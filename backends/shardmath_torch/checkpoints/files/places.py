@@ -55,7 +55,7 @@ LOCAL = re.compile(r"(file|local)://(?!.*::)", re.DOTALL)
 
 @public
 class CheckpointError(ShardError):
-    """A checkpoint that cannot be written or read, or that does not hold what is asked of it."""
+    """The error for a checkpoint that cannot be written or read, or that lacks what the caller asks for."""
 
 
 class _Stat(NamedTuple):
@@ -71,12 +71,12 @@ class Remote:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The last part of the path: the file's or folder's own name."""
         return self.path.rsplit("/", 1)[-1]
 
     @property
     def suffix(self) -> str:
-        """The ending of the name, with the dot."""
+        """The file name's extension, with the dot."""
         return Path(self.name).suffix
 
     @property
@@ -94,7 +94,7 @@ class Remote:
         return self.path < other.path
 
     def open(self, mode: str = "rb", buffering: int = -1) -> BinaryIO:
-        """Open the file, and return a stream of its bytes."""
+        """Open the file in `mode`, by default to read it, and return a stream of its bytes."""
         return cast(BinaryIO, self._call_service(lambda: self.fs.open(self.path, mode)))
 
     def stat(self) -> _Stat:
@@ -115,16 +115,16 @@ class Remote:
         return cast(bytes, self._call_service(lambda: self.fs.cat_file(self.path)))
 
     def read_part(self, start: int, stop: int) -> bytes:
-        """Return the bytes of the file from `start` to `stop`."""
+        """Return the bytes of the file from byte `start` up to byte `stop`, which is not included."""
         part = self._call_service(lambda: self.fs.cat_file(self.path, start=start, end=stop))
         return cast(bytes, part)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the file with the bytes `data`; in one step, if the service writes objects so."""
+        """Replace the file's content by the bytes `data`; in one step, if the service writes whole objects."""
         self._call_service(lambda: self.fs.pipe_file(self.path, data))
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Remove the file."""
+        """Remove the file. Raises FileNotFoundError if it does not exist, unless `missing_ok`."""
         try:
             self._call_service(lambda: self.fs.rm_file(self.path))
         except FileNotFoundError:
@@ -132,23 +132,23 @@ class Remote:
                 raise
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Make the folder, for services that have folders."""
+        """Make the folder and the folders above it, if the service has folders."""
         self._call_service(lambda: self.fs.makedirs(self.path, exist_ok=exist_ok))
 
     def iterdir(self) -> Iterator[Remote]:
-        """Return the files and folders in this folder; none if it does not exist."""
+        """Yield the files and folders in this folder; nothing if it does not exist."""
         for found in self._list():
             yield Remote(self.fs, str(found["name"]).rstrip("/"))
 
     def glob(self, pattern: str) -> Iterator[Remote]:
-        """Return the files and folders in this folder whose names match `pattern`, in which only `*` has a meaning."""
+        """Return the files and folders in this folder whose names match `pattern`, in which only `*` is special."""
         # Not fnmatch, in which brackets have a meaning: names may have any characters.
         parts = map(re.escape, pattern.split("*"))
         wanted = re.compile(".*".join(parts), re.DOTALL)
         return (found for found in self.iterdir() if wanted.fullmatch(found.name))
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the files in this folder in bytes, by name."""
+        """Return the size in bytes of each file in this folder, by file name."""
         sizes = {}
         for found in self._list():
             if found.get("type") == "file":
@@ -180,7 +180,8 @@ Place: TypeAlias = Path | Remote
 
 
 def place(path: str | os.PathLike[str] | Remote) -> Place:
-    """Return `path`, a path or a URL, as a Path or a Remote. Raises CheckpointError for non-text and unknown URLs."""
+    """Return `path` as a Path, or as a Remote if it is the URL of a service. Raises CheckpointError for values that are
+    not text, and for URLs that nothing serves."""
     if isinstance(path, Remote):
         return path
     text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -212,7 +213,7 @@ def _check_not_url(text: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the local folder `path`. Raises CheckpointError if `path` is a URL of another file system."""
+    """Return `path` as the Path of a local folder. Raises CheckpointError if it is the URL of a service."""
     found = place(path)
     if isinstance(found, Remote):
         what = f"{found} is a URL; this is written to folders only"
@@ -256,7 +257,8 @@ def _place_of_url(url: str, scheme: str) -> Place:
 
 
 def opened(file: Place, buffering: int = -1) -> BinaryIO:
-    """Open `file`, and return a stream of its bytes. Raises OSError, without waiting, unless it is a regular file."""
+    """Open `file` to read its bytes, and return the stream. Raises OSError, without waiting, for a pipe, device or
+    folder."""
     if isinstance(file, Remote):
         return file.open("rb")
     # O_NONBLOCK: opening a pipe would wait for a writer. The open handle is checked, as the name could be swapped.
@@ -270,7 +272,8 @@ def opened(file: Place, buffering: int = -1) -> BinaryIO:
 
 
 def content_of(file: Place) -> bytes:
-    """Return all bytes of `file`, as one version of it has them. Raises OSError unless it is a regular file."""
+    """Read the whole `file` through one open handle, and return its bytes. Raises OSError unless it is a regular
+    file."""
     if isinstance(file, Remote):
         return file.read_bytes()
     with opened(file) as stream:
@@ -293,7 +296,8 @@ def _check_regular(file: Path, found: os.stat_result) -> None:
 
 
 def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
-    """Return a function from each of `files` to its size in bytes, which raises OSError if a file does not exist.
+    """Return a function that gives the size in bytes of each of `files`. It raises OSError for a file that does not
+    exist.
 
     Remote folders are listed once, since asking for each file takes a round trip.
     """
@@ -330,7 +334,7 @@ def check_length(
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:
-    """Replace `file` by one with this `text`, in one step, on disk. `draft` is a name that no other writer uses."""
+    """Replace the content of `file` by `text` in one step, on disk; `draft` is a name that no other writer uses."""
     if isinstance(file, Remote):
         file.write_bytes(text)
         return
@@ -343,7 +347,7 @@ def put(file: Place, draft: Place, text: bytes) -> None:
 
 
 def synced(stream: BinaryIO) -> None:
-    """Flush a local file to disk. A service stores a remote one when the stream is closed."""
+    """Flush the file that is open as `stream` to disk; a remote file is stored when its stream is closed."""
     stream.flush()
     try:
         handle = stream.fileno()
@@ -353,7 +357,7 @@ def synced(stream: BinaryIO) -> None:
 
 
 def sync(folder: Place) -> None:
-    """Flush the names in the local `folder` to disk."""
+    """Flush the names in the local `folder` to disk, so that new and renamed files are still there after a crash."""
     if isinstance(folder, Remote):
         return
     handle = os.open(folder, os.O_RDONLY)

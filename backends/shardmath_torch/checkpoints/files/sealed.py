@@ -34,7 +34,7 @@ _SIGNED = ',"sum":"'
 
 
 class Sealed(NamedTuple):
-    """The content of a sealed (checksummed) `.metadata` file: torch's pickle, the JSON index, and the save's digits."""
+    """The parts of a `.metadata` file by `save`: torch's pickle, the index as JSON, and the save's identifier."""
 
     pickled: bytes
     json: str
@@ -42,7 +42,7 @@ class Sealed(NamedTuple):
 
 
 def seal(content: Sealed) -> bytes:
-    """Return the bytes of a sealed file with this `content` and a checksum."""
+    """Return the bytes of a `.metadata` file with this `content`, which end in a checksum of all before it."""
     index = content.json.encode()
     length = len(index).to_bytes(_LENGTH, "little")
     body = content.pickled + BEGIN + index + length + content.save.encode()
@@ -50,7 +50,8 @@ def seal(content: Sealed) -> bytes:
 
 
 def unseal(text: bytes, where: object) -> Sealed | None:
-    """Return the content of a sealed file; None if `text` has no marks of one. Raises CheckpointError if it is damaged.
+    """Return the parts of a `.metadata` file with the bytes `text`; None if `save` did not write it. Raises
+    CheckpointError, naming the file `where`, if it is damaged.
 
     >>> unseal(seal(Sealed(b"pickle", "{}", "0123456789ab")), "x")
     Sealed(pickled=b'pickle', json='{}', save='0123456789ab')
@@ -90,7 +91,10 @@ def _split_end(text: bytes, length: int) -> tuple[bytes, bytes]:
 
 
 def save_of(tail: bytes) -> str | None:
-    """Return the save's digits, given at least the last SEAL bytes of a file; None if the file is not sealed."""
+    """Return the identifier of the save that wrote the file with the end `tail`; None if `save` did not write it.
+
+    `tail` has at least SEAL bytes.
+    """
     if not tail.endswith(END) or len(tail) < SEAL:
         return None
     start = len(tail) - SEAL + _LENGTH
@@ -107,7 +111,7 @@ def sign(text: str) -> str:
 
 
 def holds(text: str) -> bool:
-    """Whether the checksum that `sign` added to `text` is right."""
+    """Whether the JSON text `text` ends in the right checksum, as `sign` adds it."""
     begun, mark, _ = text.rpartition(_SIGNED)
     return bool(mark) and text == _end_with_sum(begun + mark)
 

@@ -46,7 +46,8 @@ def is_alone() -> bool:
 
 
 def share_of(group: Group | None) -> tuple[int, int]:
-    """This rank's number in the group, and the group's size. Raises ExchangeError for a rank outside it."""
+    """This rank's number in `group`, and the group's size; (0, 1) without a process group. Raises ExchangeError for a
+    rank outside it."""
     compat.check_registered(group, "save, load or export")
     if is_alone():
         return 0, 1
@@ -72,7 +73,8 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """Call `act`, which must not communicate, on every rank, and return its result on this rank.
+    """Call `act` on every rank of `group`, and return its result on this rank, once all ranks have succeeded. `act`
+    must not communicate.
 
     Raises CheckpointError on every rank if `act` raises on one, or if claims about the results differ; `fix`, or what
     it returns for what differs, ends that message. A rank that is interrupted in `act` raises the interrupt.
@@ -154,7 +156,8 @@ def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """Return every rank's object `mine`, in order. Raises CheckpointError if a rank is lost, or in another step."""
+    """Send `mine` to all ranks of `group`, and return every rank's, in order. Raises CheckpointError if a rank is lost,
+    or in another step."""
     if is_alone():
         return [mine] * count
     try:
@@ -171,12 +174,13 @@ def show_error(error: BaseException) -> str:
 
 
 def step_lost(step: str, error: ExchangeError) -> CheckpointError:
-    """Return the CheckpointError to raise if ranks lost each other, or were in different steps."""
+    """Return the CheckpointError for a `step` in which ranks lost each other, or were in different steps."""
     return CheckpointError(f"ranks could not {step} together: {error}")
 
 
 def step_failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
-    """Return the CheckpointError for `failures` by rank in `group`: it shows the first, with its global rank."""
+    """Return the CheckpointError for a `step` that failed on the ranks in `failures`. It shows the message of the
+    first, with its global rank."""
     first = min(failures)
     rank = first if group is None else dist.get_global_rank(group, first)
     others = ""

@@ -100,7 +100,7 @@ class _Unknown:
         self.module, self.name = module, name
 
     def extend(self, items: object) -> None:
-        """Ignore `items`, which a list would append."""
+        """Drop the `items` that a pickle appends to this unknown object."""
 
     append = extend
 
@@ -284,7 +284,8 @@ def _set_fields(self: Any, state: tuple[object, ...]) -> None:
 
 
 def read_metadata(text: bytes, where: object) -> Metadata:
-    """Return the metadata in a torch checkpoint's pickle `text`. Its parts are substitutes, not equal to torch's own.
+    """Return the Metadata of a torch checkpoint, unpickled from `text` by an allow-list of classes. Its parts are
+    substitutes, not equal to torch's own.
 
     Raises CheckpointError, naming the file `where`, for anything else.
     """
@@ -320,7 +321,7 @@ class _Pickler(pickle.Pickler):
 
 
 def write_metadata(metadata: Metadata) -> bytes:
-    """Return a pickle of `metadata` that every version of torch reads."""
+    """Return a pickle of torch's `metadata` that every version of torch can read."""
     out = io.BytesIO()
     _Pickler(out).dump(metadata)
     return out.getvalue()

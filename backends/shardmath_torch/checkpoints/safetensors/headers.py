@@ -71,12 +71,12 @@ HEADER_LIMIT = 100_000_000
 
 
 class WeightsError(ShardError):
-    """A checkpoint that is missing, cut short or damaged, or that lacks what is asked of it."""
+    """The error for safetensors that are missing, cut short or damaged, or that lack what the caller asks for."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """A tensor in a safetensors file: `key` in `file`, from byte `start` on, with its global shape and dtype."""
+    """A tensor in a safetensors file: its key, the byte at which it begins, its shape and its dtype."""
 
     file: Place
     key: str
@@ -91,7 +91,7 @@ class HeaderEntry:
 
 
 def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]:
-    """Return all tensors of the safetensors `file`, by name, and its metadata, checked against the file's size.
+    """Return the entries of the tensors in a safetensors `file`, by name, and the metadata, from its header.
 
     Raises WeightsError for a file that is damaged, cut short, or not a safetensors file.
     """
@@ -107,7 +107,7 @@ def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]
 
 
 def make_entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, object]:
-    """Return a header's entry for a tensor of this safetensors type `dtype`, from byte `begin` of the data to `end`."""
+    """Return the JSON entry in a header of a tensor of safetensors type `dtype` at bytes `begin` to `end`."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
@@ -122,14 +122,16 @@ def _raise_as_weights_error(file: Place) -> Iterator[None]:
 
 
 def read_bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
-    """Return `count` bytes of `file` from `start` on, or all. Raises WeightsError if the file cannot be read."""
+    """Return `count` bytes of `file` from byte `start` on, or all if `count` is -1. Raises WeightsError if the file
+    cannot be read."""
     with _raise_as_weights_error(file), opened(file) as stream:
         stream.seek(start)
         return stream.read(count)
 
 
 def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
-    """Return the JSON object in `text`; errors call it `what` of `file`. Raises WeightsError if it is not one."""
+    """Parse the JSON object `text`, which errors call `what` of `file`, and return it as a dict. Raises WeightsError if
+    it is not one."""
     try:
         found = read_json(text)
     except (ValueError, RecursionError) as error:
@@ -140,7 +142,7 @@ def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
 
 
 def damaged(file: Place, what: str) -> WeightsError:
-    """Return the WeightsError that says that `file` is damaged, with the fault `what`."""
+    """Return a WeightsError that says that `file` is damaged or not a safetensors file, with the fault `what`."""
     return WeightsError(f"{file} is damaged or not a safetensors file: {what}; fetch it again")
 
 

@@ -70,7 +70,8 @@ ALIGNMENT = 8
 
 
 class DraftFile:
-    """An unfinished safetensors file, to which tensors are appended in the header's order. Raises OSError."""
+    """A safetensors file that is being written under a temporary name: tensors are appended in the header's order.
+    Raises OSError."""
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
@@ -84,7 +85,7 @@ class DraftFile:
             raise
 
     def append(self, tensor: Tensor, tally: Tally) -> None:
-        """Write the bytes of `tensor`, the next one in the header's order."""
+        """Write the bytes of `tensor`, the next one in the header's order, and count them in `tally`."""
         data = memory_of(tensor.cpu().contiguous())
         for start in range(0, len(data), TELL_BYTES):
             chunk = data[start : start + TELL_BYTES]
@@ -98,7 +99,7 @@ class DraftFile:
         self._stream.close()
 
     def discard(self) -> None:
-        """Remove the file, even after `close`, unless another file has its name."""
+        """Remove the draft's file, even after `close`, unless another file has taken its name."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 if self._is_this_draft(self._file.lstat()):
@@ -115,7 +116,7 @@ class DraftFile:
 
 
 def discard(drafts: Iterable[DraftFile]) -> None:
-    """Remove the files of `drafts`, ignoring errors."""
+    """Remove the files of all `drafts`, ignoring errors."""
     for draft in drafts:
         with contextlib.suppress(OSError):
             draft.discard()
@@ -128,7 +129,7 @@ def _create(file: Path) -> BinaryIO:
 
 
 def check_tied(tied: Iterable[str]) -> None:
-    """Raise CheckpointError if a tied name is a key that readers of a header's metadata take for something else."""
+    """Raise CheckpointError if a name in `tied` is a key that safetensors' readers reserve in a header's metadata."""
     for name in tied:
         if name in TAKEN:
             what = f"{name!r} is tied, and readers of a header take it for something else"
@@ -151,7 +152,7 @@ def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Make `folder`. Raises CheckpointError if it has weights that no export wrote, or cannot be written."""
+    """Make `folder`, and raise CheckpointError if it has weights that no export wrote, or cannot be written."""
     with told(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):
@@ -194,7 +195,7 @@ def _is_export_file(file: Path) -> bool:
 
 
 def has_export(folder: Path) -> bool:
-    """Whether `folder` has an export."""
+    """Whether `folder` holds a model that `export` wrote."""
     index = folder / INDEX
     return index.is_file() and _is_export_index(index)
 
@@ -220,7 +221,7 @@ def told(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder` during the `with` block; it is released when the process ends.
+    """Hold the lock of `folder` during the `with` block, so that no other export writes there.
 
     Raises CheckpointError if another export to the folder is running.
     """
@@ -229,7 +230,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
-    """Make written files in `folder` the current export: rename them, write the index, and remove the earlier export.
+    """Make written files in `folder` the current export: rename them, write the index, remove the earlier export.
 
     Raises OSError, and then the earlier export is as it was. Warns of files that could not be removed.
     """

@@ -30,7 +30,7 @@ _Box: TypeAlias = tuple[tuple[int, ...], HeaderEntry]
 
 
 class Parts(NamedTuple):
-    """A tensor that is stored in boxes: its shape, its dtype, and the boxes."""
+    """A tensor that is stored in boxes: its shape, its dtype, and for each box its offsets and its entry in a file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -46,7 +46,7 @@ class _Shard(NamedTuple):
 
 
 def read_sharded(folder: Place) -> dict[str, Parts] | None:
-    """Return the tensors of a folder of sharded files, by name; None if `folder` has no sharded file.
+    """Return the tensors of a folder in which torch wrote a safetensors file per rank; None if it wrote none there.
 
     Raises WeightsError if files are damaged, do not belong together, or lack offsets of their tensors.
     """

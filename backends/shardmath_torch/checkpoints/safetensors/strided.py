@@ -36,8 +36,7 @@ fields, two bytes each (PKWARE APPNOTE 4.3.7)."""
 
 
 class Strided(NamedTuple):
-    """A tensor in a file: its first byte, dtype, shape, strides in elements, and whether its values are conjugated and
-    negated when they are read."""
+    """A tensor's place in a file: first byte, dtype, shape, strides, and whether values are conjugated or negated."""
 
     start: int
     dtype: str
@@ -48,7 +47,7 @@ class Strided(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """The number of elements that the tensor's memory spans, from the first to the last."""
+        """The number of elements that the tensor spans in memory, from its first element to its last."""
         if 0 in self.shape:
             return 0
         last = 0
@@ -58,7 +57,7 @@ class Strided(NamedTuple):
 
 
 def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
-    """Return where the tensors of `archives` (offset, length) by torch.save lie in `file`, with shape and strides.
+    """Return the places and strides of the tensors in `archives` by torch.save, (offset, length) in `file`.
 
     Raises CheckpointError if an archive is not a single plain tensor within its bytes, or if archives overlap.
     """

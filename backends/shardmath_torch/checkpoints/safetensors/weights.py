@@ -38,7 +38,7 @@ MOST_SHOWN, MOST_FOUND = 3, 6
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of a checkpoint by name, as its headers describe them, without data."""
+    """The shapes, dtypes and places of tensors in safetensors files, by name, from headers only."""
 
     path: Place
     entries: Mapping[str, HeaderEntry]
@@ -55,7 +55,7 @@ class Weights:
 
 
 def open_weights(path: str | Place) -> Weights:
-    """Open the checkpoint at `path`: a safetensors file, an index, or a folder that holds either.
+    """Return the tensors that the safetensors at `path` list: one file, an index, or a folder that holds either.
 
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """
@@ -158,7 +158,9 @@ def _read_weight_map(index: Place) -> dict[str, str]:
 
 
 def tied(weights: Weights, names: Mapping[str, str]) -> Weights:
-    """Return `weights` with additional names for tensors: `{"lm_head.weight": "model.embed_tokens.weight"}`.
+    """Return `weights` with more names for some tensors: `names` maps each new name to a present one.
+
+    Tied embeddings have `{"lm_head.weight": "model.embed_tokens.weight"}`.
 
     Raises WeightsError if the tensor is missing, or the new name is taken.
     """

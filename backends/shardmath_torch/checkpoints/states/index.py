@@ -50,14 +50,14 @@ INDEX = "training"
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """An index entry: a state tensor with its parameter's shape and placement, and this dtype."""
+    """An index entry: an optimizer's state tensor with its parameter's shape and layout, and this dtype."""
 
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """An index entry: a state tensor with this shape and dtype, the same on all ranks."""
+    """An index entry: an optimizer's state tensor with its own shape and dtype, whole and equal on all ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An index entry: state that is not a tensor, but a value that `values` can code."""
+    """An index entry: an item of an optimizer's state that is not a tensor, and is stored as JSON."""
 
     value: object
 
@@ -76,7 +76,7 @@ Entries: TypeAlias = Mapping[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A parameter group as saved: the first names of its parameters, and its options."""
+    """A saved optimizer's parameter group: the names of its parameters, and options such as the learning rate."""
 
     parameters: tuple[str, ...]
     options: Mapping[str, object]
@@ -84,7 +84,7 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of a saved state: stored names, extra states, groups (None without optimizer), state by parameter."""
+    """The content of a saved training state except its tensors: names, extra states, parameter groups, state items."""
 
     names: Mapping[str, str]
     extra: Mapping[str, str]
@@ -92,14 +92,14 @@ class Index:
     state: Mapping[str, Entries]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return the options of the group of each parameter, by the parameter's name."""
+        """Return the options of each parameter's group, such as the learning rate, by the parameter's name."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.options)
         return found
 
     def members(self) -> dict[str, tuple[str, ...]]:
-        """Return all parameters of the group of each parameter, in order, by the parameter's name."""
+        """Return the names of all parameters in each parameter's group, in order, by the parameter's name."""
         found: dict[str, tuple[str, ...]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.parameters)
@@ -110,7 +110,8 @@ class Index:
 
 
 def write_index(index: Index) -> Tensor:
-    """Return the index as bytes. Raises CheckpointError, naming the value, if JSON cannot express one."""
+    """Return `index` as JSON in a tensor of bytes. Raises CheckpointError, naming the value, if JSON cannot hold
+    one."""
     groups = None
     if index.groups is not None:
         groups = write_groups(index.groups)
@@ -120,7 +121,8 @@ def write_index(index: Index) -> Tensor:
 
 
 def write_groups(groups: Iterable[SavedGroup]) -> list[dict[str, Any]]:
-    """Return the groups as JSON. Raises CheckpointError, naming the option, if JSON cannot express one."""
+    """Return parameter groups as JSON lists and dicts. Raises CheckpointError, naming the option, if JSON cannot hold
+    one."""
     return [_write_group(group) for group in groups]
 
 
@@ -133,12 +135,14 @@ def _write_group(group: SavedGroup) -> dict[str, Any]:
 
 
 def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
-    """Return the state entries of each parameter as JSON. Raises CheckpointError if JSON cannot express a value."""
+    """Return the entries of each parameter's optimizer state as JSON dicts. Raises CheckpointError if JSON cannot hold
+    a value."""
     return {name: _write_parameter(name, entries) for name, entries in state.items()}
 
 
 def check_key(key: object, of: str) -> None:
-    """Raise CheckpointError unless `key` is exactly a str: a key of a subclass would be loaded as a str."""
+    """Raise CheckpointError unless `key`, of the dict that errors call `of`, is exactly a str. A key of a subclass
+    would be loaded as a str."""
     if type(key) is not str:
         raise CheckpointError(
             f"{of} has the key {shown(key)}; use text as keys, of exactly the type str"
@@ -166,7 +170,8 @@ def _write_entry(entry: Entry, what: str) -> dict[str, Any]:
 
 
 def read_index(path: object, data: Tensor) -> Index:
-    """Return the index in the bytes `data`. Raises CheckpointError, with `path`, if save_state did not write them."""
+    """Parse the index in the JSON bytes `data`. Raises CheckpointError, with `path`, if save_state did not write
+    them."""
     try:
         return _decode_index(json.loads(as_bytes(data)))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -194,7 +199,8 @@ def _decode_index(coded: object) -> Index:
 
 
 def read_groups(coded: object) -> tuple[SavedGroup, ...]:
-    """Return the groups in JSON that `write_groups` made. Raises ValueError, KeyError or TypeError for other JSON."""
+    """Return the parameter groups in JSON that `write_groups` made. Raises ValueError, KeyError or TypeError for other
+    JSON."""
     return tuple(map(_read_group, _check_list(coded)))
 
 
@@ -208,7 +214,8 @@ def _read_group(coded: object) -> SavedGroup:
 
 
 def read_entries(coded: object) -> dict[str, Entries]:
-    """Return the entries in JSON that `write_entries` made. Raises ValueError, KeyError or TypeError for other JSON."""
+    """Return each parameter's optimizer state entries in JSON that `write_entries` made. Raises ValueError, KeyError or
+    TypeError for other JSON."""
     state = _check_object(coded)
     return {name: _read_parameter(entries) for name, entries in state.items()}
 

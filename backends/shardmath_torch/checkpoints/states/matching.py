@@ -65,14 +65,14 @@ __all__ = [
 
 
 class Unmatched(NamedTuple):
-    """Names that the checkpoint lacks (`missing`), and names that only it has (`unexpected`)."""
+    """Names that only one side has: the checkpoint lacks the `missing` ones, the module the `unexpected` ones."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
 class Goal(NamedTuple):
-    """A parameter group, and what to restore into it: options, and entries of its parameters' state."""
+    """A parameter group of an optimizer, and the options and state of its parameters to restore into it."""
 
     group: ParameterGroup
     options: dict[str, Any]
@@ -83,7 +83,7 @@ class Goal(NamedTuple):
 
 
 def find_stored(model: Model, saved: Index) -> dict[str, str]:
-    """Return the checkpoint's name of each of the module's tensors that it has, by the tensor's first name here.
+    """Return the checkpoint's name of each tensor in `model` that it has, by the tensor's first name in the module.
 
     Raises CheckpointError for a parameter of which the checkpoint has several values.
     """
@@ -108,7 +108,10 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
 def find_unmatched(
     model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
 ) -> Unmatched:
-    """Return names that only the module or only the checkpoint has, and of optimizer state unless `groups` is None."""
+    """Return the names of tensors and optimizer state that only the module or only the checkpoint has.
+
+    If `groups` is None, optimizer state is left out.
+    """
     here = {name: name for names in model.names.values() for name in names}
     unmatched = _compare_names("model", here, saved.names)
     if groups is None:
@@ -129,7 +132,7 @@ def _compare_names(
 
 
 def complain(path: object, unmatched: Unmatched) -> str:
-    """Return the error message about names that only the module or only the checkpoint at `path` has."""
+    """Return the error message that lists the names that only the module or only the checkpoint at `path` has."""
     faults = []
     if unmatched.missing:
         faults.append(f"the checkpoint lacks {_list_some(unmatched.missing)}")
@@ -149,8 +152,10 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 def set_goals(
     model: Model, groups: Sequence[ParameterGroup], saved: Index, stored: Mapping[str, str]
 ) -> list[Goal]:
-    """Return the goal to restore into each group. Raises CheckpointError if a group's parameters on this rank had
-    different options, for state whose placement is not known, and for what may depend on other parameters of the group.
+    """Return the options and state to restore into each of `groups`, matched by parameter names.
+
+    Raises CheckpointError if a group's parameters on this rank had different options, for state whose placement is not
+    known, and for state that may depend on other parameters of the group.
     """
     goals = [_set_goal(model, group, saved, stored) for group in groups]
     kept = saved.groups or ()
@@ -329,8 +334,9 @@ def _is_same(one: object, other: object) -> bool:
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """Return `value` in the form of `held`, as the optimizer has it: a tensor of its dtype, shape and device,
-    an Enum or namedtuple of its class, in tuples, lists and dicts too.
+    """Return the saved option `value` in the form in which the optimizer holds it, such as a tensor of the same dtype.
+
+    Tensors get the dtype, shape and device of `held`, Enums and namedtuples its class, in tuples, lists and dicts too.
 
     Raises CheckpointError if that would change the value; rounding a Python float to float32 is allowed.
     """

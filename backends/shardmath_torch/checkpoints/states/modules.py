@@ -77,8 +77,10 @@ class ModuleSlot(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A module without layouts: parameters by name, buffers, extra states, all names by first name, first names of
-    parameters by id."""
+    """A module whose layouts are not yet known: parameters, buffers and extra states by name, and all names of each.
+
+    `names` has all names by the first one, `first` the first name of each parameter by id.
+    """
 
     module: nn.Module
     parameters: dict[str, nn.Parameter]
@@ -89,7 +91,7 @@ class Description(NamedTuple):
 
     @property
     def claim(self) -> dict[str, str]:
-        """Return the facts about the module on which all ranks must agree."""
+        """The facts about the module that must be the same on all ranks, as text by what they describe."""
         tensors = self.parameters | self.buffers
         claims = {}
         for name, tensor in tensors.items():
@@ -111,7 +113,10 @@ def _claim_tensor(name: str, tensor: Tensor) -> str:
 
 
 class Model(NamedTuple):
-    """A module: local tensors and layouts by first name, extra states, names, first names of parameters by id."""
+    """A module with layouts: its local tensors with their layouts, its extra states, and all names of each.
+
+    `slots`, `extra` and `names` are by first name; `parameters` has the first name of each parameter by id.
+    """
 
     slots: dict[str, ModuleSlot]
     extra: dict[str, Extra]
@@ -123,7 +128,8 @@ class Model(NamedTuple):
 
 
 def describe(module: nn.Module) -> Description:
-    """Return a description of the module, made without communication. FSDP2 first reshards gathered parameters.
+    """Return the parameters, buffers and extra states of `module` by name, without communication. FSDP2 first reshards
+    gathered parameters.
 
     Raises CheckpointError for a value that is not a module, an extra state that is not bytes, a tensor without a shape,
     and two names that are equal without wrappers' parts.
@@ -197,7 +203,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def agree_on_model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
-    """Return the module with the layouts of its tensors. Collective over `group`, whose ranks must have one module."""
+    """Return this rank's tensors of `module` with their layouts; all ranks must have the same module. Collective over
+    `group`."""
     described = on_all(
         "describe its module", lambda: describe(module), group, claim=lambda found: found.claim
     )
@@ -214,7 +221,7 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return the described module with the layouts of its parameters and persistent buffers, and its extra states.
+    """Return the described module's parameters and persistent buffers with their layouts, and its extra states.
 
     `ask` gives what each rank holds of DTensors; without it the call is collective if `layout_of` is.
 
@@ -274,8 +281,9 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """Gather the local shapes of DTensors, and the boxes of checkpointable tensors, from all ranks of the group, and
-    return an `Ask` that looks them up; None if there are neither.
+    """Gather from all ranks how they hold DTensors, and return an `Ask` that looks it up; None if there are none.
+
+    It also gathers the boxes of checkpointable tensors.
 
     All ranks must have both under the same names. Raises CheckpointError if a rank is lost.
     """
@@ -349,7 +357,10 @@ def check_slots(model: Model) -> None:
 
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Raise CheckpointError if names of one tensor have different values in `found`, where names follow `prefix`."""
+    """Raise CheckpointError if two names are one tensor in the module, but have different values in `found`.
+
+    Names in `found` have the prefix `prefix`.
+    """
     firsts: dict[MemorySpot, str] = {}
     for name, slot in model.slots.items():
         spot = spot_of(slot.local)

@@ -71,21 +71,21 @@ UNVALUED = ("params", "param_names")
 
 
 class ParameterGroup(NamedTuple):
-    """A parameter group of an optimizer: its options, and its parameters by first name."""
+    """A parameter group of an optimizer: options such as the learning rate, and its parameters by first name."""
 
     optimizer: Optimizer
     options: dict[str, Any]
     parameters: dict[str, Tensor]
 
     def states(self) -> Iterator[tuple[str, Tensor, Mapping[Any, Any]]]:
-        """Yield each parameter's name, the parameter, and the optimizer's state of it."""
+        """Yield each parameter of the group: its name, the parameter, and the optimizer's state of it."""
         states = self.optimizer.state
         for name, parameter in self.parameters.items():
             yield name, parameter, states.get(parameter, {})
 
 
 class OptimizerState(NamedTuple):
-    """The state of optimizers: tensors with layouts, and index entries, by parameter and key; and groups."""
+    """The state of optimizers, to be saved: tensors with layouts, entries for all state items, parameter groups."""
 
     slots: dict[tuple[str, str], ModuleSlot]
     groups: tuple[SavedGroup, ...] | None
@@ -93,18 +93,18 @@ class OptimizerState(NamedTuple):
 
     @property
     def trained(self) -> tuple[str, ...] | None:
-        """The names of the parameters of all groups; None without an optimizer."""
+        """The names of all parameters that the optimizers have, in order; None without an optimizer."""
         return None if self.groups is None else name_trained(self.groups)
 
 
 class Elsewhere(NamedTuple):
-    """Other ranks' reports on parameters that this rank does not hold: entries of their state, and their groups."""
+    """Other ranks' reports on parameters that are not on this rank: their optimizer state entries, and their groups."""
 
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return the options of each reported parameter's group, by the parameter's name."""
+        """Return the options of each reported parameter's group, such as the learning rate, by the parameter's name."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups:
             found |= dict.fromkeys(group.parameters, group.options)
@@ -118,7 +118,7 @@ NOWHERE = Elsewhere({}, ())
 
 
 def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
-    """Return the parameter groups of all optimizers.
+    """Return the parameter groups of all optimizers in `optimizer`, with parameters by their names in `model`.
 
     Raises CheckpointError for a value that is not an optimizer, a parameter that is not the module's or is in two
     groups, state that is not a parameter's, state in an inner optimizer, and other entries of a state dict.
@@ -143,7 +143,9 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
 def find_all_groups(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere
 ) -> list[ParameterGroup]:
-    """Return all groups, and groups, with empty state, of parameters that only other ranks' optimizers have.
+    """Return the parameter groups of this rank's optimizers, and of parameters that only other ranks' optimizers have.
+
+    The latter have empty state.
 
     Leaves out parameters on this rank: if an optimizer on a parameter's mesh lacks it, ranks find that by comparing.
     """
@@ -161,7 +163,7 @@ def find_all_groups(
 
 
 def hold(given: Optimizers) -> Optimizers:
-    """Return the optimizers `given`; an iterator is turned into a tuple, so that it can be iterated again."""
+    """Return the optimizers `given` so that they can be iterated again: an iterator is turned into a tuple."""
     return tuple(given) if isinstance(given, Iterator) else given
 
 
@@ -191,7 +193,7 @@ def _name_of(model: Model, parameter: Tensor) -> str:
 
 
 def name_trained(groups: Iterable[SavedGroup | ParameterGroup]) -> tuple[str, ...]:
-    """Return the names of the parameters of all `groups`."""
+    """Return the names of the parameters of all `groups`, in order."""
     return tuple(name for group in groups for name in group.parameters)
 
 
@@ -225,15 +227,16 @@ def _explain_stray(model: Model, key: object) -> str:
 
 
 def is_here(model: Model, name: str) -> bool:
-    """Whether this rank is on the mesh of the parameter `name`."""
+    """Whether this rank is on the mesh over which the parameter `name` is divided."""
     return rank_or_0() in model.slots[name].layout.mesh
 
 
 def describe_optimizers(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
-    """Return the state that the optimizers hold for the module's parameters. `elsewhere` has other ranks' reports on
-    parameters that are not on this rank; slots of their state have an empty tensor.
+    """Return the optimizers' state of the module's parameters: tensors with layouts, entries of all items, and groups.
+
+    `elsewhere` has other ranks' reports on parameters that are not on this rank; their state has empty tensors here.
 
     Raises CheckpointError for what `find_groups` does, and for state whose placement is not known.
     """
@@ -319,7 +322,7 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `entry` is state of a divided parameter, and how it is divided is not known."""
+    """Raise CheckpointError if `entry` is state of a divided parameter, and how the state is divided is not known."""
     match entry:
         case Own(shape=shape):
             is_known = not shape

@@ -47,7 +47,7 @@ __all__ = ["advise", "tell_among_meshes", "tell_names", "tell_state"]
 
 
 def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Return other ranks' reports on the optimizer state of parameters that only some of the group's ranks hold.
+    """Gather, from ranks that hold them, the optimizer state entries of parameters that not all ranks of `group` hold.
 
     Collective over the group if there are such parameters. Raises CheckpointError on every rank for what
     `describe_optimizers` does.
@@ -58,14 +58,14 @@ def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) 
 
 
 def tell_names(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Return the reports of `tell_state`, reduced to the names of the optimizers' parameters."""
+    """Gather, from ranks that hold them, the names of optimizers' parameters that not all ranks of `group` hold."""
     ranks = (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
     firsts = _find_firsts(model, ranks)
     return _gather_reports(firsts, partial(_report_names, model, optimizer, firsts), group)
 
 
 def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Tensor]) -> Elsewhere:
-    """Return the reports of `tell_state` among the ranks on a mesh of the module whose tensors are `tensors`.
+    """Gather the reports of `tell_state` without a group: among the ranks on the meshes of the module's `tensors`.
 
     Raises CheckpointError if these ranks have no group, and on a rank that is on no mesh.
     """
@@ -173,5 +173,5 @@ BY_RANK = (
 
 
 def advise(what: str) -> str:
-    """Return the fix to show if ranks differ in `what`, as they may have divided optimizer state among them."""
+    """Return the advice that ends an error about ranks that differ in `what`: they may have divided optimizer state."""
     return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

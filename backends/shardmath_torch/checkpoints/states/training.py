@@ -93,7 +93,7 @@ def state_of(
     mesh: Mesh | None = None,
     group: Group | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
-    """Return the training state as `save` takes it: this rank's tensors, and the layouts of all ranks, by flat name.
+    """Return a module's and its optimizer's state as `save` takes it: local tensors, and layouts on all ranks, by name.
 
     Tensors that are not DTensors, and do not say which part they are (`checkpointable`), are assumed the same on all
     ranks of `mesh`, by default the largest mesh of the DTensors, or the ranks of the group. Give `mesh` if some ranks
@@ -133,7 +133,7 @@ class _State(NamedTuple):
     paths: dict[str, tuple[str, ...]]
 
     def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
-        """Add `tensor`, or bytes if `layout` is None, under the keys `path` that lead to it.
+        """Add `tensor`, or bytes if `layout` is None, under the keys `path`, which joined with dots are its name.
 
         A DTensor on a mesh without this rank, for which it has an empty tensor, adds only a layout.
         """
@@ -177,7 +177,9 @@ def save_state(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save a module and its optimizer: `save` of `state_of`. Collective over the group, by default all ranks.
+    """Save a module's weights and its optimizer's state at `path`, to be loaded under any parallelism.
+
+    This is `save` of `state_of`. Collective over the group, by default all ranks.
 
     Each rank's optimizer may have the parameters of all meshes of the module, or only of the rank's mesh, as under
     pipeline stages on separate meshes. A parameter's options come from the ranks that hold it.
@@ -234,7 +236,7 @@ def load_state(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> Unmatched:
-    """Restore in place what `save_state` saved of a module with the same names, whatever the parallelism of either.
+    """Restore a module and its optimizer in place from what `save_state` wrote, under the same or another parallelism.
 
     The optimizer may be fresh. Its groups take the options of the groups that their parameters were in. Parameters may
     be grouped otherwise than before, if all of a group that are on this rank had the same options. Without an

@@ -70,14 +70,14 @@ NUMBERS = (
 
 
 class Kinded(NamedTuple):
-    """An Enum or a namedtuple, as the name of its class, which a checkpoint cannot make, and its plain value."""
+    """An Enum member or a namedtuple: the name of its class, which a checkpoint cannot make, and its plain value."""
 
     kind: str
     plain: object
 
 
 def plain_of(value: object) -> object:
-    """Return the value of an Enum, the tuple of a namedtuple, or any other `value` itself."""
+    """Return the value of an Enum member, the plain tuple of a namedtuple, or any other `value` itself."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -86,14 +86,16 @@ def plain_of(value: object) -> object:
 
 
 def check_depth(what: str, depth: int) -> None:
-    """Raise CheckpointError, calling the value `what`, if `depth` is too deep, as in a value that contains itself."""
+    """Raise CheckpointError if the value that errors call `what` is nested deeper than allowed, at `depth`. A value
+    that contains itself is."""
     if depth > MOST_DEPTH:
         fault = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
         raise CheckpointError(f"{fault}; give a value that is flatter")
 
 
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
-    """Return `value` as JSON. Raises CheckpointError, naming the value as `what`, if JSON cannot express it.
+    """Return an option or state `value` as JSON lists and dicts. Raises CheckpointError, naming it `what`, if JSON
+    cannot express it.
 
     `kinded` allows Enums and namedtuples: whatever takes the value holds some in the same places.
     """
@@ -228,7 +230,8 @@ def _decode_number(dtype: str, number: float) -> object:
 
 
 def rebuild(like: object, items: object) -> Any:
-    """Return a value of the class of `like` with other `items`. Raises whatever the class raises for such items."""
+    """Return a list, tuple, namedtuple or Enum of the same class as `like`, made of `items`. Raises whatever the class
+    raises for such items."""
     kind: Any = type(like)
     # the class of a namedtuple takes its items one by one
     make = getattr(kind, "_make", kind)
@@ -271,7 +274,7 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 
 class StateKind(NamedTuple):
-    """A kind of extra state: its Python types, and a function that restores it from a tensor of bytes."""
+    """A kind of extra state that a module may have: its Python types, and the function that restores it from bytes."""
 
     types: tuple[type, ...]
     restore: Callable[[Tensor], object]
@@ -287,7 +290,7 @@ KINDS = {
 
 
 class Extra(NamedTuple):
-    """A module's extra state: the result of get_extra_state as bytes, and the kind of its value, a key of KINDS."""
+    """A module's extra state: the value that get_extra_state returned, as bytes, and its kind, a key of KINDS."""
 
     module: nn.Module
     kind: str
@@ -295,7 +298,8 @@ class Extra(NamedTuple):
 
 
 def pack_extra(module: nn.Module, name: str, value: object) -> Extra:
-    """Return the extra state `value` of `module` as bytes. Raises CheckpointError, with `name`, if it is not bytes."""
+    """Return the extra state `value` of `module` as bytes, with its kind. Raises CheckpointError, with `name`, if it is
+    not bytes."""
     kind = _kind_of(value)
     if kind is None:
         what = f"extra state {name!r} is of type {type(value).__name__}"

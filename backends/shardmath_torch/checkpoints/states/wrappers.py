@@ -176,7 +176,7 @@ def _get_own_dict(value: object) -> dict[str, object]:
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError if saving the state of `optimizer` would lose something.
+    """Raise CheckpointError if `optimizer` keeps state that would be lost if its state and groups were saved.
 
     It raises for an optimizer that has inner optimizers with separate state that are not `given`, for one that makes
     its state again at each access, and if the state dict of the optimizer, or of an inner one that shares its state,

@@ -58,7 +58,7 @@ class _Weights(NamedTuple):
     quantized: dict[str, QuantizedRead]
 
     def add(self, read: QuantizedRead) -> None:
-        """Add a tensor that is to be read as data and scales."""
+        """Add a quantized tensor, to be read as data and scales."""
         self.quantized[read.name] = read
         self.layouts.update(read.reads())
         self.stored[read.key] = read.stored_scales
@@ -75,7 +75,7 @@ def load_weights(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> None:
-    """Fill the parameters and persistent buffers of `module`, in place, from any checkpoint that `load` reads.
+    """Load the parameters and persistent buffers of `module`, in place, from any checkpoint that `load` reads.
 
     `names` maps names in the module to stored names, if they differ. A parameter with several names is found under any
     of them. Tensors that transformers saves under other names, or unstacked, are found as it saves them. Values are

@@ -34,7 +34,7 @@ NUMBERS = "float32", "bfloat16", "float16", *BYTES
 
 
 class QuantizedRead(NamedTuple):
-    """A tensor to be read as data and scales: its layout in the module, and the layouts in which both are read."""
+    """A quantized tensor to read: its layout in the module, and the layouts in which its data and scales are read."""
 
     name: str
     format: Format
@@ -45,17 +45,17 @@ class QuantizedRead(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name under which the scales are loaded, in addition to the module's names."""
+        """The name under which the tensor's scales are loaded, next to the tensor itself."""
         return f"scales of {self.name}"
 
     def reads(self) -> Iterator[tuple[str, Layout]]:
-        """Yield the layouts of the data and of the scales, with the names under which they are loaded."""
+        """Yield the name and the layout of the data, and then of the scales, as they are loaded."""
         yield self.name, self.data
         yield self.key, self.scales
 
 
 def check_format(format: object) -> None:
-    """Raise CheckpointError unless `format` is a format of data and scales."""
+    """Raise CheckpointError unless `format` is None, or stores a tensor as data and one tensor of scales."""
     if format is None:
         return
     if not isinstance(format, Format):
@@ -80,7 +80,7 @@ def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
 
 
 def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str) -> str:
-    """Return the error message for data that are stored with scales, and loaded without a format."""
+    """Return the error message for a tensor that is stored quantized, with scales, and loaded without a format."""
     what = f"{name!r} is {layout.dtype} in the module, and {checkpoint[stored].dtype} in the checkpoint"
     fix = "give format=, such as shardmath.formats.FP8Blocks() for tiles of 128 x 128"
     return f"{what}, with scales in {scales!r}; {fix}"
@@ -89,7 +89,8 @@ def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, s
 def pair(
     checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str, format: Format
 ) -> QuantizedRead:
-    """Return tensor `name` as a read of data and scales. Raises CheckpointError if they do not fit `format`."""
+    """Return the read of the quantized tensor `name`, as data and scales. Raises CheckpointError if they do not fit
+    `format`."""
     data_part, scale_part = format.parts
     data = checkpoint[stored]
     found = checkpoint[scales]
