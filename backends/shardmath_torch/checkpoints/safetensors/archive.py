@@ -50,7 +50,7 @@ class Written(NamedTuple):
 
 
 class _ArchiveFrame(NamedTuple):
-    """The records of an archive before and after the tensor's data."""
+    """The bytes of a torch.save archive before and after the tensor's data."""
 
     before: bytes
     after: bytes
@@ -119,7 +119,7 @@ def _make_frame(tensor: Tensor) -> _ArchiveFrame:
 def _place_archives(
     tensors: Named, frames: Mapping[str, _ArchiveFrame]
 ) -> tuple[dict[str, Written], int]:
-    """Where each tensor will lie, counted from the end of the header, and the length of all archives."""
+    """The place of each tensor in the file, counted from the end of the header, and the length of all archives."""
     archives = {}
     end = 0
     for name, (before, after) in frames.items():
@@ -136,7 +136,7 @@ def _round_up(n: int) -> int:
 
 
 def _make_header(tensors: Named, archives: Mapping[str, Written], end: int) -> bytes:
-    """The header, after its length: each tensor, and the bytes before, between and behind them as frames."""
+    """The file's header: entries of all tensors, and of the bytes between them as `frame/0` and so on."""
     keys = _choose_keys(tensors)
     taken = {RESERVED, *tensors, *keys.values()}
     frames = [find_unused(f"frame/{i}", taken) for i in range(len(tensors) + 1)]

@@ -123,7 +123,7 @@ def discard(drafts: Iterable[DraftFile]) -> None:
 
 
 def _create(file: Path) -> BinaryIO:
-    """A stream to a new file of that name, which replaces any file there."""
+    """Create a file of that name in place of any file there, and return the open stream."""
     file.unlink(missing_ok=True)
     return file.open("xb")
 
@@ -132,8 +132,10 @@ def check_tied(tied: Iterable[str]) -> None:
     """Raise CheckpointError if a name in `tied` is a key that safetensors' readers reserve in a header's metadata."""
     for name in tied:
         if name in TAKEN:
-            what = f"{name!r} is tied, and readers of a header take it for something else"
-            raise CheckpointError(f"{what}; give it another name")
+            what = (
+                f"tied= has the name {name!r}, but {', '.join(TAKEN)} are reserved in safetensors"
+            )
+            raise CheckpointError(f"{what}; tie it under another name")
 
 
 def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
@@ -157,22 +159,22 @@ def check_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):
             if not NAME.fullmatch(file.name) or not _is_export_file(file):
-                why = "which no export wrote and readers would take for part of this one"
+                why = "which `export` did not write, and readers would load as part of this model"
                 what = f"{folder} has {file.name}, {why}"
                 raise CheckpointError(f"{what}; give another folder, or move the file away")
         for file in (*_list_exported(folder), *folder.glob(INDEX + UNFINISHED)):
             _check_replaceable(folder, file)
         index = folder / INDEX
         if index.exists() and not _is_export_index(index):
-            what = f"{folder} has an {INDEX} that no export wrote"
-            raise CheckpointError(f"{what}; give another folder, or move it away")
+            what = f"{folder} has an {INDEX} that `export` did not write and would have to replace"
+            raise CheckpointError(f"{what}; give another folder, or move the index away")
 
 
 def _check_replaceable(folder: Path, file: Path) -> None:
     """Raise CheckpointError for anything but a file or a link, which an export cannot replace."""
     if not file.is_symlink() and not file.is_file():
-        kind = "a folder" if file.is_dir() else "something that is not a file,"
-        what = f"{folder} has {kind} {file.name}, a name that exports write to"
+        kind = "a folder" if file.is_dir() else "something else than a file,"
+        what = f"{folder} has {kind} {file.name}, but exports write a file of that name"
         raise CheckpointError(f"{what}; give another folder, or move it away")
 
 
@@ -216,7 +218,7 @@ def told(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{error.filename or folder} cannot be written: {error.strerror or error}"
-        raise CheckpointError(f"{what}; give a folder that can be, with room") from error
+        raise CheckpointError(f"{what}; give a folder that is writable and has room") from error
 
 
 @contextlib.contextmanager
@@ -263,7 +265,7 @@ def _rename(folder: Path, names: Mapping[str, str]) -> None:
 
 
 def _read_number(name: str) -> int:
-    """The number of a file's export, from its name; 1 if the name has none."""
+    """The number of the export that wrote the file `name`; 1 if the name has none."""
     found = NAME.fullmatch(name)
     return int(found[1]) if found and found[1] else 1
 

@@ -52,7 +52,7 @@ def size_of(size: int | str) -> int:
         # Not "5" without a unit: a number of bytes is given as an int.
         nbytes = None if size.strip().isdecimal() else read_bytes(size)
     if type(nbytes) is not int or nbytes < 1:
-        what = f"max_shard_size is {shown(size)}"
+        what = f"max_shard_size is {shown(size)}, not a size of at least 1 byte"
         raise CheckpointError(f"{what}; give a number of bytes, or text such as '500MB' or '5GB'")
     return nbytes
 
@@ -62,9 +62,10 @@ def check_entries(entries: Mapping[str, Entry]) -> None:
     for name, (shape, dtype) in entries.items():
         if dtype not in NAMES:
             what = f"tensor {name!r} is {dtype}{list(shape)}, a type that safetensors does not have"
-            raise CheckpointError(f"{what}; cast it, or leave it out; it has {', '.join(NAMES)}")
+            raise CheckpointError(f"{what}; leave it out, or cast it to one of {', '.join(NAMES)}")
         if name == RESERVED or not _is_text(name):
-            what = f"a tensor is called {name!r}, which no safetensors file can call it"
+            rule = f"names must be UTF-8 text other than {RESERVED!r}"
+            what = f"safetensors cannot hold a tensor of the name {name!r}: {rule}"
             raise CheckpointError(f"{what}; give it another name")
 
 

@@ -81,14 +81,14 @@ def _check_fit(weights: Weights, name: str, layout: Layout) -> None:
     if entry is None:
         count = plural(weights.entries, "tensor")
         what = f"{weights.path} has no {name!r} among its {count}"
-        raise WeightsError(f"{what}; leave it out, or tie it to one of them with `tied`")
+        raise WeightsError(f"{what}; leave it out, or tie it to one of them with tied()")
     if (layout.shape, layout.dtype) != (entry.shape, entry.dtype):
         found = f"{entry.dtype}{list(entry.shape)}"
-        what = f"{name!r} is {found} in {entry.file}, its layout says {layout}"
-        raise WeightsError(f"{what}; make the layout from `shapes`")
+        what = f"{name!r} is {found} in {entry.file}, but its layout is {layout}"
+        raise WeightsError(f"{what}; give the layout the shape and dtype in `weights.shapes`")
     if layout.partial:
-        what = f"{name!r} is Partial in {layout}, a file holds whole values"
-        raise WeightsError(f"{what}; divide or replicate it")
+        what = f"{name!r} is Partial in {layout}, but a file holds whole values"
+        raise WeightsError(f"{what}; give a layout without Partial")
 
 
 def load(
@@ -112,7 +112,7 @@ def load(
 
 
 def _begin_tally(layouts: Mapping[str, Layout], rank: int, progress: Progress | None) -> Tally:
-    """A tally of the bytes of all local tensors, holes included."""
+    """Begin a tally of the bytes of all local tensors, including positions without an element."""
     tally = Tally(progress)
     tally.begin(sum(math.prod(held.local_shape(rank)) * held.itemsize for held in layouts.values()))
     return tally
