@@ -144,9 +144,8 @@ def check_key(key: object, of: str) -> None:
     """Raise CheckpointError unless `key`, of the dict that errors call `of`, is exactly a str. A key of a subclass
     would be loaded as a str."""
     if type(key) is not str:
-        raise CheckpointError(
-            f"{of} has the key {shown(key)}; use text as keys, of exactly the type str"
-        )
+        what = f"{of} has the key {shown(key)}, of type {type(key).__name__}"
+        raise CheckpointError(f"{what}; use text as keys, of exactly the type str")
 
 
 def _write_parameter(name: str, entries: Entries) -> dict[str, Any]:
@@ -176,22 +175,23 @@ def read_index(path: object, data: Tensor) -> Index:
         return _decode_index(json.loads(as_bytes(data)))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         what = f"{path}: {INDEX!r} was not written by save_state ({error})"
-        raise CheckpointError(
-            f"{what}; read tensors of other checkpoints with shardmath_torch.load"
-        ) from error
+        fix = "save again with save_state, or read tensors with shardmath_torch.load"
+        raise CheckpointError(f"{what}; {fix}") from error
 
 
 def _decode_index(coded: object) -> Index:
     """The index in this JSON. Raises ValueError, KeyError or TypeError for other JSON."""
     parts = _check_object(coded)
     if parts.keys() != {"names", "extra", "groups", "state"}:
-        raise ValueError(f"its parts are {shown(sorted(parts))}")
+        what = f"its parts are {shown(sorted(parts))}"
+        raise ValueError(f"{what}, not names, extra, groups and state")
     names = _check_object(parts["names"])
     _check_texts(names.values())
     extra = _check_object(parts["extra"])
     for kind in extra.values():
         if kind not in KINDS:
-            raise ValueError(f"{shown(kind)} is not a kind of extra states")
+            what = f"{shown(kind)} is not a kind of extra state"
+            raise ValueError(f"{what}, which are {', '.join(KINDS)}")
     groups = None
     if parts["groups"] is not None:
         groups = read_groups(parts["groups"])
@@ -233,7 +233,8 @@ def _read_entry(coded: object) -> Entry:
             return Own(dtype, tuple(sizes))
         case {"value": value}:
             return Value(decode_value(value))
-    raise ValueError(f"{shown(coded)} does not say how a value of the state lies")
+    what = f"{shown(coded)} does not describe an item of an optimizer's state"
+    raise ValueError(f"{what}, by like, own or value")
 
 
 def _is_size(value: object) -> bool:
@@ -242,17 +243,17 @@ def _is_size(value: object) -> bool:
 
 def _check_object(coded: object) -> dict[str, Any]:
     if not isinstance(coded, dict):
-        raise ValueError(f"{shown(coded)} is not an object")
+        raise ValueError(f"{shown(coded)} is not a JSON object")
     return coded
 
 
 def _check_list(coded: object) -> list[Any]:
     if not isinstance(coded, list):
-        raise ValueError(f"{shown(coded)} is not a list")
+        raise ValueError(f"{shown(coded)} is not a JSON list")
     return coded
 
 
 def _check_texts(coded: Any) -> None:
     for name in coded:
         if not isinstance(name, str):
-            raise ValueError(f"{shown(name)} is not a name")
+            raise ValueError(f"{shown(name)} is not a name, which must be text")

@@ -67,7 +67,8 @@ def check_shaped(name: str, tensor: Tensor) -> None:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE:
         what = f"{name!r} is {dtype}, a type that layouts do not have"
-        raise CheckpointError(f"{what}; give plain numbers, such as its int_repr() or dequantize()")
+        fix = "replace it by plain numbers, such as its int_repr() or dequantize()"
+        raise CheckpointError(f"{what}; {fix}")
     if tensor.is_nested:
         parts = plural(tensor.size(0), "part")
         what = f"{name!r} is a nested tensor, of {parts} without one shape"
@@ -84,7 +85,7 @@ def say_unwritable(local: Tensor) -> str:
             return missing
     if overlaps_itself(local):
         shape, strides = tuple(local.shape), local.stride()
-        return f"has shape {shape} and strides {strides}, several elements in one cell"
+        return f"has shape {shape} and strides {strides}, so several elements in the same memory"
     return ""
 
 

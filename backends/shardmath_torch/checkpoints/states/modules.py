@@ -105,7 +105,7 @@ class Description(NamedTuple):
 
 
 def _claim_tensor(name: str, tensor: Tensor) -> str:
-    """What must be the same of a tensor on all ranks."""
+    """The dtype, shape and placements of a tensor as text, which must be the same on all ranks."""
     if is_checkpointable(tensor):
         return f"part of {tensor.dtype}{list(read_boxes(name, tensor).shape)}"
     divided = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
@@ -135,7 +135,7 @@ def describe(module: nn.Module) -> Description:
     and two names that are equal without wrappers' parts.
     """
     if not isinstance(module, nn.Module):
-        raise CheckpointError(f"the module is {shown(module)}; give a torch.nn.Module")
+        raise CheckpointError(f"the module is {shown(module)}, not a torch.nn.Module; give one")
     state = _unwrap(module.state_dict(keep_vars=True).items())
     parameters = _unwrap(module.named_parameters(remove_duplicate=False))
     all_buffers = _unwrap(module.named_buffers(remove_duplicate=False))
@@ -170,8 +170,9 @@ def _unwrap(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
     for name, value in named:
         stripped = _strip_wrappers(name)
         if stripped in unwrapped:
-            what = f"without {' and '.join(WRAPPERS)}, several names are {stripped!r}"
-            raise CheckpointError(f"{what}; rename one of the modules")
+            what = f"{name!r} and another tensor of the module are both {stripped!r}"
+            without = f"without {' and '.join(WRAPPERS)}, which are left out of saved names"
+            raise CheckpointError(f"{what} {without}; rename one of the modules")
         unwrapped[stripped] = value
     return unwrapped
 
@@ -191,8 +192,10 @@ def _find_owner(module: nn.Module, name: str) -> nn.Module:
         is_owner = last == "_extra_state" and _strip_wrappers(part_path) == path
         if is_owner and not _is_wrapper(part):
             return part
-    what = f"{name!r} of the state dict is not a parameter, a buffer or an extra state"
-    raise CheckpointError(f"{what}; remove its hook")
+    what = (
+        f"the module's state dict has {name!r}, not a parameter, a buffer or an extra state of it"
+    )
+    raise CheckpointError(f"{what}; remove the state_dict hook that adds it")
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -272,8 +275,8 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
     for name, tensor in tensors.items():
         mesh = layouts[name].mesh
         if rank not in mesh and not isinstance(tensor, DTensor):
-            what = f"rank {rank} has {name!r} in its module, and is not on the mesh {mesh}"
-            fix = "give a mesh of all ranks that have the module, or a group of those on the mesh"
+            what = f"rank {rank} has {name!r} in its module, but is not on the mesh {mesh}"
+            fix = "give mesh= of all ranks that have the module, or group= of only the mesh's ranks"
             raise CheckpointError(f"{what}, ranks {list(mesh.ranks[:8])}; {fix}")
 
 
@@ -309,21 +312,21 @@ def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
 def _find_held(
     name: str, tensor: Tensor, parts_by_rank: Mapping[int, Mapping[str, Any]]
 ) -> dict[int, Any]:
-    """What each rank of a DTensor's mesh, or every rank, holds. Raises CheckpointError if the group lacks one."""
+    """The part that each rank of a DTensor's mesh, or every rank, holds. Raises CheckpointError if the group lacks
+    one."""
     parts = {}
     ranks = mesh_of(tensor.device_mesh).ranks if isinstance(tensor, DTensor) else parts_by_rank
     for rank in ranks:
         if rank not in parts_by_rank:
-            what = (
-                f"tensor {name!r} is on rank {rank} too, the group has {sorted(parts_by_rank)[:8]}"
-            )
-            raise CheckpointError(f"{what}; give a group of all ranks that hold it")
+            has = f"the group has only ranks {sorted(parts_by_rank)[:8]}"
+            what = f"the mesh of tensor {name!r} has rank {rank}, but {has}"
+            raise CheckpointError(f"{what}; give group= of all ranks that hold the tensor")
         parts[rank] = parts_by_rank[rank][name]
     return parts
 
 
 def _ask_renamed(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
-    """The `ask` under other names of tensors: `spell` turns each into the name that `ask` knows."""
+    """An `ask` that takes tensors under other names: `spell` turns each into the name that `ask` knows."""
     if ask is None:
         return None
 
@@ -353,7 +356,7 @@ def check_slots(model: Model) -> None:
     for spot, other in find_meetings(slot.local for slot in model.slots.values()):
         what = f"{names[spot]!r} and {names[other]!r} have a part of their memory in common"
         fix = "give each a tensor with its own memory, such as a clone"
-        raise CheckpointError(f"{what}, and are stored separately; {fix}")
+        raise CheckpointError(f"{what}, so loading one would overwrite the other; {fix}")
 
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
@@ -371,5 +374,6 @@ def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "")
             continue
         values = [found[prefix + each].to(spot.dtype) for each in (first, name)]
         if not has_same_bits(*values):
-            what = f"{first!r} and {name!r} are one tensor here, and differ in the checkpoint"
-            raise CheckpointError(f"{what}; load them separately, and tie them when they are equal")
+            what = f"{first!r} and {name!r} are one tensor here, but differ in the checkpoint"
+            fix = "untie them before loading, and tie them again if their values are equal"
+            raise CheckpointError(f"{what}; {fix}")

@@ -133,7 +133,7 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
             twice = sorted(grouped & parameters.keys())
             if twice:
                 what = f"{twice[0]!r} is in two parameter groups of the optimizers"
-                raise CheckpointError(f"{what}; give each parameter to one optimizer, in one group")
+                raise CheckpointError(f"{what}; put each parameter into one group of one optimizer")
             grouped |= parameters.keys()
             groups.append(ParameterGroup(each, options, parameters))
         _check_state(model, each)
@@ -173,12 +173,13 @@ def _list_optimizers(given: object) -> tuple[Optimizer, ...]:
     if isinstance(given, Optimizer):
         return (given,)
     if not isinstance(given, Iterable):
-        raise CheckpointError(f"the optimizer is {shown(given)}; give one, several, or None")
+        what = f"the optimizer is {shown(given)}, not a torch.optim.Optimizer or several"
+        raise CheckpointError(f"{what}; give one, a list of them, or None")
     found = tuple(given)
     for each in found:
         if not isinstance(each, Optimizer):
-            what = f"an optimizer is {shown(each)}, which is not one of torch.optim"
-            raise CheckpointError(f"{what}; give a torch.optim.Optimizer, several, or None")
+            what = f"one of the optimizers is {shown(each)}, not a torch.optim.Optimizer"
+            raise CheckpointError(f"{what}; give one, a list of them, or None")
     return found
 
 
@@ -211,7 +212,7 @@ def _check_state(model: Model, optimizer: Optimizer) -> None:
             raise CheckpointError(_explain_stray(model, key))
         if not isinstance(held, Mapping):
             what = f"the optimizer's state of {_name_of(model, key)!r} is {shown(held)}"
-            raise CheckpointError(f"{what}; give a dict of values by name")
+            raise CheckpointError(f"{what}, not a dict; keep its values in a dict by name")
 
 
 def _explain_stray(model: Model, key: object) -> str:
@@ -260,7 +261,7 @@ def describe_optimizers(
 def _split_by_options(
     model: Model, group: ParameterGroup, reported: Mapping[str, Mapping[str, object]]
 ) -> list[SavedGroup]:
-    """The group as it is saved, split by options: parameters that are not on this rank have their reported ones."""
+    """The groups to save for one group: split if ranks report different options for its parameters."""
     local: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
     named: dict[int, list[str]] = {}
     options: dict[int, Mapping[str, object]] = {id(local): local}
@@ -276,7 +277,7 @@ def _split_by_options(
 def _list_slots(
     name: str, held: Mapping[str, Any], entries: Mapping[str, Entry], parameter: Layout
 ) -> dict[tuple[str, str], ModuleSlot]:
-    """The slots of a parameter's state tensors, given the parameter's layout."""
+    """The local tensors and layouts of a parameter's state, by the parameter's name and key."""
     slots = {}
     for key, entry in entries.items():
         if not isinstance(entry, Value):
@@ -337,13 +338,13 @@ def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
 
 def _explain_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str) -> str:
     """The message of an error about state whose placement is not known."""
-    known = "where it lies is known only of scalars and of state like the parameter"
+    known = "how other state is divided among ranks is not known"
     if isinstance(entry, Value):
         what = f"{key!r} of {name!r}, which is a DTensor, has tensors in a {type(entry.value).__name__}"
-        return f"{what}; keep each under its own key, as a DTensor like the parameter: {known}"
+        return f"{what}; keep each under its own key, as a DTensor like the parameter, as {known}"
     shapes = f"shape {entry.shape}, its parameter {tuple(parameter.shape)}"
     fix = "keep a scalar, or a tensor placed like the parameter"
-    return f"{key!r} of {name!r} has {shapes}, or other placements; {fix}: {known}"
+    return f"state {key!r} of {name!r} has {shapes}, or other placements; {fix}, as {known}"
 
 
 def _is_placed_like(value: Tensor, parameter: Tensor) -> bool:

@@ -159,7 +159,7 @@ def check_fillable(goals: Iterable[Goal]) -> None:
         for state in held:
             if not isinstance(state, MutableMapping):
                 what = f"{type(optimizer).__name__} has state in a {type(state).__name__}"
-                raise CheckpointError(f"{what}, which cannot be filled; keep it in a dict")
+                raise CheckpointError(f"{what}, not in a mutable mapping; keep it in a dict")
 
 
 # Jobs

@@ -124,8 +124,10 @@ def state_of(
 
 
 class _State(NamedTuple):
-    """What is saved: names of the optimizers' parameters (None without an optimizer), and by flat name this rank's
-    tensors, the layouts of all ranks, and the paths under which torch's own tools nest each."""
+    """The training state to save, by name: this rank's tensors, all ranks' layouts, and paths for torch's own tools.
+
+    `trained` has the names of the optimizers' parameters; it is None without an optimizer.
+    """
 
     trained: tuple[str, ...] | None
     tensors: dict[str, Tensor]
@@ -196,7 +198,7 @@ def save_state(
 
 
 def _claim_state(state: _State) -> dict[str, str]:
-    """What must be the same on all ranks: the layouts, and which parameters have an optimizer."""
+    """Facts about the state that must be the same on all ranks: layouts, and which parameters have an optimizer."""
     claims = _claim_trained(state.trained)
     for name, layout in state.layouts.items():
         claims[repr(name)] = "bytes" if layout is None else describe_form(layout)
@@ -215,7 +217,7 @@ def _claim_trained(trained: Iterable[str] | None) -> dict[str, str]:
 
 
 class _Restoration(NamedTuple):
-    """A restoration, planned once names are matched."""
+    """The steps of a load, planned once names are matched: tensors to read, and options to set."""
 
     unmatched: Unmatched
     goals: list[Goal]
@@ -274,9 +276,8 @@ def load_state(
 def _open_state(path: str | os.PathLike[str]) -> Checkpoint:
     checkpoint = open_checkpoint(path)
     if INDEX not in checkpoint:
-        raise CheckpointError(
-            f"{path} was not written by save_state; fill the module's weights with load_weights"
-        )
+        what = f"{path} was not written by save_state: it has no {INDEX!r}"
+        raise CheckpointError(f"{what}; fill the module's weights with load_weights")
     return checkpoint
 
 
@@ -308,7 +309,7 @@ def _match_state(
 
 
 def _claim_match(matched: _Restoration) -> dict[str, str]:
-    """What must be the same on all ranks: the stored name of every tensor, and the names of only one side."""
+    """Facts about a load that must be the same on all ranks: stored names, and names that only one side has."""
     claims = _claim_trained(matched.trained)
     for job in matched.jobs:
         claims[f"the source of {job.here!r}"] = repr(job.there)

@@ -90,7 +90,7 @@ def check_depth(what: str, depth: int) -> None:
     that contains itself is."""
     if depth > MOST_DEPTH:
         fault = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
-        raise CheckpointError(f"{fault}; give a value that is flatter")
+        raise CheckpointError(f"{fault}; replace it by a flatter value")
 
 
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
@@ -130,11 +130,13 @@ def _code_parts(
 
 
 def _explain_uncodable(value: object, what: str) -> str:
-    """The message of an error about a value that would come back as another, or not at all."""
+    """The error message for a value that would be loaded as another type, or that JSON cannot hold."""
     kind = type(value)
     for base in (int, float, str, list, tuple, dict):
         if isinstance(value, base) and kind is not base:
-            fault = f"{what} is {shown(value)}, a {kind.__qualname__}, which would come back as"
+            fault = (
+                f"{what} is {shown(value)}, a {kind.__qualname__}, but would be loaded as a plain"
+            )
             return f"{fault} {base.__name__}; {CODABLE}, of exactly these types"
     return f"{what} is {shown(value)}, which JSON cannot store; {CODABLE}"
 
@@ -156,10 +158,10 @@ def _is_printable(number: int) -> bool:
 
 
 def _code_tensor(tensor: Tensor, what: str) -> list[Any]:
-    """The dtype and the nested lists of elements, and the shape of a tensor without elements."""
+    """The dtype of a tensor and its elements as nested lists; also its shape, if it has no elements."""
     unreadable = _explain_unreadable(tensor)
     if unreadable:
-        raise CheckpointError(f"{what} {unreadable}; give a plain tensor on memory that is there")
+        raise CheckpointError(f"{what} {unreadable}; replace it by a plain tensor with memory")
     dtype = str(tensor.dtype).removeprefix("torch.")
     items = plain(tensor).detach().tolist()
     if tensor.numel():
@@ -210,7 +212,8 @@ def _decode_array(coded: object) -> object:
             return _decode_tensor(dtype, items)
         case {"tensor": [str(dtype), list(), list(shape)]} if dtype in ITEMSIZE:
             return _decode_tensor(dtype, [], shape)
-    raise ValueError(f"{shown(coded)} is not a coded value")
+    what = "not a value that save_state writes"
+    raise ValueError(f"{shown(coded)} is {what}; save it again")
 
 
 def _decode_tensor(dtype: str, items: object, shape: list[Any] | None = None) -> Tensor:
@@ -219,14 +222,16 @@ def _decode_tensor(dtype: str, items: object, shape: list[Any] | None = None) ->
         tensor = torch.tensor(items, dtype=dtype_of(dtype), device="cpu")
         return tensor if shape is None else tensor.reshape(shape)
     except (TypeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{shown(items)} are not elements of {dtype}: {error}") from error
+        what = f"{shown(items)} are not elements of a tensor of {dtype}: {error}"
+        raise ValueError(f"{what}; save it again") from error
 
 
 def _decode_number(dtype: str, number: float) -> object:
     try:
         return np.dtype(dtype).type(number)
     except (OverflowError, ValueError) as error:
-        raise ValueError(f"{shown(number)} is not a number of {dtype}: {error}") from error
+        what = f"{shown(number)} is not a number of {dtype}: {error}"
+        raise ValueError(f"{what}; save it again") from error
 
 
 def rebuild(like: object, items: object) -> Any:
@@ -302,13 +307,14 @@ def pack_extra(module: nn.Module, name: str, value: object) -> Extra:
     not bytes."""
     kind = _kind_of(value)
     if kind is None:
-        what = f"extra state {name!r} is of type {type(value).__name__}"
-        raise CheckpointError(f"{what}; return bytes, a BytesIO, or a 1-d tensor of uint8")
+        what = f"extra state {name!r} is of type {type(value).__name__}, but must be bytes"
+        fix = "return bytes, a BytesIO, or a 1-d tensor of uint8 from get_extra_state"
+        raise CheckpointError(f"{what}; {fix}")
     return Extra(module, kind, as_tensor(name, b"" if value is None else value))
 
 
 def _kind_of(value: object) -> str | None:
-    """The word for a value's kind; None for a value that is not bytes."""
+    """The kind of an extra state, a key of KINDS; None for a value that is not bytes."""
     if isinstance(value, Tensor) and (value.dtype != torch.uint8 or value.ndim != 1):
         return None
     for word, kind in KINDS.items():
