@@ -60,13 +60,12 @@ def check_format(format: object) -> None:
         return
     if not isinstance(format, Format):
         fix = "give one of shardmath.formats, such as formats.FP8Blocks()"
-        raise CheckpointError(f"format={shown(format)} is not a format; {fix}")
+        raise CheckpointError(f"format={shown(format)} is not a shardmath Format; {fix}")
     if len(format.parts) != 2:
         names = ", ".join(part.name for part in format.parts)
-        what = (
-            f"{format.name} stores {names}, and a checkpoint's tensor has one of scales beside it"
-        )
-        raise CheckpointError(f"{what}; load them with smt.load, and dequantize")
+        what = f"format {format.name} stores a tensor as {names}, not as data and scales"
+        fix = "load these with shardmath_torch.load, and dequantize them with shardmath_torch.dequantize"
+        raise CheckpointError(f"{what}; {fix}")
 
 
 def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
@@ -81,7 +80,7 @@ def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
 
 def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str) -> str:
     """Return the error message for a tensor that is stored quantized, with scales, and loaded without a format."""
-    what = f"{name!r} is {layout.dtype} in the module, and {checkpoint[stored].dtype} in the checkpoint"
+    what = f"{name!r} is {layout.dtype} in the module, but {checkpoint[stored].dtype} in the checkpoint"
     fix = "give format=, such as shardmath.formats.FP8Blocks() for tiles of 128 x 128"
     return f"{what}, with scales in {scales!r}; {fix}"
 
@@ -94,17 +93,19 @@ def pair(
     data_part, scale_part = format.parts
     data = checkpoint[stored]
     found = checkpoint[scales]
-    fix = "give the format that the checkpoint has"
+    fix = "give format= as the checkpoint was quantized"
     if not has_same_bytes(data.dtype, data_part.kind):
-        what = f"{name!r} is stored as {data.dtype}, and {format.name} has {data_part.kind}"
+        what = f"{name!r} is stored as {data.dtype}, but format {format.name} has {data_part.kind}"
         raise CheckpointError(f"{what}; {fix}")
     expected = format.scale_shape(data.shape)
     if found.shape != expected:
-        what = f"{scales!r} has shape {found.shape}, and {format.name} has scales {expected}"
+        what = f"{scales!r} has shape {found.shape}, but format {format.name} has scales {expected}"
         raise CheckpointError(f"{what} of a tensor of shape {data.shape}; {fix}")
     as_bytes = scale_part.dtype == "uint8"
     if found.dtype not in (BYTES if as_bytes else NUMBERS):
-        what = f"{scales!r} is stored as {found.dtype}, and {format.name} has {scale_part.kind}"
+        what = (
+            f"{scales!r} is stored as {found.dtype}, but format {format.name} has {scale_part.kind}"
+        )
         raise CheckpointError(f"{what}; {fix}")
     scale_layout = format.scale_layout(layout, name, duplicated=True)
     # Scales that are bytes are read as bytes; others in their stored dtype, and converted later.
