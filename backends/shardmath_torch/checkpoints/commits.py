@@ -89,8 +89,10 @@ def claim(folder: Place, save: str) -> Claim:
     """Begin a save in `folder`: create and lock its draft of `.metadata`. Raises CheckpointError if the folder has an
     export, which no later export could replace."""
     if isinstance(folder, Path) and has_export(folder):
-        what = f"{folder} has an export, which could not be replaced beside a save"
-        raise CheckpointError(f"{what}; give another folder, or move the export away")
+        what = (
+            f"{folder} has a model by `export`, which no later export could replace next to a save"
+        )
+        raise CheckpointError(f"{what}; save to another folder, or move the model away")
     draft = folder / name_draft(save)
     if isinstance(draft, Remote):
         draft.write_bytes(b"")
@@ -117,7 +119,7 @@ def _close_on_error(handle: int) -> Iterator[None]:
 
 
 def _is_open_as(file: Path, handle: int) -> bool:
-    """Whether the handle has the file of that name open."""
+    """Whether the open `handle` is of the file that is now at the path `file`."""
     try:
         return os.path.samestat(file.stat(), os.fstat(handle))
     except FileNotFoundError:
@@ -151,14 +153,14 @@ def make_count(held: Claim, text: bytes) -> None:
 
 
 def _taken_for_dead(draft: Place) -> CheckpointError:
-    """The error for a save whose draft is gone."""
+    """The error for a running save whose draft of `.metadata` another process has removed."""
     what = (
-        f"{draft} is gone: another rank has given this save up, "
-        "or another save, which its lock did not reach, has taken it for dead"
+        f"{draft}, which a running save needs, is gone: another rank failed and removed it, "
+        "or another save, on a machine that does not see its lock"
     )
-    state = "this save does not count, what others saved there is as it was"
-    fix = "save again, and from one machine at a time"
-    return CheckpointError(f"{what}; {state}; {fix}")
+    state = "what was saved there before is as it was"
+    fix = "save again, from one machine at a time"
+    return CheckpointError(f"{what}; {state}: {fix}")
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
@@ -178,7 +180,7 @@ def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
 
 
 def _list_ours(folder: Place) -> list[tuple[Place, str]]:
-    """Files in the folder that saves wrote, each with the save's digits."""
+    """The files in the folder that saves wrote, each with the identifier of its save."""
     ours: list[tuple[Place, str]] = []
     for file in folder.glob(f"{OURS}*"):
         match = FILE.fullmatch(file.name)
@@ -188,7 +190,7 @@ def _list_ours(folder: Place) -> list[tuple[Place, str]]:
 
 
 def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
-    """Remove a draft that nobody writes. Returns whether the save has ended.
+    """Remove a save's draft unless a running process has locked it. Returns whether the save has ended.
 
     It is removed under a shared lock, which ends as `handles` closes.
     """
@@ -223,7 +225,7 @@ def find_counting(folder: Place) -> str | None:
 
 
 def _is_in_share(name: str, share: tuple[int, int]) -> bool:
-    """Whether this rank removes the file, by its name only: ranks list the folder while others remove files."""
+    """Whether this rank removes the file, by the file's name only: ranks list the folder while others remove files."""
     number, count = share
     return zlib.crc32(name.encode()) % count == number
 

@@ -110,7 +110,7 @@ class LoadPlanner(theirs.LoadPlanner):
         if not isinstance(found, TensorStorageMetadata):
             has = shown(list(self._metadata)[:4])
             what = f"the checkpoint has no tensor {name!r} among its {len(self._metadata)} names"
-            raise CheckpointError(f"{what}, such as {has}; give a name that it has with names=")
+            raise CheckpointError(f"{what}, such as {has}; give one with names={{wanted: stored}}")
         return found
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -124,7 +124,9 @@ class LoadPlanner(theirs.LoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raise CheckpointError: this planner loads tensors only, not pickled objects."""
         name = read_item.dest_index.fqn
-        raise CheckpointError(f"{name!r} is not a tensor; load it with the layout None")
+        what = f"{name!r} is stored as a pickled object, but this planner loads only tensors"
+        fix = "load its bytes with shardmath_torch.load and the layout None"
+        raise CheckpointError(f"{what}; {fix}")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return a view of the local tensor's elements that `read_item` is read into."""
@@ -146,15 +148,19 @@ def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> No
     shape = tuple(stored.size)
     dtype = str(stored.properties.dtype).removeprefix("torch.")
     if layout.shape != shape or not has_same_bytes(layout.dtype, dtype):
-        what = f"tensor {name!r} is stored as {dtype}{shown(list(shape))}, its layout says {layout}"
-        raise CheckpointError(f"{what}; make the layout from `open_checkpoint(path).shapes`")
+        what = (
+            f"tensor {name!r} is stored as {dtype}{shown(list(shape))}, but its layout is {layout}"
+        )
+        fix = "give the layout the shape and dtype in `open_checkpoint(path).shapes`"
+        raise CheckpointError(f"{what}; {fix}")
     if layout.partial:
-        what = f"tensor {name!r} is Partial in {layout}, a checkpoint holds whole values"
-        raise CheckpointError(f"{what}; load it divided or replicated, and move it then")
+        what = f"tensor {name!r} is Partial in {layout}, but a checkpoint holds whole values"
+        raise CheckpointError(f"{what}; load it under a layout without Partial, and then move it")
 
 
 class _BoxTable(NamedTuple):
-    """The stored boxes of a tensor that have elements: a row of each array per box, starts and stops by dimension."""
+    """The stored boxes of a tensor as arrays: a row per box, with its starts and stops by dimension. Without empty
+    boxes."""
 
     name: str
     starts: NDArray[np.int64]

@@ -155,7 +155,7 @@ class Reader(storage.StorageReader):
         return self._opened_checkpoint
 
     def _list_reads(self, plan: LoadPlan) -> dict[Place, list[_Read]]:
-        """The plan's reads, by file."""
+        """The reads of the plan, by file: each with its stored box, and its place and strides in the file."""
         found = self._checkpoint
         boxes = _find_boxes(found, plan.items)
         self._describe_unchecked(boxes, plan.items)
@@ -212,7 +212,7 @@ class Reader(storage.StorageReader):
                 planner.commit_tensor(read.item, target)
 
     def _fetch_part(self, file: Remote, begin: int, end: int) -> bytearray:
-        """Bytes of a file, in one request, or in steps if progress is reported."""
+        """Fetch the bytes from `begin` to `end` of a remote file, in steps if progress is reported."""
         step = TELL_BYTES if self._tally.is_heard else max(1, end - begin)
         data = bytearray()
         for start in range(begin, end, step):
@@ -231,7 +231,7 @@ class Reader(storage.StorageReader):
 
 
 def _describe(tensor: StoredTensor) -> TensorStorageMetadata:
-    """A tensor's entry in torch's metadata."""
+    """A stored tensor's entry in torch's metadata."""
     chunks = []
     for box in tensor.pieces:
         offsets = torch.Size(box.offsets)
@@ -270,7 +270,7 @@ class _Read(NamedTuple):
 
 
 def _find_boxes(found: Checkpoint, items: Iterable[ReadItem]) -> list[StoredBox]:
-    """The stored box of each item."""
+    """The stored box that each item of a load plan reads from."""
     by_name: dict[str, dict[tuple[int, ...], StoredBox]] = {}
     boxes = []
     for item in items:
@@ -285,7 +285,7 @@ def _find_boxes(found: Checkpoint, items: Iterable[ReadItem]) -> list[StoredBox]
 
 
 def _locate_part(strided: Strided, item: ReadItem) -> Strided:
-    """Where the part of a stored box lies that the item asks for, given where the box does."""
+    """The place and strides in the file of the part of a stored box that `item` reads; `strided` is the box's."""
     first = 0
     for offset, step in zip(item.storage_offsets, strided.strides, strict=True):
         first += offset * step
@@ -312,9 +312,8 @@ def _map(file: Path) -> Tensor:
     try:
         return torch.from_file(str(file), shared=False, size=length_of(file), dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
-        what = f"{file} cannot be read: {error}"
-        fix = "it belongs to the checkpoint: fetch it again, or check its permissions"
-        raise CheckpointError(f"{what}; {fix}") from error
+        what = f"{file}, a file of the checkpoint, cannot be read: {error}"
+        raise CheckpointError(f"{what}; fetch it again, or make it readable") from error
 
 
 def _as_memory(data: bytearray) -> Tensor:
@@ -325,12 +324,12 @@ def _as_memory(data: bytearray) -> Tensor:
 
 
 def _view(memory: Tensor, file: Place, strided: Strided, base: int) -> Tensor:
-    """A tensor in bytes of a file that begin at `base`. If it is not aligned to its elements, a copy."""
+    """A view of a tensor in `memory`, bytes of a file from `base` on; a copy if it is not aligned to its elements."""
     dtype = dtype_of(strided.dtype)
     start = strided.start - base
     stop = start + strided.extent * dtype.itemsize
     if stop > len(memory):
-        what = f"{file} ends at byte {base + len(memory)}, and a tensor in it ends at {base + stop}"
+        what = f"{file} is cut short: it ends at byte {base + len(memory)}, a tensor in it at {base + stop}"
         raise CheckpointError(f"{what}; fetch it again")
     raw = memory[start:stop]
     if raw.data_ptr() % dtype.itemsize:
@@ -342,7 +341,7 @@ def _view(memory: Tensor, file: Place, strided: Strided, base: int) -> Tensor:
 
 
 def _has_same_bytes(source: Tensor, target: Tensor) -> bool:
-    """Whether the target needs the stored bytes in their stored order."""
+    """Whether the target tensor needs the stored bytes as they are, in their order."""
     if source.dtype != target.dtype:
         return False
     if source.is_conj() or source.is_neg():
@@ -381,7 +380,7 @@ def _read_straight(
 def _check_rest(
     stream: io.FileIO, unchecked: Mapping[StoredBox, Iterable[int]], tally: Tally
 ) -> None:
-    """Read and check the chunks that were not read whole."""
+    """Read and check the chunks with checksums that were not read whole."""
     room = bytearray(CHUNK)
     for box, numbers in unchecked.items():
         for number in sorted(numbers):
@@ -391,7 +390,7 @@ def _check_rest(
 
 
 def _check_fetched(box: StoredBox, numbers: Iterable[int], data: memoryview, base: int) -> None:
-    """Check chunks of a box in bytes of its file that begin at `base`."""
+    """Check the checksums of a box's chunks in `data`, bytes of its file from `base` on."""
     for number in numbers:
         start, stop = chunk_ends(box, number)
         check_chunk(box, number, data[start - base : stop - base])

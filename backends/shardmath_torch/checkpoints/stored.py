@@ -109,7 +109,7 @@ class Checkpoint:
         return len(self.shapes)
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
+        """The names of the tensors, and of bytes that ranks saved."""
         return iter(self.shapes)
 
     def __contains__(self, name: object) -> bool:
@@ -124,7 +124,7 @@ class Checkpoint:
         near = difflib.get_close_matches(name, self.tensors, 3) or sorted(self.tensors)[:3]
         has = ", ".join(map(repr, near)) or "nothing"
         what = f"{self.path} has no {name!r} among its {plural(self.tensors, 'tensor')}"
-        fix = "load what is stored under another name with names={wanted: stored}"
+        fix = "load a tensor by its stored name with names={wanted: stored}"
         raise CheckpointError(f"{what}; it has {has}: {fix}")
 
     def find_blob(self, name: str, rank: int) -> str:
@@ -192,7 +192,8 @@ def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
     tensor = checkpoint[name]
     if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
         found = f"{tensor.dtype}{list(tensor.shape)}"
-        raise CheckpointError(f"{name!r} is a tensor, {found}, not bytes; give it a layout")
+        what = f"{name!r} has the layout None, for bytes, but is stored as a tensor, {found}"
+        raise CheckpointError(f"{what}; give it a layout of this shape and dtype")
     mesh = Mesh(ranks=[rank])
     return Layout(tensor.shape, mesh, (), dtype=tensor.dtype)
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath_torch.checkpoints.files.checksums import CHUNK, count_checksums, is_same
+from shardmath_torch.checkpoints.files.checksums import CHUNK, DIGITS, count_checksums, is_same
 from shardmath_torch.checkpoints.files.places import CheckpointError, Place
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox
 
@@ -84,13 +84,13 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
             # one byte more than expected, so that too many bytes show
             raw = unpacker.decompress(compressed, expected + 1)
         except zlib.error as error:
-            raise CheckpointError(
-                f"the list of what rank {number} reads cannot be unpacked: {error}; "
-                f"run the same shardmath on all ranks"
-            ) from error
+            what = f"the flags of the chunks that rank {number} reads cannot be unpacked: {error}"
+            fix = "run the same version of shardmath on all ranks"
+            raise CheckpointError(f"{what}; {fix}") from error
         if len(raw) != expected:
-            what = f"rank {number} marks other chunks than the {total} of this checkpoint"
-            raise CheckpointError(f"{what}; give all ranks the same checkpoint")
+            what = f"rank {number} sent {len(raw)} bytes of flags of the chunks that it reads"
+            why = f"where this rank's checkpoint of {total} chunks needs {expected}"
+            raise CheckpointError(f"{what}, {why}; give all ranks the same checkpoint")
         bits = np.frombuffer(raw, np.uint8)
         yield np.unpackbits(bits, count=total)
 
@@ -142,8 +142,9 @@ def check_chunk(box: StoredBox, number: int, data: memoryview) -> None:
         return
     start, _ = chunk_ends(box, number)
     ends = f"bytes {start} to {start + len(data)}"
-    what = f"{box.file} is damaged: {ends} are not what was saved, by their checksum"
-    fix = "fetch it again, or load what is left with verify=False"
+    saved = box.sums[number * DIGITS : (number + 1) * DIGITS]
+    what = f"{box.file} is damaged: {ends} do not have the checksum {saved} that was saved of them"
+    fix = "fetch it again, or load it as it is with verify=False"
     raise CheckpointError(f"{what}; {fix}")
 
 
@@ -153,5 +154,6 @@ def read_into(stream: io.FileIO, room: memoryview) -> None:
         count = stream.readinto(room)
         if not count:
             what = f"{stream.name!r} ends at byte {stream.tell()}, {len(room)} bytes too early"
-            raise CheckpointError(f"{what}: it was cut while it was read; fetch it again")
+            fix = "fetch it again, and let nothing write to it during the load"
+            raise CheckpointError(f"{what}: it was cut while it was read; {fix}")
         room = room[count:]

@@ -32,15 +32,16 @@ def read_json(text: bytes) -> object:
 
 
 def _make_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object of these members. Raises ValueError for a key that appears twice."""
+    """The dict of these pairs of key and value in a JSON object. Raises ValueError for a key that appears twice."""
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError(f"{shown(_find_repeated(pairs))} appears twice")
+        name = shown(_find_repeated(pairs))
+        raise ValueError(f"the key {name} appears twice in one object; remove one of the two")
     return members
 
 
 def _find_repeated(pairs: list[tuple[str, object]]) -> str:
-    """The first key that appears again."""
+    """The first key of the pairs that has appeared before."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -50,10 +51,10 @@ def _find_repeated(pairs: list[tuple[str, object]]) -> str:
 
 
 def _read_finite(text: str) -> float:
-    """The number. Raises ValueError for NaN, infinity, and a number too large for a float."""
+    """The number in `text`. Raises ValueError for NaN, infinity, and a number too large for a float."""
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{shown(text)} is not a number of JSON")
+        raise ValueError(f"{shown(text)} is not a number of JSON; write a finite one")
     return number
 
 
@@ -65,8 +66,10 @@ def count_elements(shape: Sequence[int]) -> int:
     (12, 0)
     """
     if len(shape) > MOST_DIMENSIONS:
-        what = f"{shown(list(shape))} has {len(shape)} dimensions"
-        raise ValueError(f"{what}, more than the {MOST_DIMENSIONS} that a tensor can have")
+        what = f"shape {shown(list(shape))} has {len(shape)} dimensions"
+        raise ValueError(
+            f"{what}, more than the {MOST_DIMENSIONS} that a tensor can have; join some"
+        )
     if 0 in shape:
         return 0
     total = 1
@@ -74,7 +77,8 @@ def count_elements(shape: Sequence[int]) -> int:
         # Checked after each factor: the product of all may have more digits than fit into memory.
         total *= n
         if total > MOST:
-            raise ValueError(f"{shown(list(shape))} has more elements than can be counted")
+            what = f"shape {shown(list(shape))} has more than {MOST} elements, the most of a tensor"
+            raise ValueError(f"{what}; make it smaller")
     return total
 
 

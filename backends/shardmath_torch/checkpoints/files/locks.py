@@ -92,13 +92,14 @@ def _open(file: Path) -> int:
     if is_plain and found.st_size == 0 and found.st_nlink <= 1:
         return handle
     os.close(handle)
-    why = "has other names, or something in it" if is_plain else "is not a regular file"
+    why = "has content or other hard links" if is_plain else "is not a regular file"
     raise _not_a_lock(file, why)
 
 
 def _not_a_lock(file: Path, why: str) -> CheckpointError:
     """The error for a file at the lock's name that is not a lock."""
-    return CheckpointError(f"{file} {why}, and would be a lock; give another folder, or move it")
+    what = f"{file} {why}, but an empty lock file of that name is needed"
+    return CheckpointError(f"{what}; move it away, or give another folder")
 
 
 def _lock_handle(file: Path, handle: int, what: str) -> None:
@@ -106,14 +107,16 @@ def _lock_handle(file: Path, handle: int, what: str) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise CheckpointError(f"another {what} is running; wait for it to end") from error
+        running = f"another {what} is running and holds the lock {file}"
+        raise CheckpointError(f"{running}; wait for it to end, and call again") from error
     # The last holder may have removed the file after it was opened here; then a third may lock a new file of that name.
     if not _is_open_as(file, handle):
-        raise CheckpointError(f"another {what} has just ended; do it again if yours is newer")
+        ended = f"another {what} has just ended and removed the lock {file}"
+        raise CheckpointError(f"{ended}; call again to replace its result by yours")
 
 
 def _is_open_as(file: Path, handle: int) -> bool:
-    """Whether the handle has the file of that name open."""
+    """Whether the open `handle` is of the file that is now at the path `file`."""
     try:
         return os.path.samestat(file.lstat(), os.fstat(handle))
     except FileNotFoundError:

@@ -164,7 +164,7 @@ class Remote:
             return []
 
     def _call_service(self, act: Callable[[], _T]) -> _T:
-        """The current answer of the service. Raises OSError, whatever the service raises."""
+        """Call `act`, and return the service's current answer. Raises OSError, whatever the service raises."""
         # Listings that fsspec has cached may be older than other processes' writes.
         self.fs.invalidate_cache()
         try:
@@ -186,11 +186,11 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
         return path
     text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str):
-        fix = "give text, or a Path, of a folder or a URL of one"
-        raise CheckpointError(f"the path is {shown(text)}; {fix}")
+        what = f"the path is {shown(text)}, of type {type(text).__name__}"
+        raise CheckpointError(f"{what}; give a str or a Path of a folder, or its URL as a str")
     if not LOCAL.sub("", text).strip():
         what = f"the path is {text!r}, which names no folder"
-        raise CheckpointError(f"{what}; give one, or . for the current one")
+        raise CheckpointError(f"{what}; give the path of one, or '.' for the current folder")
     url = SCHEME.match(text)
     if url is not None:
         return _place_of_url(text, url.group(1))
@@ -199,16 +199,17 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
 
 
 def _check_not_url(text: str) -> None:
-    """Raise CheckpointError for a path that was meant as a URL."""
+    """Raise CheckpointError for a path that looks like a malformed URL."""
     if ODD.match(text):
-        what = (
-            f"{text!r} is a URL without a valid scheme: letters, digits, +, - and ., a letter first"
-        )
-        raise CheckpointError(f"{what}; correct it, or give ./{text} for a folder of that name")
+        scheme, _, _ = text.partition("://")
+        rule = "a letter, and then letters, digits, +, - and ."
+        what = f"{text!r} is a URL whose scheme is {scheme!r}, not {rule}"
+        fix = f"give a scheme such as s3, or ./{text} for a folder of that name"
+        raise CheckpointError(f"{what}; {fix}")
     lost = MANGLED.match(text)
     if lost is not None and _is_known(lost.group(1)):
-        what = f"{text!r} is a URL that has lost a slash, as it does in a Path"
-        fix = f"give the URL as text, or ./{text} for a folder of that name"
+        what = f"{text!r} is a URL without :// after {lost.group(1)!r}, as a Path removes a slash"
+        fix = f"give the URL as a str, with both slashes, or ./{text} for a folder of that name"
         raise CheckpointError(f"{what}; {fix}")
 
 
@@ -216,8 +217,8 @@ def local_folder(path: str | os.PathLike[str]) -> Path:
     """Return `path` as the Path of a local folder. Raises CheckpointError if it is the URL of a service."""
     found = place(path)
     if isinstance(found, Remote):
-        what = f"{found} is a URL; this is written to folders only"
-        raise CheckpointError(f"{what}: write it there, and copy the files")
+        what = f"{found} is a URL, but this is written only to a folder of the local file system"
+        raise CheckpointError(f"{what}; give such a folder, and copy the files to the URL")
     return found
 
 
@@ -236,22 +237,22 @@ def _place_of_url(url: str, scheme: str) -> Place:
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
     except ImportError as error:
-        what = f"{url} is a URL, which needs fsspec"
+        what = f"{url} is a URL, which needs fsspec, and that is not installed"
         raise CheckpointError(f"{what}; pip install 'shardmath[remote]'") from error
     try:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         why = f"{scheme}:// is served by nothing that is installed: {error}"
-        fix = "give a folder, or a URL of a scheme that fsspec serves"
+        fix = "install what serves it, or give a folder or a URL of another scheme"
         raise CheckpointError(f"{url} cannot be reached, {why}; {fix}") from error
     except Exception as error:  # services raise errors of any kind
         what = f"{url} cannot be reached: {word_error(error)}"
-        raise CheckpointError(f"{what}; check the URL, and the access to it") from error
+        raise CheckpointError(f"{what}; correct the URL, or get access to it") from error
     if LOCAL.match(url):
         return Path(path)
     if isinstance(fs, LocalFileSystem):
-        what = f"{url} is taken for the local folder {path!r} by fsspec, which is not what it says"
-        fix = "give file:///an/absolute/path, or a URL of the service alone"
+        what = f"{url} does not name a local folder, but fsspec takes it for {path!r}"
+        fix = "give file:///an/absolute/path, or a URL of the service without ::"
         raise CheckpointError(f"{what}; {fix}")
     return Remote(fs, path.rstrip("/"))
 
@@ -320,17 +321,16 @@ def check_length(
     try:
         size = size_of(file)
     except OSError as error:
-        what = f"{file} cannot be read: {error.strerror or error}"
-        fix = "it belongs to the checkpoint: fetch it again, or check its permissions"
-        raise CheckpointError(f"{what}; {fix}") from error
+        what = f"{file}, a file of the checkpoint, cannot be read: {error.strerror or error}"
+        raise CheckpointError(f"{what}; fetch it again, or make it readable") from error
     if expected is not None and size != expected:
-        fault = f"it was saved with {expected}"
+        fault = f"but was saved with {expected}"
     elif size < end:
-        fault = f"tensors lie up to byte {end}"
+        fault = f"but tensors in it lie up to byte {end}"
     else:
         return
     what = f"{file} has {size} bytes, {fault}"
-    raise CheckpointError(f"{what}; it or the index is damaged: fetch it again")
+    raise CheckpointError(f"{what}; it or the index is damaged: fetch the checkpoint again")
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:

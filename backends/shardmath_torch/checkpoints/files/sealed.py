@@ -61,31 +61,32 @@ def unseal(text: bytes, where: object) -> Sealed | None:
         return None
     body, found = _split_end(text.removesuffix(END), _SUM)
     if not text.endswith(END) or sha256(body).digest() != found:
-        raise _damaged(where, "its checksum does not hold")
+        raise _damaged(where, "its content does not have the SHA-256 checksum at its end")
     try:
         return _read_body(body)
     except ValueError as error:
-        raise _damaged(where, f"its checksum holds, but {error}") from error
+        raise _damaged(where, f"its checksum is right, but {error}") from error
 
 
 def _damaged(where: object, what: str) -> CheckpointError:
-    """The error for a file with marks, of which `what` is wrong."""
-    fix = "fetch it again, or remove it to load by the index beside it"
+    """The error for a `.metadata` file by `save` at the path `where` with the fault `what`."""
+    fix = "fetch it again, or remove it to load by shardmath.json"
     return CheckpointError(f"{where} is damaged: {what}; {fix}")
 
 
 def _read_body(body: bytes) -> Sealed:
-    """The content before the checksum. Raises ValueError if `seal` did not write it: anyone can make a checksum."""
+    """The parts of a `.metadata` file before its checksum. Raises ValueError if `seal` did not write it. Anyone can
+    make a checksum."""
     body, save = _split_end(body, DIGITS)
     body, length = _split_end(body, _LENGTH)
     body, index = _split_end(body, int.from_bytes(length, "little"))
     if not body.endswith(BEGIN):
-        raise ValueError("no index begins where its length says")
+        raise ValueError(f"no index of {len(index)} bytes is there; save it again")
     return Sealed(body.removesuffix(BEGIN), index.decode(), save.decode())
 
 
 def _split_end(text: bytes, length: int) -> tuple[bytes, bytes]:
-    """The text without its last bytes, and the last bytes."""
+    """The bytes `text` without the last `length` bytes, and these."""
     end = max(0, len(text) - length)
     return text[:end], text[end:]
 
@@ -117,6 +118,6 @@ def holds(text: str) -> bool:
 
 
 def _end_with_sum(begun: str) -> str:
-    """The text with its checksum appended, and the object closed."""
+    """The beginning of a JSON object, with its checksum appended as the last value, and closed."""
     checksum = sha256(begun.encode()).hexdigest()
     return begun + checksum + '"}'

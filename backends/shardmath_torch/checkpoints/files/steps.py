@@ -55,7 +55,7 @@ def share_of(group: Group | None) -> tuple[int, int]:
     return dist.get_rank(found), dist.get_world_size(found)
 
 
-SAME = "call it with the same on all ranks, and not while it is saved"
+SAME = "call it with the same arguments on all ranks, and not while it is saved"
 
 
 class _StepReport(NamedTuple):
@@ -114,21 +114,21 @@ def on_all(
 def _check_failures(
     step: str, reports: Sequence[_StepReport], group: Group | None, raised: BaseException | None
 ) -> None:
-    """Raise CheckpointError if a rank failed, from what this rank `raised`, if it did."""
+    """Raise CheckpointError if a rank reported a failure, with this rank's own error, `raised`, as its cause."""
     failures = {i: each.failure for i, each in enumerate(reports) if each.failure is not None}
     if failures:
         raise step_failed(step, failures, group) from raised
 
 
 def _raise_lost(lost: CheckpointError, raised: BaseException | None) -> NoReturn:
-    """Raise this rank's interrupt, if it has one, or the loss of the others, each from the other as cause."""
+    """Raise this rank's interrupt if it has one, else the error `lost` of ranks that lost each other."""
     if raised is None or isinstance(raised, Exception):
         raise lost from raised or lost.__cause__
     raise raised from lost
 
 
 def _compress_claim(claim: Claim) -> str:
-    """The text of a claim that ranks send: a digest, if it has several parts."""
+    """The text of a claim that ranks send to each other: a digest, if the claim has several parts."""
     return claim if isinstance(claim, str) else digest(sorted(claim.items()))
 
 
@@ -146,11 +146,11 @@ def _compare_claims(
         compared = dict(claimed) if rank in (0, differing) else {}
         full = gather_all(step, compared, count, group)
         what, here, there = _find_difference(full[differing], full[0])
-    return differing, f"{what} is {here} here and {there} on the first rank of the group"
+    return differing, f"{what} is {here} on this rank and {there} on the first rank of the group"
 
 
 def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str, str]:
-    """The first item that differs, and its text on both sides."""
+    """The first item that differs between two claims, and its text on both sides."""
     what = next(item for item in (*here, *there) if here.get(item) != there.get(item))
     return what, here.get(what, "nothing"), there.get(what, "nothing")
 
