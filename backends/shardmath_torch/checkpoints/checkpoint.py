@@ -69,7 +69,7 @@ def save(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save tensors to the folder `path`, or the URL of one, replacing what was saved there before.
+    """Save tensors as one checkpoint at `path`, a folder or its URL, from each rank's parts; replaces an earlier one.
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
@@ -85,7 +85,7 @@ def save(
 
     prepare = functools.partial(_prepare_save, path, tensors, layouts, paths, group, progress)
     with shared(group):
-        job = on_all("save", prepare, group, claim=lambda _: os.fspath(path))
+        job = on_all("save", prepare, group, claim=lambda _: {"the path": repr(os.fspath(path))})
         try:
             _write(job, group)
         except BaseException:
@@ -96,7 +96,7 @@ def save(
 
 
 class _SaveJob(NamedTuple):
-    """A save that has been checked: tensors, planner and writer."""
+    """A save whose arguments have been checked: this rank's tensors, the planner and the writer."""
 
     tensors: dict[str, Any]
     planner: SavePlanner
@@ -111,7 +111,7 @@ def _prepare_save(
     group: Group | None,
     progress: Progress | None,
 ) -> _SaveJob:
-    """Check the arguments and make the job. Writes nothing."""
+    """Check the arguments of a save, and return its tensors, planner and writer. Writes nothing."""
     windows = check_layouts(layouts)
     check_ranks(windows, group)
     check_paths({} if paths is None else paths, layouts)
@@ -153,7 +153,8 @@ class _ErrorReporter:
 
 
 def _write(job: _SaveJob, group: Group | None) -> None:
-    """Run torch's steps of a save. Raises CheckpointError, or KeyboardInterrupt on the rank where it was pressed."""
+    """Run torch's distributed save of `job`. Raises CheckpointError, or KeyboardInterrupt on the rank where it was
+    pressed."""
     raised: list[BaseException] = []
     writer: Any = _ErrorReporter(job.writer, raised)
     planner: Any = _ErrorReporter(job.planner, raised)
@@ -199,7 +200,9 @@ def load(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> dict[str, Tensor]:
-    """Return this rank's local tensors under these layouts, by name: shape `layout.local_shape(rank)`, holes zero.
+    """Read a checkpoint, and return this rank's local tensors by name, divided as `layouts` say.
+
+    A local tensor has the shape `layout.local_shape(rank)`; positions without an element are zero.
 
     `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote (also by its
     HuggingFaceStorageWriter with `save_distributed`), or safetensors files as Hugging Face keeps them.
@@ -227,7 +230,7 @@ def load(
 
 
 class _LoadJob(NamedTuple):
-    """A load that has been checked, with room for its tensors; `digest` identifies the checkpoint."""
+    """A load whose arguments have been checked, with memory for its tensors; `digest` identifies the checkpoint."""
 
     reader: Reader
     planner: LoadPlanner
@@ -245,7 +248,7 @@ def _prepare_load(
     progress: Progress | None,
     verify: bool,
 ) -> _LoadJob:
-    """Check the arguments and the checkpoint, allocate the tensors, and plan what to read."""
+    """Check the arguments of a load and the checkpoint, allocate this rank's tensors, and plan what to read."""
     check_layouts(layouts)
     check_names(names)
     _check_device(device)
@@ -265,14 +268,14 @@ def _prepare_load(
 
 
 def _describe_load(verify: bool, job: _LoadJob) -> dict[str, str]:
-    """What must be the same on all ranks; the tensors that they load may differ."""
+    """Facts about a load that must be the same on all ranks, by what they describe; wanted tensors may differ."""
     return {"the checkpoint": job.digest, "verify": str(verify)}
 
 
 def _find_wanted(
     checkpoint: Checkpoint, layouts: Layouts, names: Mapping[str, str], rank: int
 ) -> tuple[dict[str, LayoutOrWindows], dict[str, str]]:
-    """The layout and the stored name of each wanted tensor; per-rank bytes are tensors of uint8."""
+    """The layout and the stored name of each tensor that this rank wants; per-rank bytes are tensors of uint8."""
     wanted: dict[str, LayoutOrWindows] = {}
     stored: dict[str, str] = {}
     for name, held in layouts.items():
@@ -287,7 +290,7 @@ def _find_wanted(
 def _fill(
     job: _LoadJob, device: torch.device | str, packed: Sequence[bytes], rank: int
 ) -> dict[str, Tensor]:
-    """Read the data, and check this rank's share of the checksums.
+    """Read this rank's tensors from the files, check its share of the checksums, and return the tensors by name.
 
     `packed` are all ranks' packed marks of the chunks that they read, in the group's order, in which this rank is
     number `rank`. They are empty if no checksums are checked.
@@ -302,7 +305,8 @@ def _fill(
 
 
 def check_layouts(layouts: object) -> dict[str, Windows]:
-    """Return the windows of each tensor in `layouts`, without the names whose layout is None, for per-rank bytes.
+    """Check the `layouts` of a save or load, and return each tensor's layouts as `Windows`, by name. Names whose layout
+    is None, for bytes that differ per rank, are left out.
 
     Raises CheckpointError unless `layouts` maps names to Layouts, tuples of them, or None.
     """
@@ -319,14 +323,14 @@ WANTED = "wanted names to stored ones"
 
 
 def check_names(names: object) -> None:
-    """Raise CheckpointError unless `names` is None or maps wanted names to stored ones."""
+    """Raise CheckpointError unless `names` is None or maps the names wanted, as str, to stored names."""
     if names is None:
         return
     given = mapping(names, "names is ", WANTED, CheckpointError)
     for wanted, stored in given.items():
         if not isinstance(wanted, str) or not isinstance(stored, str):
-            what = f"names has {shown(wanted)}: {shown(stored)}"
-            raise CheckpointError(f"{what}, and names are text; give a mapping from {WANTED}")
+            what = f"names= has {shown(wanted)}: {shown(stored)}, where both must be str"
+            raise CheckpointError(f"{what}; give a mapping from {WANTED}")
 
 
 def _check_device(device: torch.device | str) -> None:
@@ -334,16 +338,18 @@ def _check_device(device: torch.device | str) -> None:
     try:
         torch.empty(0, device=device)
     except Exception as error:  # torch raises errors of all kinds here
-        what = f"device={device!r} has no room for tensors: {word_error(error)}"
-        raise CheckpointError(f"{what}; give one that torch has here, such as 'cpu'") from error
+        what = f"torch cannot make a tensor on device={device!r}: {word_error(error)}"
+        fix = "give a device that this machine has, such as device='cpu'"
+        raise CheckpointError(f"{what}; {fix}") from error
 
 
 def check_ranks(side: Mapping[str, Windows], group: Group | None) -> None:
-    """Raise CheckpointError unless every rank of the layouts is in the group."""
+    """Raise CheckpointError unless all ranks of the layouts in `side` are members of the process group `group`."""
     members = {0} if is_alone() else set(compat.ranks_of(compat.group_of(group)))
     for name, windows in side.items():
         for layout in windows:
             outside = sorted(set(layout.mesh.ranks) - members)
             if outside:
-                what = f"tensor {name!r} is on ranks {outside[:8]} too, the group has {sorted(members)[:8]}"
-                raise CheckpointError(f"{what}; give a group of all ranks that hold it")
+                has = f"the group has only ranks {sorted(members)[:8]}"
+                what = f"the layout of tensor {name!r} has ranks {outside[:8]}, but {has}"
+                raise CheckpointError(f"{what}; give group= of all ranks that hold the tensor")

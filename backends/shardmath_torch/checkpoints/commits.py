@@ -59,19 +59,19 @@ FILE = re.compile(rf"{OURS}(?P<save>[0-9a-f]{{{DIGITS}}})({_DATA}|{_DRAFT})")
 
 
 def name_draft(save: str) -> str:
-    """Return the file name of the draft of `.metadata` that the save with the digits `save` writes."""
+    """Return the name of the file in which the save `save` writes `.metadata`, before the file is renamed."""
     return f"{OURS}{save}{METADATA}{UNFINISHED}"
 
 
 class Claim(NamedTuple):
-    """A running save: its digits, its draft of `.metadata`, and the handle of its lock (None in an object store)."""
+    """A running save: its identifier, its draft of `.metadata`, and its lock's handle (None in an object store)."""
 
     save: str
     draft: Place
     handle: int | None
 
     def release(self) -> None:
-        """Remove the draft, if it is still there, and release the lock."""
+        """Remove the draft of `.metadata`, if it is still there, and release the lock on it."""
         try:
             self.draft.unlink(missing_ok=True)
         finally:
@@ -81,15 +81,18 @@ class Claim(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process began the save, rather than one that it was forked from."""
+        """Whether this process began the save, rather than a process that it was forked from."""
         return self.handle is None or locks.is_held(self.handle)
 
 
 def claim(folder: Place, save: str) -> Claim:
-    """Begin a save in `folder`. Raises CheckpointError if it has an export, which no later export could replace."""
+    """Begin a save in `folder`: create and lock its draft of `.metadata`. Raises CheckpointError if the folder has an
+    export, which no later export could replace."""
     if isinstance(folder, Path) and has_export(folder):
-        what = f"{folder} has an export, which could not be replaced beside a save"
-        raise CheckpointError(f"{what}; give another folder, or move the export away")
+        what = (
+            f"{folder} has a model by `export`, which no later export could replace next to a save"
+        )
+        raise CheckpointError(f"{what}; save to another folder, or move the model away")
     draft = folder / name_draft(save)
     if isinstance(draft, Remote):
         draft.write_bytes(b"")
@@ -116,7 +119,7 @@ def _close_on_error(handle: int) -> Iterator[None]:
 
 
 def _is_open_as(file: Path, handle: int) -> bool:
-    """Whether the handle has the file of that name open."""
+    """Whether the open `handle` is of the file that is now at the path `file`."""
     try:
         return os.path.samestat(file.stat(), os.fstat(handle))
     except FileNotFoundError:
@@ -124,7 +127,7 @@ def _is_open_as(file: Path, handle: int) -> bool:
 
 
 def make_count(held: Claim, text: bytes) -> None:
-    """Make the save `held` the folder's current one: its draft, with this `text`, replaces `.metadata`.
+    """Commit the save `held`: its draft, with the content `text`, replaces the folder's `.metadata` in one step.
 
     Raises CheckpointError, and changes nothing, if another process has removed the draft.
     """
@@ -150,18 +153,18 @@ def make_count(held: Claim, text: bytes) -> None:
 
 
 def _taken_for_dead(draft: Place) -> CheckpointError:
-    """The error for a save whose draft is gone."""
+    """The error for a running save whose draft of `.metadata` another process has removed."""
     what = (
-        f"{draft} is gone: another rank has given this save up, "
-        "or another save, which its lock did not reach, has taken it for dead"
+        f"{draft}, which a running save needs, is gone: another rank failed and removed it, "
+        "or another save, on a machine that does not see its lock"
     )
-    state = "this save does not count, what others saved there is as it was"
-    fix = "save again, and from one machine at a time"
-    return CheckpointError(f"{what}; {state}; {fix}")
+    state = "what was saved there before is as it was"
+    fix = "save again, from one machine at a time"
+    return CheckpointError(f"{what}; {state}: {fix}")
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove files of saves that ended without completion: the i-th of n shares of them, if `share` is (i, n)."""
+    """Remove files of saves that crashed, failed or were replaced: the i-th of n shares, if `share` is (i, n)."""
     files = _list_ours(folder)
     saves = {save for _, save in files}
     # Locks are held until all is removed. A running save whose draft was removed before the save had locked it waits
@@ -177,7 +180,7 @@ def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
 
 
 def _list_ours(folder: Place) -> list[tuple[Place, str]]:
-    """Files in the folder that saves wrote, each with the save's digits."""
+    """The files in the folder that saves wrote, each with the identifier of its save."""
     ours: list[tuple[Place, str]] = []
     for file in folder.glob(f"{OURS}*"):
         match = FILE.fullmatch(file.name)
@@ -187,7 +190,7 @@ def _list_ours(folder: Place) -> list[tuple[Place, str]]:
 
 
 def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
-    """Remove a draft that nobody writes. Returns whether the save has ended.
+    """Remove a save's draft unless a running process has locked it. Returns whether the save has ended.
 
     It is removed under a shared lock, which ends as `handles` closes.
     """
@@ -210,7 +213,7 @@ def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
 
 
 def find_counting(folder: Place) -> str | None:
-    """Return the digits of the save that the folder's `.metadata` belongs to; None if there is none by `save`."""
+    """Return the identifier of the save that wrote the folder's `.metadata`; None if there is none by `save`."""
     file = folder / METADATA
     try:
         size = length_of(file)
@@ -222,7 +225,7 @@ def find_counting(folder: Place) -> str | None:
 
 
 def _is_in_share(name: str, share: tuple[int, int]) -> bool:
-    """Whether this rank removes the file, by its name only: ranks list the folder while others remove files."""
+    """Whether this rank removes the file, by the file's name only: ranks list the folder while others remove files."""
     number, count = share
     return zlib.crc32(name.encode()) % count == number
 
@@ -234,7 +237,8 @@ def _remove(file: Place) -> None:
 
 
 def withdraw(held: Claim) -> None:
-    """End the failed save `held` and remove its files, unless it is current. A file that cannot be removed stays."""
+    """Abandon the failed save `held` and remove its files, unless it is the folder's current save. A file that cannot
+    be removed stays."""
     if not held.is_ours:
         return
     folder = held.draft.parent

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmath.base.dtypes import ITEMSIZE
+from shardmath.base.text import word_error
 from shardmath_torch.checkpoints.files import checksums
 from shardmath_torch.checkpoints.files.json_text import (
     MOST,
@@ -48,7 +49,8 @@ VERSION = 2
 
 
 def to_json(checkpoint: Checkpoint, save: str) -> str:
-    """Return the index of a checkpoint as JSON with a checksum; `save` is the digits of the save."""
+    """Return the index of `checkpoint`, with its files, tensors and boxes, as JSON with a checksum. `save` is the
+    save's identifier."""
     number = {file: i for i, file in enumerate(checkpoint.sizes)}
     tensors: dict[str, list[object]] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -69,21 +71,22 @@ def to_json(checkpoint: Checkpoint, save: str) -> str:
 
 
 def read_index(file: Place, text: bytes) -> dict[str, Any]:
-    """Return the index in a JSON text. Raises CheckpointError if `text` is not one, or is of another version."""
+    """Parse the JSON `text` of the index in `file`, and return it as a dict. Raises CheckpointError if it is not an
+    index, or is of another version."""
     try:
         found: Any = read_json(text)
         version, _ = found["shardmath"], found["files"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"{file} is not an index of shardmath ({error})"
+        what = f"{file} is not an index that `save` wrote ({word_error(error)})"
         raise CheckpointError(f"{what}; fetch it again") from error
     if version != VERSION:
-        what = f"{file} has version {shown(version)}, this shardmath reads {VERSION}"
-        raise CheckpointError(f"{what}; use a newer shardmath")
+        what = f"{file} has version {shown(version)}, but this shardmath reads version {VERSION}"
+        raise CheckpointError(f"{what}; load it with the version of shardmath that saved it")
     return dict(found)
 
 
 def from_index(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
-    """Return the checkpoint at `path` that `index` describes.
+    """Return the checkpoint at `path` that the parsed `index` describes; `digest` identifies the index.
 
     Raises CheckpointError for files outside the folder, and whatever Python raises for other malformed entries.
     """
@@ -103,7 +106,7 @@ def from_index(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
 def _read_tensor(
     files: list[Place], dtype: str, shape: list[int], boxes: list[Any]
 ) -> StoredTensor:
-    """A tensor of the index, with its boxes."""
+    """A tensor in the index, with its boxes, from the JSON values. Raises ValueError for malformed ones."""
     itemsize = ITEMSIZE[dtype]
     sizes = as_counts(shape)
     found = [_read_box(files, itemsize, len(sizes), box) for box in boxes]
@@ -111,25 +114,28 @@ def _read_tensor(
 
 
 def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredBox:
-    """A box of a tensor with `ndim` dimensions. Raises ValueError for a malformed one."""
+    """A box of a tensor with `ndim` dimensions, from the JSON value `box`. Raises ValueError for a malformed one."""
     file, start, offsets, sizes, sums = box
     begins = as_counts(offsets)
     extents = as_counts(sizes)
     if len(begins) != ndim or len(extents) != ndim:
-        what = f"a tensor has {ndim} dimensions"
-        raise ValueError(f"{what}, and a box with offsets {begins} and sizes {extents}")
+        what = (
+            f"a tensor has {ndim} dimensions, but a box with offsets {begins} and sizes {extents}"
+        )
+        raise ValueError(f"{what}; save it again")
     length = count_elements(extents) * itemsize
     digits = checksums.count_checksums(length) * checksums.DIGITS
     if type(sums) is not str or len(sums) != digits:
-        what = f"a box of {length} bytes has {digits} digits of checksums"
-        raise ValueError(f"{what}, not {shown(sums)}")
+        what = f"a box of {length} bytes has the checksums {shown(sums)}, not {digits} digits"
+        raise ValueError(f"{what}; save it again")
     return StoredBox(begins, extents, files[as_count(file)], as_count(start), length, sums=sums)
 
 
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Return the stored names of per-rank bytes, by name and rank. Raises CheckpointError if `tensors` lacks one."""
+    """Return the stored name of the bytes that each rank saved, by name and rank, as `found` in untrusted metadata.
+    Raises CheckpointError if `tensors` lacks one."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():
@@ -137,46 +143,50 @@ def as_blobs(
         missing += [key for key in stored.values() if key not in tensors]
         blobs[_as_name(name)] = stored
     if missing:
-        what = f"the metadata puts bytes of ranks under {shown(missing[:3])}, which are not stored"
-        raise CheckpointError(f"{path}: {what}: the checkpoint is damaged; fetch it again")
+        what = f"{path} is damaged: its metadata has bytes of ranks under {shown(missing[:3])}"
+        raise CheckpointError(f"{what}, which are not among its tensors; fetch it again")
     empty = [name for name, stored in blobs.items() if not stored]
     if empty:
-        what = f"the metadata names bytes {shown(empty[:3])} of no rank"
-        raise CheckpointError(f"{path}: {what}: the checkpoint is damaged; fetch it again")
+        what = f"{path} is damaged: its metadata lists bytes {shown(empty[:3])}"
+        raise CheckpointError(f"{what} without a rank that saved them; fetch it again")
     return blobs
 
 
 def as_count(n: object) -> int:
-    """Return `n`, checked to be a number of bytes, elements or files. Raises ValueError if it is not."""
+    """Return `n` if it is an int from 0 to MOST, as a number of bytes or elements must be. Raises ValueError if it is
+    not."""
     if type(n) is not int or not 0 <= n <= MOST:
-        raise ValueError(f"{shown(n)} is not a count")
+        raise ValueError(f"{shown(n)} is not a count from 0 to {MOST}; save it again")
     return n
 
 
 def as_counts(sizes: Any) -> tuple[int, ...]:
-    """Return `sizes` as a tuple, checked to be a shape or offsets. Raises ValueError if it is not."""
+    """Return `sizes`, a shape or offsets from a file, as a tuple of ints from 0 to MOST. Raises ValueError if it is not
+    a list of these."""
     if not isinstance(sizes, list | tuple) or len(sizes) > MOST_DIMENSIONS:
-        raise ValueError(f"{shown(sizes)} are not sizes of up to {MOST_DIMENSIONS} dimensions")
+        what = f"{shown(sizes)} is not a list of sizes of up to {MOST_DIMENSIONS} dimensions"
+        raise ValueError(f"{what}; save it again")
     return tuple(map(as_count, sizes))
 
 
 def _as_name(name: object) -> str:
     if not isinstance(name, str):
-        raise ValueError(f"{shown(name)} is not a name")
+        raise ValueError(f"{shown(name)} is not a name, which must be a str; save it again")
     return name
 
 
 def _as_rank(rank: object) -> int:
-    """A rank; as a key of JSON it is text. Raises ValueError for any other value."""
+    """Return a rank as an int; as a key of JSON it is text. Raises ValueError for any other value."""
     number = int(rank) if isinstance(rank, str) else rank
     return as_count(number)
 
 
 def file_in(folder: Place, name: object) -> Place:
-    """Return the file `name` in `folder`, at any depth. Raises CheckpointError if `name` leads out of the folder."""
+    """Return the path of the data file `name` in `folder`, at any depth. Raises CheckpointError if `name` leads out of
+    the folder."""
     if not isinstance(name, str) or not name or "\0" in name or _leads_out(Path(name)):
-        what = f"the metadata in {folder} names a data file {shown(name)} outside this folder"
-        raise CheckpointError(f"{what}: the checkpoint is damaged; fetch it again")
+        what = f"{folder} is damaged: its metadata names a data file {shown(name)}"
+        raise CheckpointError(f"{what} that is not in this folder; fetch it again")
     return folder / name
 
 

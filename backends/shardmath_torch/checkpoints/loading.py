@@ -33,7 +33,7 @@ __all__ = ["LoadPlanner", "has_same_bytes", "local_layouts"]
 
 
 def has_same_bytes(dtype: str, other: str) -> bool:
-    """Whether elements of one dtype load as the other without conversion: equal dtypes, or FP8 or FP4 and uint8.
+    """Whether one dtype can be loaded as the other without conversion: equal dtypes, or FP8 or FP4 and uint8.
 
     >>> has_same_bytes("uint8", "float8_e8m0fnu"), has_same_bytes("float8_e5m2", "float8_e4m3fn")
     (True, False)
@@ -45,14 +45,14 @@ def has_same_bytes(dtype: str, other: str) -> bool:
 
 
 def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
-    """Yield (name, local buffer key, layout) of each tensor or window that `rank` holds on `side`."""
+    """Yield the name, local key and layout of each tensor or window that `rank` holds in `side`."""
     for name, windows in side.items():
         for key, layout in windows.locals(name, rank):
             yield name, key, layout
 
 
 class LoadPlanner(theirs.LoadPlanner):
-    """A planner for torch.distributed.checkpoint.load: the stored boxes that this rank reads under these layouts.
+    """A load planner for torch.distributed.checkpoint: it reads only what this rank holds under `layouts`.
 
     The state dict holds this rank's local tensors, by local buffer key; they are filled in place. `names` gives the
     stored name of a tensor, if it differs. Raises CheckpointError if the checkpoint lacks a tensor, or has it with
@@ -75,7 +75,7 @@ class LoadPlanner(theirs.LoadPlanner):
         self._metadata: Mapping[str, object] = {}
 
     def make_room(self) -> dict[str, Tensor]:
-        """Return tensors of zeros for all that this rank loads, by local buffer key."""
+        """Allocate this rank's local tensors, to be filled by reading, and return them by key."""
         held = local_layouts(self._windows, self._rank)
         return {key: make_room(layout, self._rank) for _, key, layout in held}
 
@@ -85,13 +85,13 @@ class LoadPlanner(theirs.LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the local tensors and the checkpoint's metadata."""
+        """Keep `state_dict`, this rank's local tensors to fill, and the checkpoint's `metadata` for the next steps."""
         assert metadata is not None, "a checkpoint has metadata"
         self._tensors = state_dict
         self._metadata = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Return a read for each intersection of a stored box with a box that this rank holds."""
+        """Return a plan with a read for each overlap of a stored box with a box of elements that this rank holds."""
         items: list[ReadItem] = []
         tables: dict[str, _BoxTable] = {}
         for name, key, layout in local_layouts(self._windows, self._rank):
@@ -110,21 +110,23 @@ class LoadPlanner(theirs.LoadPlanner):
         if not isinstance(found, TensorStorageMetadata):
             has = shown(list(self._metadata)[:4])
             what = f"the checkpoint has no tensor {name!r} among its {len(self._metadata)} names"
-            raise CheckpointError(f"{what}, such as {has}; give a name that it has with names=")
+            raise CheckpointError(f"{what}, such as {has}; give one with names={{wanted: stored}}")
         return found
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans of all ranks, unchanged: no rank's reads depend on another's."""
+        """Return the plans of all ranks, unchanged, as no rank's reads depend on another rank."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Return the plan, unchanged."""
+        """Return this rank's plan, `central_plan`, unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Raise CheckpointError: this planner loads tensors only, not pickled objects."""
         name = read_item.dest_index.fqn
-        raise CheckpointError(f"{name!r} is not a tensor; load it with the layout None")
+        what = f"{name!r} is stored as a pickled object, but this planner loads only tensors"
+        fix = "load its bytes with shardmath_torch.load and the layout None"
+        raise CheckpointError(f"{what}; {fix}")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         """Return a view of the local tensor's elements that `read_item` is read into."""
@@ -138,7 +140,7 @@ class LoadPlanner(theirs.LoadPlanner):
         return local[cells]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Do nothing: `tensor` is a view, so that reading has filled the local tensor."""
+        """Do nothing, as `tensor` is a view of the local tensor, which reading has filled."""
 
 
 def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> None:
@@ -146,15 +148,19 @@ def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> No
     shape = tuple(stored.size)
     dtype = str(stored.properties.dtype).removeprefix("torch.")
     if layout.shape != shape or not has_same_bytes(layout.dtype, dtype):
-        what = f"tensor {name!r} is stored as {dtype}{shown(list(shape))}, its layout says {layout}"
-        raise CheckpointError(f"{what}; make the layout from `open_checkpoint(path).shapes`")
+        what = (
+            f"tensor {name!r} is stored as {dtype}{shown(list(shape))}, but its layout is {layout}"
+        )
+        fix = "give the layout the shape and dtype in `open_checkpoint(path).shapes`"
+        raise CheckpointError(f"{what}; {fix}")
     if layout.partial:
-        what = f"tensor {name!r} is Partial in {layout}, a checkpoint holds whole values"
-        raise CheckpointError(f"{what}; load it divided or replicated, and move it then")
+        what = f"tensor {name!r} is Partial in {layout}, but a checkpoint holds whole values"
+        raise CheckpointError(f"{what}; load it under a layout without Partial, and then move it")
 
 
 class _BoxTable(NamedTuple):
-    """The stored boxes of a tensor that have elements: a row of each array per box, starts and stops by dimension."""
+    """The stored boxes of a tensor as arrays: a row per box, with its starts and stops by dimension. Without empty
+    boxes."""
 
     name: str
     starts: NDArray[np.int64]

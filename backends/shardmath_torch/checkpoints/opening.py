@@ -56,8 +56,10 @@ _DAMAGE = (
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at `path`: one by `save` or torch.distributed.checkpoint, or safetensors as in `weights`
-    and `hf_sharded`. `path` may be a URL that fsspec serves.
+    """Open the checkpoint at `path`, and return the shapes, dtypes and places of its tensors, without their data.
+
+    It may be one by `save` or torch.distributed.checkpoint, or safetensors as in `weights` and `hf_sharded`; a URL is
+    one that fsspec serves.
 
     Reads indices and headers only. Raises CheckpointError or WeightsError, naming the file.
     """
@@ -68,16 +70,17 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except _DAMAGE as error:
         fault = word_error(error)[:200]
         what = f"{path} is not a checkpoint, or a damaged one ({fault})"
-        raise CheckpointError(f"{what}; check the path, or fetch it again") from error
+        fix = "give the folder that `save` wrote, or fetch the checkpoint again"
+        raise CheckpointError(f"{what}; {fix}") from error
 
 
 def _make_absolute(path: Place) -> Place:
-    """The place by its absolute path, which a later change of directory leaves valid."""
+    """Return the path as an absolute one, which stays valid after a change of directory."""
     return path.absolute() if isinstance(path, Path) else path
 
 
 def _open(path: Place) -> Checkpoint:
-    """Open by the first that is there: `.metadata`, the copy of the index, safetensors files."""
+    """Open a checkpoint by the first of these that exists: `.metadata`, the copy of the index, safetensors files."""
     metadata = _read_if_there(path / METADATA)
     copy = _read_if_there(path / INDEX)
     if metadata is None and copy is None:
@@ -94,11 +97,11 @@ def _open(path: Place) -> Checkpoint:
 
 
 def _open_by_copy(path: Place, copy: bytes) -> Checkpoint:
-    """Open by the copy of the index only, which has its own checksum."""
+    """Open a checkpoint by the copy of its index, whose own checksum is checked, as there is no `.metadata`."""
     index = read_index(path / INDEX, copy)
     if not holds(copy.decode()):
-        what = f"{path / INDEX} is damaged: its checksum does not hold"
-        raise CheckpointError(f"{what}; fetch it again")
+        what = f"{path / INDEX} is damaged: its text does not have the checksum at its end"
+        raise CheckpointError(f"{what}; fetch it and {METADATA} again")
     return from_index(path, index, _digest(copy))
 
 
@@ -111,8 +114,9 @@ def _check_copy(file: Place, copy: bytes | None, sealed: Sealed) -> None:
     except CheckpointError:
         return  # it does not pass for an index
     if save == sealed.save:
-        what = f"{file} and {METADATA} differ, one is damaged"
-        raise CheckpointError(f"{what}; fetch them again, or remove the damaged one")
+        what = f"{file} is damaged: its index is not that in {METADATA}, of the same save {save}"
+        fix = f"remove it, as {METADATA} has the right checksum, or fetch both again"
+        raise CheckpointError(f"{what}; {fix}")
 
 
 def _digest(text: bytes) -> str:
@@ -127,7 +131,7 @@ def _read_if_there(file: Place) -> bytes | None:
         return content_of(file)
     except OSError as error:
         what = f"{file} cannot be read: {error.strerror or error}"
-        raise CheckpointError(f"{what}; check its permissions") from error
+        raise CheckpointError(f"{what}; make it readable, or fetch it again") from error
 
 
 # torch.distributed.checkpoint
@@ -140,7 +144,7 @@ _Infos: TypeAlias = Mapping[_BoxKey, Any]
 
 
 def _open_torch(path: Place, text: bytes) -> Checkpoint:
-    """Open by a `.metadata` without an index, as torch writes it."""
+    """Open a checkpoint by a `.metadata` without an index, as torch writes it."""
     file = path / METADATA
     metadata = read_metadata(text, file)
     _check_box_count(file, metadata, len(text))
@@ -156,10 +160,10 @@ def _open_torch(path: Place, text: bytes) -> Checkpoint:
 
 
 def _list_infos(file: Place, metadata: Metadata) -> _Infos:
-    """torch's record of each box. Raises CheckpointError for metadata without such records."""
+    """torch's record of the file and bytes of each box. Raises CheckpointError for metadata without such records."""
     if not isinstance(metadata.storage_data, dict):
         kind = type(metadata.storage_data).__name__
-        what = f"{file} does not say where data lies: its storage_data is {kind}, not a dict"
+        what = f"{file} does not say where tensors are stored: its storage_data is a {kind}, not a dict"
         raise CheckpointError(f"{what}; save again with torch's FileSystemWriter")
     infos: dict[_BoxKey, Any] = {}
     for index, info in metadata.storage_data.items():
@@ -175,8 +179,8 @@ def _check_box_count(file: Place, metadata: Metadata, most: int) -> None:
         if isinstance(entry, TensorStorageMetadata):
             count += len(entry.chunks)
     if count > most:
-        what = f"{file} has {count} boxes in {most} bytes, lists that many names share"
-        raise CheckpointError(f"{what}, which torch never writes; save again")
+        what = f"{file} of {most} bytes lists {count} boxes of tensors, where torch needs a byte for each"
+        raise CheckpointError(f"{what}; save the checkpoint again with torch")
 
 
 def _check_not_cut(file: Place, found: Checkpoint) -> None:
@@ -189,9 +193,9 @@ def _check_not_cut(file: Place, found: Checkpoint) -> None:
         named |= dict.fromkeys(box.file for box in tensor.pieces)
     ours = next((data for data in named if FILE.fullmatch(data.name)), None)
     if ours is not None:
-        what = f"{file} is damaged: it names {ours.name}"
-        why = "and ends before the checksums that belong to it"
-        fix = "fetch it again, or remove it to load by the index beside it"
+        what = f"{file} is cut short: it names {ours.name}, which `save` wrote"
+        why = "but ends before the index that `save` writes at its end"
+        fix = f"fetch it again, or remove it to load by {INDEX}"
         raise CheckpointError(f"{what}, {why}; {fix}")
 
 
@@ -214,11 +218,13 @@ class _Files:
         self._places: dict[object, Place] = {}
 
     def find(self, name: str, info: Any) -> Place:
-        """Return the file of a box of tensor `name`. Raises CheckpointError if extensions of torch transformed it."""
+        """Return the path of the file with a box of tensor `name`, by torch's record `info`. Raises CheckpointError if
+        extensions of torch transformed it."""
         if getattr(info, "transform_descriptors", None):
-            what = f"{shown(name)} is stored through {shown(info.transform_descriptors)}"
-            why = "extensions of torch that are not read here; save it without them"
-            raise CheckpointError(f"{self._folder}: {what}, {why}")
+            through = shown(info.transform_descriptors)
+            what = f"tensor {shown(name)} was saved through torch's extensions {through}"
+            fix = "only plain data can be read; save it again without _extensions="
+            raise CheckpointError(f"{self._folder}: {what}, but {fix}")
         path = info.relative_path
         if not isinstance(path, str) or path not in self._places:
             self._places[path] = file_in(self._folder, path)
@@ -226,7 +232,7 @@ class _Files:
 
 
 def _read_entry(files: _Files, name: str, entry: object, infos: _Infos) -> StoredTensor:
-    """A tensor of torch's metadata; for an object, the bytes of its pickle."""
+    """A tensor of torch's metadata with its boxes; for a pickled object, the bytes of its pickle as a tensor."""
     if isinstance(entry, TensorStorageMetadata):
         shape = as_counts(entry.size)
         dtype = str(entry.properties.dtype).removeprefix("torch.")
@@ -243,7 +249,7 @@ def _read_entry(files: _Files, name: str, entry: object, infos: _Infos) -> Store
 def _list_boxes(
     files: _Files, name: str, entry: TensorStorageMetadata, infos: _Infos
 ) -> Iterator[StoredBox]:
-    """The boxes. If an empty box has the offsets of another, torch keeps one archive, the other's."""
+    """The boxes in which a tensor is stored. If an empty box has the offsets of another, torch keeps only the other."""
     ndim = len(entry.size)
     chunks = []
     for chunk in entry.chunks:
@@ -251,8 +257,8 @@ def _list_boxes(
     full = {offsets for offsets, sizes in chunks if 0 not in sizes}
     for offsets, sizes in chunks:
         if not len(offsets) == len(sizes) == ndim:
-            what = f"{name!r} has {ndim} dimensions"
-            raise ValueError(f"{what}, and a box with offsets {offsets} and sizes {sizes}")
+            what = f"{name!r} has {ndim} dimensions, but a box with offsets {offsets} and sizes {sizes}"
+            raise ValueError(f"{what}; save it again")
         if 0 in sizes and offsets in full:
             continue
         info = infos[name, offsets]
@@ -265,10 +271,10 @@ def _list_boxes(
 
 
 def _open_weights(path: Place) -> Checkpoint:
-    """Open by the headers of safetensors files."""
+    """Open a checkpoint of safetensors files by their headers."""
     if _is_unfinished(path):
-        what = f"{path} has data of a save that did not end, and no index"
-        raise CheckpointError(f"{what}; save again, or give another")
+        what = f"{path} has files of a save that did not end, but neither {METADATA} nor {INDEX}"
+        raise CheckpointError(f"{what}; save again, or give the folder of a whole checkpoint")
     sharded = read_sharded(path)
     if sharded is None:
         sharded = _read_whole(path)
@@ -278,7 +284,7 @@ def _open_weights(path: Place) -> Checkpoint:
 
 
 def _identify(name: str, tensor: StoredTensor) -> tuple[object, ...]:
-    """What is the same on all ranks that open the same files; not the folder, which may be mounted elsewhere."""
+    """The facts about a tensor that are the same on all ranks that open the same files, wherever these are mounted."""
     boxes = [(box.offsets, box.sizes, box.file.name, box.start) for box in tensor.pieces]
     return (name, tensor.shape, tensor.dtype, *boxes)
 
@@ -293,7 +299,7 @@ def _is_unfinished(path: Place) -> bool:
 
 
 def _read_whole(path: Place) -> dict[str, Parts]:
-    """The tensors of Hugging Face's files, in one box each."""
+    """The tensors in Hugging Face's files, each as one box."""
     found: dict[str, Parts] = {}
     for name, entry in open_weights(path).entries.items():
         origin = (0,) * len(entry.shape)
@@ -303,7 +309,7 @@ def _read_whole(path: Place) -> dict[str, Parts]:
 
 
 def _to_stored(parts: Parts) -> StoredTensor:
-    """The stored tensor that these parts make up."""
+    """A tensor of safetensors files as a StoredTensor."""
     boxes = []
     for offsets, entry in parts.boxes:
         box = StoredBox(offsets, entry.shape, entry.file, entry.start, entry.nbytes)

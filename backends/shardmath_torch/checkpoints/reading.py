@@ -62,7 +62,7 @@ _NOTHING = Checkpoint(Path(), {}, {}, {})
 
 
 class Reader(storage.StorageReader):
-    """A reader for torch.distributed.checkpoint.load, of checkpoints by `save`, by torch, or of Hugging Face.
+    """A storage reader for torch.distributed.checkpoint.load, of checkpoints by `save`, by torch, or of Hugging Face.
 
     `share` is (i, n) if this rank compares the i-th of n shares of torch's archives with the metadata; `verify` says
     whether checksums are checked. Raises CheckpointError or WeightsError for what is missing, damaged or wrong.
@@ -89,12 +89,12 @@ class Reader(storage.StorageReader):
         self._marks_to_check: Marks = np.zeros(0, bool)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Read the checkpoint `checkpoint_id` from now on, if it is given."""
+        """Make `checkpoint_id` the path that is read from now on, unless it is None."""
         if checkpoint_id is not None:
             self._path = checkpoint_id
 
     def read_metadata(self, *args: Any) -> Metadata:
-        """Return the metadata of the checkpoint's tensors, checked as far as that is possible without data."""
+        """Open the checkpoint, check it as far as possible without data, and return its tensors' metadata for torch."""
         found = self._path
         if not isinstance(found, Checkpoint):
             found = open_checkpoint(os.fspath(found))
@@ -109,10 +109,10 @@ class Reader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Do nothing."""
+        """Do nothing, as `read_metadata` has prepared everything that reading needs."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Note which chunks with checksums this rank reads, and return `plan` unchanged."""
+        """Note which chunks of files with checksums this rank's `plan` reads, and return the plan unchanged."""
         touched: list[tuple[StoredBox, int, int]] = []
         for reads in self._list_reads(plan).values():
             touched += [(read.box, *read.span) for read in reads]
@@ -125,11 +125,11 @@ class Reader(storage.StorageReader):
 
     @property
     def touched(self) -> bytes | None:
-        """Packed marks of the chunks that this rank reads, to send to other ranks; None without checksums."""
+        """Flags of the checksummed chunks that this rank reads, compressed; None if there are no checksums."""
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
-        """Choose the chunks whose checksums this rank checks, given every rank's `touched` in order as `packed`.
+        """Choose which checksums this rank checks; `packed` has all ranks' `touched`, in their order.
 
         From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """
@@ -137,7 +137,7 @@ class Reader(storage.StorageReader):
             self._marks_to_check = take_share(packed, rank, self._chunks.total)
 
     def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
-        """Copy the items of `plan` from the files into the planner's tensors, file by file."""
+        """Read the items of `plan` from the checkpoint's files into the tensors that `planner` gives, file by file."""
         by_file = self._list_reads(plan)
         self._tally.begin(sum(read.nbytes for reads in by_file.values() for read in reads))
         for file, reads in by_file.items():
@@ -155,7 +155,7 @@ class Reader(storage.StorageReader):
         return self._opened_checkpoint
 
     def _list_reads(self, plan: LoadPlan) -> dict[Place, list[_Read]]:
-        """The plan's reads, by file."""
+        """The reads of the plan, by file: each with its stored box, and its place and strides in the file."""
         found = self._checkpoint
         boxes = _find_boxes(found, plan.items)
         self._describe_unchecked(boxes, plan.items)
@@ -212,7 +212,7 @@ class Reader(storage.StorageReader):
                 planner.commit_tensor(read.item, target)
 
     def _fetch_part(self, file: Remote, begin: int, end: int) -> bytearray:
-        """Bytes of a file, in one request, or in steps if progress is reported."""
+        """Fetch the bytes from `begin` to `end` of a remote file, in steps if progress is reported."""
         step = TELL_BYTES if self._tally.is_heard else max(1, end - begin)
         data = bytearray()
         for start in range(begin, end, step):
@@ -231,7 +231,7 @@ class Reader(storage.StorageReader):
 
 
 def _describe(tensor: StoredTensor) -> TensorStorageMetadata:
-    """A tensor's entry in torch's metadata."""
+    """A stored tensor's entry in torch's metadata."""
     chunks = []
     for box in tensor.pieces:
         offsets = torch.Size(box.offsets)
@@ -258,19 +258,19 @@ class _Read(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """One past the last byte to read in the file."""
+        """The position in the file after the last byte to read."""
         dtype = dtype_of(self.strided.dtype)
         return self.strided.start + self.strided.extent * dtype.itemsize
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first byte to read and one past the last, counted from the first byte of the stored box."""
+        """The first byte to read and the position after the last, counted from where the stored box begins."""
         base = self.box.start
         return self.strided.start - base, self.stop - base
 
 
 def _find_boxes(found: Checkpoint, items: Iterable[ReadItem]) -> list[StoredBox]:
-    """The stored box of each item."""
+    """The stored box that each item of a load plan reads from."""
     by_name: dict[str, dict[tuple[int, ...], StoredBox]] = {}
     boxes = []
     for item in items:
@@ -285,7 +285,7 @@ def _find_boxes(found: Checkpoint, items: Iterable[ReadItem]) -> list[StoredBox]
 
 
 def _locate_part(strided: Strided, item: ReadItem) -> Strided:
-    """Where the part of a stored box lies that the item asks for, given where the box does."""
+    """The place and strides in the file of the part of a stored box that `item` reads; `strided` is the box's."""
     first = 0
     for offset, step in zip(item.storage_offsets, strided.strides, strict=True):
         first += offset * step
@@ -312,9 +312,8 @@ def _map(file: Path) -> Tensor:
     try:
         return torch.from_file(str(file), shared=False, size=length_of(file), dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
-        what = f"{file} cannot be read: {error}"
-        fix = "it belongs to the checkpoint: fetch it again, or check its permissions"
-        raise CheckpointError(f"{what}; {fix}") from error
+        what = f"{file}, a file of the checkpoint, cannot be read: {error}"
+        raise CheckpointError(f"{what}; fetch it again, or make it readable") from error
 
 
 def _as_memory(data: bytearray) -> Tensor:
@@ -325,12 +324,12 @@ def _as_memory(data: bytearray) -> Tensor:
 
 
 def _view(memory: Tensor, file: Place, strided: Strided, base: int) -> Tensor:
-    """A tensor in bytes of a file that begin at `base`. If it is not aligned to its elements, a copy."""
+    """A view of a tensor in `memory`, bytes of a file from `base` on; a copy if it is not aligned to its elements."""
     dtype = dtype_of(strided.dtype)
     start = strided.start - base
     stop = start + strided.extent * dtype.itemsize
     if stop > len(memory):
-        what = f"{file} ends at byte {base + len(memory)}, and a tensor in it ends at {base + stop}"
+        what = f"{file} is cut short: it ends at byte {base + len(memory)}, a tensor in it at {base + stop}"
         raise CheckpointError(f"{what}; fetch it again")
     raw = memory[start:stop]
     if raw.data_ptr() % dtype.itemsize:
@@ -342,7 +341,7 @@ def _view(memory: Tensor, file: Place, strided: Strided, base: int) -> Tensor:
 
 
 def _has_same_bytes(source: Tensor, target: Tensor) -> bool:
-    """Whether the target needs the stored bytes in their stored order."""
+    """Whether the target tensor needs the stored bytes as they are, in their order."""
     if source.dtype != target.dtype:
         return False
     if source.is_conj() or source.is_neg():
@@ -381,7 +380,7 @@ def _read_straight(
 def _check_rest(
     stream: io.FileIO, unchecked: Mapping[StoredBox, Iterable[int]], tally: Tally
 ) -> None:
-    """Read and check the chunks that were not read whole."""
+    """Read and check the chunks with checksums that were not read whole."""
     room = bytearray(CHUNK)
     for box, numbers in unchecked.items():
         for number in sorted(numbers):
@@ -391,7 +390,7 @@ def _check_rest(
 
 
 def _check_fetched(box: StoredBox, numbers: Iterable[int], data: memoryview, base: int) -> None:
-    """Check chunks of a box in bytes of its file that begin at `base`."""
+    """Check the checksums of a box's chunks in `data`, bytes of its file from `base` on."""
     for number in numbers:
         start, stop = chunk_ends(box, number)
         check_chunk(box, number, data[start - base : stop - base])

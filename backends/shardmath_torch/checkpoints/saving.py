@@ -67,14 +67,15 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError if two names share a local buffer key, as a tensor `w[0]` and a window of `w` do."""
+    """Raise CheckpointError if two tensors have a local tensor of one key, as a tensor `w[0]` and a window of `w`."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
             other = first.setdefault(key, name)
             if other != name:
-                what = f"the local tensor {key!r} is of tensor {other!r} and of {name!r}"
-                raise CheckpointError(f"{what}, one of them in windows; {fix}, or in another call")
+                what = f"tensors {other!r} and {name!r} both have a local tensor {key!r}"
+                why = "as one of them has several layouts"
+                raise CheckpointError(f"{what}, {why}; {fix}, or in another call")
 
 
 def _check_bytes_apart(side: Mapping[str, Windows], blobs: Iterable[str]) -> None:
@@ -84,7 +85,7 @@ def _check_bytes_apart(side: Mapping[str, Windows], blobs: Iterable[str]) -> Non
 
 
 class SavePlanner(theirs.SavePlanner):
-    """A planner for torch.distributed.checkpoint.save: the boxes that this rank writes under these layouts.
+    """A save planner for torch.distributed.checkpoint: ranks that hold tensors under `layouts` write each element once.
 
     The state dict holds this rank's local tensors, by local buffer key, and its bytes, by name. Raises CheckpointError
     for a Partial tensor, ExchangeError for local tensors that do not fit, PlanError for elements that no rank holds.
@@ -109,11 +110,11 @@ class SavePlanner(theirs.SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take this rank's local tensors from `state_dict`."""
+        """Keep `state_dict`, this rank's local tensors and bytes by name, to be written."""
         self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """Return the boxes that this rank writes, with its report to other ranks as planner data."""
+        """Return the boxes of tensors that this rank writes, with a report that ranks compare as planner data."""
         moved = to_disk(self._windows)
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
@@ -138,7 +139,7 @@ class SavePlanner(theirs.SavePlanner):
         return _RankReport(self._rank, agreed, contents)
 
     def _list_boxes(self, plan: Plan, tensors: Mapping[str, Tensor]) -> Iterator[WriteItem]:
-        """An item for each transfer from this rank to the disk."""
+        """torch's write item for each box of a tensor that this rank sends to the disk in `plan`."""
         for transfer in plan.transfers(src=self._rank):
             name = transfer.tensor
             window = plan.src[name][0]
@@ -148,7 +149,7 @@ class SavePlanner(theirs.SavePlanner):
             yield self._make_item(name, window.shape, offsets, data)
 
     def _list_empty(self, plan: Plan) -> Iterator[WriteItem]:
-        """Items of tensors without elements, which no plan sends: the lowest of their ranks writes them."""
+        """torch's items of tensors without elements, which no plan sends: the lowest of their ranks writes them."""
         for name, windows in plan.src.items():
             first = windows[0]
             if 0 not in first.shape:
@@ -163,13 +164,14 @@ class SavePlanner(theirs.SavePlanner):
     def _make_item(
         self, name: str, shape: Sequence[int], offsets: Sequence[int], data: Tensor
     ) -> WriteItem:
-        """The item of a box with these data."""
+        """torch's write item for a box of tensor `name` with these data, which it keeps."""
         item = _describe_box(name, shape, offsets, data.shape, data.dtype)
         self._sources[item.index] = data
         return item
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return all ranks' boxes, equal ones once, and the metadata. Raises CheckpointError if ranks disagree."""
+        """Check that ranks agree, and return all ranks' boxes, with equal bytes written once, and torch's metadata.
+        Raises CheckpointError if ranks disagree."""
         reports: list[_RankReport] = [rank_plan.planner_data for rank_plan in all_plans]
         _check_agreed(reports)
         stored = _name_bytes(reports, self._names)
@@ -183,23 +185,26 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Note the stored names of the bytes that this rank writes, and return the plan unchanged."""
+        """Find the data of the per-rank bytes that this rank writes by `new_plan`, and return the plan unchanged."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the data of `write_item`: a view of a local tensor."""
+        """Return the tensor that is written for `write_item`: a view of a local tensor, or this rank's bytes."""
         return self._sources[write_item.index]
 
 
 def to_disk(side: Mapping[str, Windows]) -> Plan:
-    """Return the plan that sends every tensor whole to one more rank, the disk. Raises CheckpointError for Partial."""
+    """Return a plan that sends every tensor, whole, to one more rank, which stands for the disk. Raises CheckpointError
+    for Partial."""
     ranks = [0]
     for name, windows in side.items():
         for layout in windows:
             if layout.partial:
-                what = f"tensor {name!r} is Partial in {layout}, a checkpoint holds whole values"
+                what = (
+                    f"tensor {name!r} is Partial in {layout}, but a checkpoint holds whole values"
+                )
                 raise CheckpointError(f"{what}; move it to a layout without Partial first")
             ranks.append(max(layout.mesh.ranks))
     disk = Mesh(ranks=[1 + max(ranks)])
@@ -217,7 +222,7 @@ def _describe_box(
     sizes: Sequence[int],
     dtype: torch.dtype,
 ) -> WriteItem:
-    """torch's item for a box of a tensor of that shape."""
+    """torch's write item for a box of a tensor `name` of that shape."""
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     properties = TensorProperties(dtype)
     data = TensorWriteData(chunk, properties, torch.Size(shape))
@@ -226,7 +231,7 @@ def _describe_box(
 
 
 def count_bytes(items: Iterable[WriteItem]) -> int:
-    """Return the size in bytes of the boxes of `items`."""
+    """Return the total size in bytes of the boxes that `items` write."""
     boxes = [item.tensor_data for item in items if item.tensor_data is not None]
     return sum(box.chunk.sizes.numel() * box.properties.dtype.itemsize for box in boxes)
 
@@ -249,12 +254,13 @@ def _describe_tensors(plans: Iterable[SavePlan]) -> dict[str, TensorStorageMetad
 
 
 def as_tensor(name: str, data: object) -> Tensor:
-    """Return per-rank bytes `data` as a uint8 tensor. Raises CheckpointError, with `name`, if `data` are not bytes."""
+    """Return the bytes `data` that a rank saves as a 1-d tensor of uint8. Raises CheckpointError, with `name`, if they
+    are not bytes."""
     if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.ndim == 1:
         tensor = plain(data)
         fault = missing_memory(tensor)
         if fault:
-            raise CheckpointError(f"{name!r} {fault}; save it while its memory is there")
+            raise CheckpointError(f"{name!r} {fault}; give a plain tensor with its own memory")
         return tensor.detach().cpu().contiguous()
     if isinstance(data, io.BytesIO):
         data = data.getvalue()
@@ -263,15 +269,15 @@ def as_tensor(name: str, data: object) -> Tensor:
         if len(data) == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    what = type(data).__name__
+    what = f"a {type(data).__name__}"
     if isinstance(data, Tensor):
-        what = f"{data.dtype}{list(data.shape)}"
-    fix = "give it one, or bytes, or a 1-d tensor of uint8"
-    raise CheckpointError(f"{name!r} is {what} and has no layout; {fix}")
+        what = f"a tensor of {data.dtype}{list(data.shape)}"
+    fix = "give it a layout, or give bytes, a BytesIO or a 1-d tensor of uint8"
+    raise CheckpointError(f"{name!r} has the layout None, for bytes, but is {what}; {fix}")
 
 
 class _Content(NamedTuple):
-    """The digest of some bytes, and how many they are."""
+    """A digest of the bytes that a rank saves under a name, and their number."""
 
     digest: str
     length: int
@@ -291,15 +297,15 @@ def _describe_bytes(data: Tensor) -> _Content:
 
 
 def _check_agreed(reports: Sequence[_RankReport]) -> None:
-    """Raise CheckpointError unless all ranks save the same."""
+    """Raise CheckpointError unless all ranks reported the same tensors, layouts and paths to save."""
     first = reports[0]
     other = next((report for report in reports if report.digest != first.digest), None)
     if other is not None:
-        what = f"ranks {first.rank} and {other.rank} save different tensors or layouts"
-        digests = f"{first.digest[:12]} and {other.digest[:12]}"
+        what = f"ranks {first.rank} and {other.rank} save different tensors, layouts or paths"
+        digests = f"of digests {first.digest[:12]} and {other.digest[:12]}"
         fix = (
-            "pass the layouts of all ranks, the same on all; "
-            "give mesh= if the module's DTensors are on other meshes than those of other ranks"
+            "give the same layouts= and paths= on all ranks, "
+            "and mesh= to state_of if ranks have DTensors on different meshes"
         )
         raise CheckpointError(f"{what}, {digests}; {fix}")
 
@@ -342,7 +348,7 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError if a path is not its name split at dots, or begins with the whole path of another name."""
+    """Raise CheckpointError unless each path is its name split at dots, and none leads through another tensor."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)
@@ -350,8 +356,10 @@ def check_paths(paths: Paths, names: Container[str]) -> None:
     for path in ends:
         for n in range(1, len(path)):
             if path[:n] in ends:
-                what = f"the path {path!r} leads through {path[:n]!r}, which is a tensor"
-                raise CheckpointError(f"{what}; cut one of the two names at other dots")
+                what = (
+                    f"the path {path!r} leads through {path[:n]!r}, which is another tensor's path"
+                )
+                raise CheckpointError(f"{what}; split one of the two names at other dots")
     _check_containers(ends)
 
 
@@ -363,24 +371,23 @@ def _check_containers(paths: Iterable[tuple[str | int, ...]]) -> None:
             other = first.setdefault(path[:n], path)
             if type(other[n]) is not type(path[n]):
                 what = f"the paths {other!r} and {path!r} have a list and a dict at {path[:n]!r}"
-                fix = "integers are for items of lists, and str for keys of dicts"
+                fix = "give both an int there, for a list, or both a str, for a dict"
                 raise CheckpointError(f"{what}; {fix}")
 
 
 def _check_path(name: str, path: object, names: Container[str]) -> None:
     """Raise CheckpointError for a path that does not spell the name of a saved tensor."""
     if name not in names:
-        what = f"paths has {name!r}, which is not saved"
-        raise CheckpointError(f"{what}; give paths of names that have a layout")
+        what = f"paths= has {name!r}, but layouts= has not"
+        raise CheckpointError(f"{what}; remove it from paths=, or add it to layouts=")
     keys = path if isinstance(path, tuple) else ()
     if not keys or type(keys[0]) is not str or not all(map(_is_key, keys)):
-        what = f"the path of {name!r} is {path!r}"
-        fix = f"give a tuple of keys, the first a str, such as {(name,)!r}"
-        raise CheckpointError(f"{what}; {fix}")
+        what = f"the path of {name!r} is {path!r}, not a tuple of str and integers from 0 on, a str first"
+        raise CheckpointError(f"{what}; give one such as {(name,)!r}")
     joined = ".".join(map(str, keys))
     if joined != name:
         what = f"the path of {name!r} is {path!r}, which joined with dots is {joined!r}"
-        raise CheckpointError(f"{what}; give the name, cut at some of its dots")
+        raise CheckpointError(f"{what}; give the name, split at some of its dots")
 
 
 def _is_key(key: object) -> bool:

@@ -30,7 +30,7 @@ Blobs: TypeAlias = Mapping[str, Mapping[int, str]]
 
 
 class StoredBox(NamedTuple):
-    """A stored box of a tensor: its offsets in the tensor, its sizes, and its bytes in a file.
+    """A box of a tensor in a checkpoint: its offsets and sizes in the tensor, and the bytes of a file that hold it.
 
     The bytes are the elements, row-major, with their `sums` (`checksums`) if they have any; or an `archive` of
     torch.save.
@@ -51,13 +51,13 @@ class StoredBox(NamedTuple):
 
     @property
     def ranges(self) -> Box:
-        """The range of the box in each dimension of the tensor, from begin to end."""
+        """The begin and end of the box in each dimension of the tensor."""
         stops = [at + n for at, n in zip(self.offsets, self.sizes, strict=True)]
         return tuple(zip(self.offsets, stops, strict=True))
 
     @property
     def stop(self) -> int:
-        """One past the box's last byte in the file."""
+        """The position in the file after the box's last byte."""
         return self.start + self.length
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Checkpoint:
-    """The tensors of a checkpoint by name, without data.
+    """The tensors of a checkpoint by name: shapes, dtypes, and the files and bytes that hold them, without data.
 
     `sizes` says how long files should be, if that is known. Checkpoints with the same `digest` were read from the same
     index or headers.
@@ -109,7 +109,7 @@ class Checkpoint:
         return len(self.shapes)
 
     def __iter__(self) -> Iterator[str]:
-        """The names."""
+        """The names of the tensors, and of bytes that ranks saved."""
         return iter(self.shapes)
 
     def __contains__(self, name: object) -> bool:
@@ -124,11 +124,11 @@ class Checkpoint:
         near = difflib.get_close_matches(name, self.tensors, 3) or sorted(self.tensors)[:3]
         has = ", ".join(map(repr, near)) or "nothing"
         what = f"{self.path} has no {name!r} among its {plural(self.tensors, 'tensor')}"
-        fix = "load what is stored under another name with names={wanted: stored}"
+        fix = "load a tensor by its stored name with names={wanted: stored}"
         raise CheckpointError(f"{what}; it has {has}: {fix}")
 
     def find_blob(self, name: str, rank: int) -> str:
-        """Return the stored name of the bytes that `rank` saved as `name`, or else the lowest rank that did."""
+        """Return the stored name of the bytes that `rank` saved as `name`, or else the lowest rank that saved any."""
         by_rank = self.blobs.get(name)
         if not by_rank:
             return name
@@ -136,7 +136,8 @@ class Checkpoint:
         return by_rank[owner]
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless named tensors are complete: each element once, in files that are long enough."""
+        """Raise CheckpointError unless the tensors `names` have each element stored once, in files that are long
+        enough."""
         ends: dict[Place, int] = {}
         # tensors of a model are often divided alike: one proof serves all with the same shape and boxes
         proved: set[tuple[object, ...]] = set()
@@ -156,7 +157,9 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Describe the tensors in archives of named tensors: the i-th of n shares of them, if `share` is (i, n).
+        """Return the place of each named tensor that is stored in archives of torch.save, compared with the metadata.
+
+        If `share` is (i, n), only the i-th of n shares of the archives.
 
         Raises CheckpointError if one holds another tensor than the metadata says.
         """
@@ -169,7 +172,8 @@ class Checkpoint:
         return self.describe(checked)
 
     def describe(self, archives: Iterable[tuple[str, StoredBox]]) -> dict[StoredBox, Strided]:
-        """Describe the tensor in each archive, given as (tensor, box). Raises CheckpointError if metadata differ."""
+        """Return the place and strides of the tensor in each of `archives`, (name, box). Raises CheckpointError if
+        metadata differ."""
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:
             by_file.setdefault(box.file, []).append((name, box))
@@ -184,11 +188,12 @@ class Checkpoint:
 
 
 def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
-    """Return the layout of the bytes that `rank` saved as `name`. Raises CheckpointError if that is a tensor."""
+    """Return the layout, on `rank` only, of the bytes saved as `name`. Raises CheckpointError if they are a tensor."""
     tensor = checkpoint[name]
     if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
         found = f"{tensor.dtype}{list(tensor.shape)}"
-        raise CheckpointError(f"{name!r} is a tensor, {found}, not bytes; give it a layout")
+        what = f"{name!r} has the layout None, for bytes, but is stored as a tensor, {found}"
+        raise CheckpointError(f"{what}; give it a layout of this shape and dtype")
     mesh = Mesh(ranks=[rank])
     return Layout(tensor.shape, mesh, (), dtype=tensor.dtype)
 

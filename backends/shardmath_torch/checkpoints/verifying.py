@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath_torch.checkpoints.files.checksums import CHUNK, count_checksums, is_same
+from shardmath_torch.checkpoints.files.checksums import CHUNK, DIGITS, count_checksums, is_same
 from shardmath_torch.checkpoints.files.places import CheckpointError, Place
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox
 
@@ -37,7 +37,7 @@ Marks: TypeAlias = NDArray[np.bool_]
 
 
 class CheckpointChunks:
-    """The chunks of a checkpoint's files that have checksums, numbered across the checkpoint."""
+    """The chunks of a checkpoint's files that have checksums, 4 MiB each, numbered across the checkpoint."""
 
     def __init__(self, found: Checkpoint) -> None:
         self.total = 0
@@ -50,7 +50,7 @@ class CheckpointChunks:
                     self.total += count_checksums(box.length)
 
     def mark_touched(self, reads: Iterable[tuple[StoredBox, int, int]]) -> Marks:
-        """Return a mark per chunk that `reads` touch, each (box, first byte in it, one past the last)."""
+        """Return a flag per chunk: whether `reads` touch it. A read is (box, first byte in it, one past the last)."""
         marks = np.zeros(self.total, bool)
         for box, begin, end in reads:
             first = self._first_numbers.get((box.file, box.start))
@@ -61,7 +61,7 @@ class CheckpointChunks:
         return marks
 
     def list_marked(self, box: StoredBox, marks: Marks) -> list[int]:
-        """Return the numbers of the marked chunks of `box`, counted from its first chunk."""
+        """Return the numbers of the chunks of `box` that are flagged in `marks`, counted from its first chunk."""
         first = self._first_numbers.get((box.file, box.start))
         if first is None:
             return []
@@ -71,7 +71,7 @@ class CheckpointChunks:
 
 
 def pack_marks(marks: Marks) -> bytes:
-    """Return the marks of chunks compressed into bytes, to be sent."""
+    """Return `marks`, a flag per chunk, as compressed bytes that can be sent to other ranks."""
     bits = np.packbits(marks)
     return zlib.compress(bits.tobytes(), 1)
 
@@ -84,19 +84,21 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
             # one byte more than expected, so that too many bytes show
             raw = unpacker.decompress(compressed, expected + 1)
         except zlib.error as error:
-            raise CheckpointError(
-                f"the list of what rank {number} reads cannot be unpacked: {error}; "
-                f"run the same shardmath on all ranks"
-            ) from error
+            what = f"the flags of the chunks that rank {number} reads cannot be unpacked: {error}"
+            fix = "run the same version of shardmath on all ranks"
+            raise CheckpointError(f"{what}; {fix}") from error
         if len(raw) != expected:
-            what = f"rank {number} marks other chunks than the {total} of this checkpoint"
-            raise CheckpointError(f"{what}; give all ranks the same checkpoint")
+            what = f"rank {number} sent {len(raw)} bytes of flags of the chunks that it reads"
+            why = f"where this rank's checkpoint of {total} chunks needs {expected}"
+            raise CheckpointError(f"{what}, {why}; give all ranks the same checkpoint")
         bits = np.frombuffer(raw, np.uint8)
         yield np.unpackbits(bits, count=total)
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Return the chunks that `rank` checks, given every rank's marks: of the ranks that touch a chunk, one checks it.
+    """Return a flag per chunk: whether `rank` checks its checksum. One of the ranks that read a chunk does.
+
+    `packed` has every rank's flags of the chunks that it reads.
 
     Raises CheckpointError for marks of another number of chunks.
 
@@ -120,13 +122,13 @@ def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
 
 
 def chunk_ends(box: StoredBox, number: int) -> tuple[int, int]:
-    """Return the first byte in the file of chunk `number` of `box`, and one past its last byte."""
+    """Return the positions in the file of the first byte of chunk `number` of `box`, and after its last byte."""
     start = box.start + number * CHUNK
     return start, min(box.stop, start + CHUNK)
 
 
 def read_chunk(stream: io.FileIO, box: StoredBox, number: int, room: bytearray) -> memoryview:
-    """Read chunk `number` of `box` into `room`, and return a view of its bytes there."""
+    """Read chunk `number` of `box` from `stream` into the buffer `room`, and return a view of its bytes there."""
     start, stop = chunk_ends(box, number)
     stream.seek(start)
     chunk = memoryview(room)[: stop - start]
@@ -140,16 +142,18 @@ def check_chunk(box: StoredBox, number: int, data: memoryview) -> None:
         return
     start, _ = chunk_ends(box, number)
     ends = f"bytes {start} to {start + len(data)}"
-    what = f"{box.file} is damaged: {ends} are not what was saved, by their checksum"
-    fix = "fetch it again, or load what is left with verify=False"
+    saved = box.sums[number * DIGITS : (number + 1) * DIGITS]
+    what = f"{box.file} is damaged: {ends} do not have the checksum {saved} that was saved of them"
+    fix = "fetch it again, or load it as it is with verify=False"
     raise CheckpointError(f"{what}; {fix}")
 
 
 def read_into(stream: io.FileIO, room: memoryview) -> None:
-    """Fill `room` from `stream`. Raises CheckpointError if the file ends before that."""
+    """Fill the buffer `room` with bytes of `stream`. Raises CheckpointError if the file ends before that."""
     while room:
         count = stream.readinto(room)
         if not count:
             what = f"{stream.name!r} ends at byte {stream.tell()}, {len(room)} bytes too early"
-            raise CheckpointError(f"{what}: it was cut while it was read; fetch it again")
+            fix = "fetch it again, and let nothing write to it during the load"
+            raise CheckpointError(f"{what}: it was cut while it was read; {fix}")
         room = room[count:]

@@ -71,7 +71,7 @@ MOST_FILES = 16
 
 
 class Writer(storage.StorageWriter):
-    """A writer for torch.distributed.checkpoint.save: safetensors files, torch's `.metadata` and an index in a folder.
+    """A storage writer for torch.distributed.checkpoint.save: safetensors files, torch's `.metadata` and an index.
 
     `path` may be a URL that fsspec serves. Raises CheckpointError if the folder cannot be written.
     """
@@ -84,19 +84,21 @@ class Writer(storage.StorageWriter):
         self._save = ""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Write to the folder `checkpoint_id` from now on, if it is given."""
+        """Make `checkpoint_id` the folder that is written to from now on, unless it is None."""
         if checkpoint_id is not None:
             self._folder = _place_to_write(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
+        """Do nothing, as `prepare_local_plan` makes the folder."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder, and return `plan` unchanged. Raises CheckpointError if it has objects."""
+        """Make the folder, and return `plan` unchanged. Raises CheckpointError if it has pickled objects."""
         self.abandon()
-        if any(item.type == WriteItemType.BYTE_IO for item in plan.items):
-            fix = "save bytes with SavePlanner, or objects with torch's writer"
-            raise CheckpointError(f"objects are not written; {fix}")
+        objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        if objects:
+            what = f"{objects[0]!r} is a pickled object, but this writer writes only tensors"
+            fix = "save it as bytes with SavePlanner, or with torch's FileSystemWriter"
+            raise CheckpointError(f"{what}; {fix}")
         with _raise_as_ours(self._folder, BEFORE):
             if not self._folder.is_dir():
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,7 @@ class Writer(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the save, and add the stem of each rank's file names: the save's digits and the rank's number."""
+        """Begin the save, and return `plans` with the beginning of each rank's file names as storage data."""
         save = uuid.uuid4().hex[:DIGITS]
         with _raise_as_ours(self._folder, BEFORE):
             find_counting(self._folder)  # raises if `.metadata` is there and cannot be read
@@ -118,7 +120,7 @@ class Writer(storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: theirs.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
-        """Write the files of this rank, as drafts with the names of unfinished files."""
+        """Write this rank's boxes into files with unfinished names, and return where each box is."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         self._tally.begin(count_bytes(plan.items))
@@ -134,7 +136,7 @@ class Writer(storage.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
-        """Make this save the folder's current one, by writing its metadata."""
+        """Make this save the folder's current one: rename its data files, then replace the folder's metadata."""
         held = self._claim
         assert held is not None, "a save has begun"
         wrote = [result for by_rank in results for result in by_rank]
@@ -175,7 +177,7 @@ class Writer(storage.StorageWriter):
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Remove files left by earlier saves: the i-th of n shares, if `share` is (i, n). Call it on every rank."""
+        """Remove files of earlier saves: the i-th of n shares of them, if `share` is (i, n). Call it on every rank."""
         with _raise_as_ours(self._folder, AFTER):
             remove_leftovers(self._folder, share)
 
@@ -189,27 +191,28 @@ class Writer(storage.StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta:
-        """Return empty metadata: torch's planners get nothing from this writer."""
+        """Return empty metadata, as torch's planners need nothing from this writer."""
         return StorageMeta()
 
 
 def _place_to_write(path: str | os.PathLike[str]) -> Place:
-    """The place of that path. Raises CheckpointError for a name that is not UTF-8: torch could not map its files."""
+    """Return `path` as a Path or a Remote. Raises CheckpointError for a name that is not UTF-8, as torch could not map
+    its files."""
     found = place(path)
     text = os.fspath(path)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        what = f"the path {text!r} has bytes that are not UTF-8, and what is saved there could not be loaded"
-        raise CheckpointError(f"{what}; give a folder whose name is text") from error
+        what = f"the path {text!r} is not UTF-8, so torch could not load files from there"
+        raise CheckpointError(f"{what}; give a folder whose name is UTF-8 text") from error
     return found
 
 
 BEFORE, AFTER = (
-    "what was saved there before is as it was",
-    "the new save is whole, and the one that counts",
+    "what was saved there before is as it was: make it writable, with room, and save again",
+    "the new save is whole, and the one that counts: load it as usual",
 )
-UNKNOWN = "whether the new save counts cannot be read either; load it to see"
+UNKNOWN = "whether the new save counts cannot be read either: load it to see, or save again"
 
 
 def _word_state(folder: Place, save: str) -> str:
@@ -305,7 +308,7 @@ def _divide_into_files(items: Sequence[WriteItem]) -> list[dict[str, WriteItem]]
 
 
 class _WrittenBox(NamedTuple):
-    """Where an item was written: its file, first byte and checksums; `info` is torch's record of it."""
+    """The place where an item was written: its file, first byte and checksums; `info` is torch's record of it."""
 
     file: str
     start: int
@@ -338,20 +341,19 @@ def _write_file(
 
 
 def _offsets_of(item: WriteItem, tensor: Tensor) -> tuple[int, ...]:
-    """Where an item begins in its tensor; torch's planners leave that out for a whole tensor."""
+    """The offsets of an item in its tensor; torch's planners leave them out for a whole tensor."""
     return tuple(item.index.offset or (0,) * tensor.ndim)
 
 
 def _to_contiguous(item: WriteItem, data: object, tally: Tally) -> Tensor:
-    """An item's data on the CPU, contiguous and filling their storage, as `archive.write` needs them."""
+    """Return an item's data as a contiguous tensor on the CPU that fills its storage, as `archive.write` needs it."""
     assert isinstance(data, Tensor) and item.tensor_data is not None, "objects are refused earlier"
     chunk = item.tensor_data.chunk
     plain = data.detach().as_subclass(Tensor)
     if plain.shape != chunk.sizes:
-        what = (
-            f"{item.index.fqn!r} has shape {list(plain.shape)}, and {list(chunk.sizes)} was planned"
-        )
-        raise CheckpointError(f"{what}; save the tensor that was planned")
+        planned = f"its save was planned for {list(chunk.sizes)}"
+        what = f"{item.index.fqn!r} has shape {list(plain.shape)}, but {planned}"
+        raise CheckpointError(f"{what}; do not resize it before the save has ended")
     is_whole = plain.untyped_storage().nbytes() == plain.nbytes
     if plain.is_cpu and plain.is_contiguous() and is_whole:
         return plain
@@ -373,7 +375,7 @@ def _pickle(metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> bytes:
 
 
 def _describe(path: Place, metadata: Metadata, wrote: Iterable[storage.WriteResult]) -> Checkpoint:
-    """The checkpoint that was written."""
+    """Return the checkpoint that was written, as a value."""
     boxes: dict[str, _ByOffsets] = {}
     for result in wrote:
         index = result.index
@@ -393,7 +395,7 @@ def _describe(path: Place, metadata: Metadata, wrote: Iterable[storage.WriteResu
 
 
 def _describe_tensor(path: Place, entry: TensorStorageMetadata, boxes: _ByOffsets) -> StoredTensor:
-    """A tensor of torch's metadata, with where its boxes went."""
+    """A tensor of torch's metadata as a StoredTensor, with the boxes where they were written."""
     dtype = entry.properties.dtype
     pieces = []
     for chunk in entry.chunks:

@@ -126,12 +126,12 @@ def test_the_paths_that_torch_makes_of_an_optimizer(tmp_path: Path) -> None:
     ("paths", "what"),
     [
         ({"model.b": ("model",)}, "joined with dots"),
-        ({"other": ("other",)}, "is not saved"),
-        ({"model.b": "model.b"}, "give a tuple of keys"),
-        ({"model.b": ()}, "give a tuple of keys"),
-        ({"0.b": (0, "b")}, "the first a str"),
-        ({"model.-1": ("model", -1)}, "give a tuple of keys"),
-        ({"model.True": ("model", True)}, "give a tuple of keys"),
+        ({"other": ("other",)}, "but layouts= has not"),
+        ({"model.b": "model.b"}, "not a tuple of str and integers"),
+        ({"model.b": ()}, "not a tuple of str and integers"),
+        ({"0.b": (0, "b")}, "a str first"),
+        ({"model.-1": ("model", -1)}, "not a tuple of str and integers"),
+        ({"model.True": ("model", True)}, "not a tuple of str and integers"),
         ({"model.b": ("model", "b"), "model.0": ("model", 0)}, "have a list and a dict at"),
     ],
 )

@@ -141,7 +141,7 @@ def test_what_is_no_lock(
     lock = out / ".shardmath-refit.lock"
     os.mkfifo(lock) if kind == "pipe" else lock.symlink_to(tmp_path / "elsewhere")
     assert command([str(model), "--src", "tp=1", "--dst", "tp=2", "--out", str(out)]) == 1
-    assert "would be a lock; give another folder" in capsys.readouterr().err
+    assert "but an empty lock file of that name is needed" in capsys.readouterr().err
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -68,7 +68,7 @@ def test_every_prefix_is_refused(
 def test_too_long(file: Path) -> None:
     size = file.stat().st_size
     file.write_bytes(file.read_bytes() + b"abc")
-    assert f"{size + 3} bytes present, {size} expected by its header, 3 too many" in fails(file)
+    assert f"{size + 3} bytes present, but {size} expected by its header, 3 too many" in fails(file)
 
 
 def test_garbage(file: Path) -> None:
@@ -99,15 +99,15 @@ Header = dict[str, dict[str, object]]
         (lambda h: h["bias"].update(shape=[True]), "entry of 'bias'"),
         (lambda h: h["bias"].update(data_offsets=[0]), "entry of 'bias'"),
         (lambda h: h.update(bias=None), "entry of 'bias' is None"),
-        (lambda h: h["bias"].update(dtype="F4"), "'bias' as F4, which cannot be sliced"),
+        (lambda h: h["bias"].update(dtype="F4"), "'bias' as F4, a type that cannot be read"),
         (
             lambda h: h["bias"].update(shape=[10]),
-            r"'bias' is F32\[10\], 40 bytes, its data_offsets .* hold 36",
+            r"'bias' is F32\[10\], 40 bytes, but its data_offsets .* hold 36",
         ),
         (lambda h: h["bias"].update(dtype="F64"), r"'bias' is F64\[9\], 72 bytes"),
         (
             lambda h: h.pop("bias"),
-            "begins at byte .* of the data, the tensor before it ends at|bytes present",
+            "begins at byte .* of the data, but the tensor before it ends at|bytes present",
         ),
         (lambda h: h["float32"].update(data_offsets=h["int32"]["data_offsets"]), "begins at byte"),
     ],

@@ -81,11 +81,11 @@ def test_one_shard_is_enough(tmp_path: Path) -> None:
     [
         ([2, 0], "overlap"),
         ([5, 0], "no box with element"),
-        ([4], "not at which index of the tensor it begins"),
-        ([4, -1], "not at which index of the tensor it begins"),
-        ([4, 1 << 70], "not at which index of the tensor it begins"),
-        ("none", "not at which index of the tensor it begins"),
-        (None, "does not; keep the files of one checkpoint in a folder"),
+        ([4], "not saved_offsets of as many numbers"),
+        ([4, -1], "not saved_offsets of as many numbers"),
+        ([4, 1 << 70], "not saved_offsets of as many numbers"),
+        ("none", "not saved_offsets of as many numbers"),
+        (None, "has not; keep only the files of one checkpoint in a folder"),
     ],
 )
 def test_shards_that_do_not_fit(tmp_path: Path, at: object, what: str) -> None:
@@ -98,8 +98,10 @@ def test_shards_that_do_not_fit(tmp_path: Path, at: object, what: str) -> None:
 def test_shards_of_other_types(tmp_path: Path) -> None:
     shard(tmp_path, 1, 4, [0, 0])
     shard(tmp_path, 2, 3, [4, 0], w=torch.ones(3, 2, dtype=torch.float16))
-    with pytest.raises(sm.ShardError, match=r"float32.* float16.*keep the files of one checkpoint"):
+    with pytest.raises(
+        sm.ShardError, match=r"float32.* float16.*keep only the files of one checkpoint"
+    ):
         smt.open_checkpoint(tmp_path)
     shard(tmp_path, 2, 3, [4], w=torch.ones(3))
-    with pytest.raises(sm.ShardError, match="keep the files of one checkpoint"):
+    with pytest.raises(sm.ShardError, match="keep only the files of one checkpoint"):
         smt.open_checkpoint(tmp_path)

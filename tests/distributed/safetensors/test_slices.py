@@ -94,7 +94,7 @@ def test_check_leaves_holes_alone(file: Path) -> None:
         (
             "bias",
             Layout((8,), MESH, "(tp n)"),
-            r"'bias' is float32\[9\] in .*, its layout says float32\[8\]",
+            r"'bias' is float32\[9\] in .*, but its layout is float32\[8\]",
         ),
         (
             "bias",

@@ -48,7 +48,8 @@ def test_some_files_of_several_without_an_index(folder: Path) -> None:
         open_weights(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(
-        WeightsError, match=r"neither model-00002-of-00002\.safetensors nor .*index\.json: a part"
+        WeightsError,
+        match=r"neither model-00002-of-00002\.safetensors nor .*index\.json, so a part",
     ):
         open_weights(folder)
     (folder / "model-00001-of-00002.safetensors").rename(
@@ -103,8 +104,8 @@ def test_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("places", "what"),
     [
-        ({}, "has no weight_map"),
-        (None, "has no weight_map"),
+        ({}, "has the weight_map {}, not a mapping"),
+        (None, "has the weight_map None, not a mapping"),
         ({"a1": 3}, "puts 'a1' in 3"),
         ({"a1": "../a.safetensors"}, "puts 'a1' in '../a.safetensors'"),
         (

@@ -59,7 +59,7 @@ def test_a_module_with_two_names(tmp_path: Path) -> None:
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "object": (
         lambda: training.state_of(nn.Sequential(Scaled({"a": 1}))),
-        "'0._extra_state' is of type dict; return b",
+        "'0._extra_state' is of type dict, but must be bytes; return b",
     ),
     "floats": (
         lambda: training.state_of(nn.Sequential(Scaled(torch.ones(2)))),

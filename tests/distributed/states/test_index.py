@@ -19,7 +19,7 @@ def test_another_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, {"model.weight": module.weight}, {"model.weight": layout_of(module)["weight"]})
     with pytest.raises(
         CheckpointError,
-        match="was not written by save_state; fill the module's weights with load_weights",
+        match="was not written by save_state: it has no 'training'; fill the module's weights with load_weights",
     ):
         training.load_state(tmp_path, module)
     for data in (b"{", b"[1]", b'{"names": {}}'):

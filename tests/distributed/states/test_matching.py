@@ -47,7 +47,7 @@ def test_two_that_are_one_here(tmp_path: Path) -> None:
     training.save_state(tmp_path, Tied(False))
     with pytest.raises(
         CheckpointError,
-        match=r"first.weight, last.weight are one parameter here, and 2 in the check",
+        match=r"first.weight, last.weight are one parameter here, but 2 in the check",
     ):
         training.load_state(tmp_path, Tied(True))
 
@@ -191,7 +191,8 @@ def test_an_option_with_an_item_per_parameter_is_for_the_same_group(
     other = optim.SGD([module[name] for name in order], lr=0.2)
     other.param_groups[0]["names"] = list(order)
     with pytest.raises(
-        CheckpointError, match=r"'names' is \['a', 'b', 'c'\] in .* each of a, b, c;"
+        CheckpointError,
+        match=r"'names' is \['a', 'b', 'c'\] in .* each of a, b, c, but the group has",
     ) as error:
         training.load_state(tmp_path, module, other, strict=False)
     assert f"the group has {', '.join(order)} here" in str(error.value)
@@ -243,7 +244,7 @@ OF_GROUP: dict[str, tuple[Callable[[list[Tensor]], object], str]] = {
     "flat": (lambda p: torch.cat([one.flatten() for one in p]), r"'odd' has shape \(32,\)"),
     "flat, in a list": (lambda p: [(torch.cat([one.flatten() for one in p]),)], r"shape \(32,\)"),
     "one of each": (lambda p: torch.stack([one.norm() for one in p] * 2), r"shape \(6,\)"),
-    "number": (lambda p: 3, "'odd' is a number, and no other parameter there has any"),
+    "number": (lambda p: 3, "its 'odd' is a number, and no other parameter of the group"),
     "scalar": (lambda p: torch.tensor(3), "'odd' is a number"),
 }
 OWN: dict[str, Callable[[list[Tensor]], object]] = {
@@ -280,7 +281,7 @@ def test_state_of_a_group_is_for_a_group_in_the_same_order(tmp_path: Path, case:
         other, second = grouped(order, make, False)
         with pytest.raises(CheckpointError, match=said) as error:
             training.load_state(tmp_path, other, second, strict=False)
-        assert f"a, b, c in the checkpoint, and {', '.join(order)} here" in str(error.value)
+        assert f"a, b, c in the checkpoint, but {', '.join(order)} here" in str(error.value)
         assert not second.state and other["a"].eq(1).all()
 
 

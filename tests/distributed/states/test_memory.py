@@ -77,7 +77,7 @@ def test_slots_that_are_one(tmp_path: Path, step: str) -> None:
     same = torch.tensor([1.0, float("nan"), 0.0, 2.0])
     load(tmp_path / "same", step, Slots(same, same.clone()), Slots(one, one))
     assert one[0] == 1.0
-    said = "'weight' and 'buffer0' are one tensor here, and differ in the checkpoint"
+    said = "'weight' and 'buffer0' are one tensor here, but differ in the checkpoint"
     with pytest.raises(CheckpointError, match=said):
         load(tmp_path / "others", step, Slots(same, same + 1), Slots(two, two))
     assert not two.any()

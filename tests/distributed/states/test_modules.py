@@ -65,7 +65,7 @@ def hooked() -> nn.Module:
 ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     "hook": (
         lambda: training.state_of(hooked()),
-        "'more' of the state dict is not a parameter, a buffer or an extra state",
+        "has 'more', not a parameter, a buffer or an extra state",
     ),
     "meta": (lambda: training.state_of(small().to("meta")), "'0.weight' is on the meta device"),
 }

@@ -84,16 +84,16 @@ def test_keys_of_state_that_are_not_text() -> None:
     module = nn.Linear(2, 2)
     optimizer = optim.SGD(module.parameters(), lr=0.1)
     optimizer.state[module.weight] = {0: torch.zeros(2, 2)}
-    with pytest.raises(CheckpointError, match="has the key 0; use text as keys"):
+    with pytest.raises(CheckpointError, match="has the key 0, of type int; use text as keys"):
         training.state_of(module, optimizer)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((5,), "the module is 5; give a torch.nn.Module"),
-        ((small(), 5), "the optimizer is 5; give one, several, or None"),
-        ((small(), [5]), "an optimizer is 5, which is not one of torch.optim; give"),
+        ((5,), "the module is 5, not a torch.nn.Module"),
+        ((small(), 5), "the optimizer is 5, not a torch.optim.Optimizer"),
+        ((small(), [5]), "one of the optimizers is 5, not a torch.optim.Optimizer"),
     ],
 )
 def test_what_is_not_a_module_or_optimizer(tmp_path: Path, given: Any, said: str) -> None:
@@ -116,9 +116,7 @@ def test_a_parameter_of_two_optimizers(tmp_path: Path, step: str) -> None:
         "save_state": lambda: training.save_state(tmp_path, module, pair),
         "load_state": lambda: training.load_state(tmp_path, module, pair),
     }
-    said = (
-        "'bias' is in two parameter groups of the optimizers; give each parameter to one optimizer"
-    )
+    said = "'bias' is in two parameter groups of the optimizers; put each parameter into one group"
     with pytest.raises(CheckpointError, match=said):
         calls[step]()
 
@@ -164,7 +162,7 @@ STRAYS: dict[str, tuple[Callable[[optim.Optimizer, nn.Module], None], str]] = {
     ),
     "number": (
         _hold_number,
-        "the optimizer's state of 'weight' is 5; give a dict of values by name",
+        "the optimizer's state of 'weight' is 5, not a dict; keep its values in a dict",
     ),
 }
 
@@ -344,7 +342,7 @@ def test_a_wrapper_with_state_beside_that_of_what_it_wraps(tmp_path: Path) -> No
         return str(error.value)
 
     def follow(optimizer: Lookahead) -> Iterator[tuple[Path, Any]]:
-        spelled = said.partition("its own state too: ")[2].partition(", where every rank")[0]
+        spelled = said.partition("its own state too: ")[2].partition(", if every rank")[0]
         first, _, second = spelled.partition(" of it under one path, and under another ")
         make, _, of = second.partition(" with plain.state = ")
         yield tmp_path / "first", eval(first, {"optimizer": optimizer})
@@ -385,7 +383,7 @@ def test_a_wrapper_with_parameters_of_its_own(tmp_path: Path) -> None:
         return module, wrapper
 
     module, optimizer = made(0)
-    with pytest.raises(CheckpointError, match=r"give \[optimizer, optimizer.held\], where"):
+    with pytest.raises(CheckpointError, match=r"give \[optimizer, optimizer.held\], if every rank"):
         training.state_of(module, optimizer)
     other, fresh = made(1)
     train(module, optimizer, range(2))
@@ -415,7 +413,7 @@ def test_state_that_is_made_when_it_is_asked_for(
     training.save_state(tmp_path, module, optim.SGD(module.parameters(), lr=0.1))
     with torch.no_grad():
         module.weight.fill_(3.0)
-    said = "Made makes its state again whenever it is asked for it, .*; keep the state in one dict"
+    said = "the attribute state of Made is another object at each access, .*; give the same dict"
     with pytest.raises(CheckpointError, match=said):
         step(tmp_path, module, Made(module.parameters(), lr=0.1))
     assert module.weight.eq(3.0).all()
@@ -551,7 +549,7 @@ def test_a_wrapper_that_keeps_more_than_it_wraps(tmp_path: Path) -> None:
     module, optimizer = made(0)
     train(module, optimizer, range(3))
     said = (
-        "PostLocalSGDOptimizer keeps 'step' beside the state of its 'optim', which would be lost; "
+        "PostLocalSGDOptimizer keeps 'step' besides the state of its 'optim', which would be lost; "
         "give optimizer.optim, and keep the rest as an option of a group in its param_groups"
     )
     for act in (training.save_state, training.load_state):
@@ -600,19 +598,22 @@ class Nothing(optim.SGD):
 
 
 MORE: dict[str, tuple[Callable[[nn.Module], optim.Optimizer], str]] = {
-    "its own": (Adding, "Adding keeps 'count' in its state dict beside 'state' and 'param_groups'"),
-    "by a hook": (add_by_a_hook, "SGD keeps 'count' in its state dict beside 'state' and"),
+    "its own": (
+        Adding,
+        "Adding keeps 'count' in its state dict besides 'state' and 'param_groups'",
+    ),
+    "by a hook": (add_by_a_hook, "SGD keeps 'count' in its state dict besides 'state' and"),
     "in what is wrapped": (
         lambda module: Wrapper.sharing(module, Adding(module)),
-        "Adding keeps 'count' in its state dict beside 'state' and 'param_groups'",
+        "Adding keeps 'count' in its state dict besides 'state' and 'param_groups'",
     ),
     "none": (
         lambda module: Nothing(module.parameters(), lr=0.1, momentum=0.9),
-        "Nothing.state_dict() gives NoneType, not a dict, and what it keeps is not known; give plain",
+        "Nothing.state_dict() gives NoneType, not a dict, so the state that it keeps is not",
     ),
     "not said": (
         lambda module: Untold(module.parameters(), lr=0.1, momentum=0.9),
-        "Untold.state_dict() raises NotImplementedError: see the other method, and what it keeps",
+        "Untold.state_dict() raises NotImplementedError: see the other method, so the state",
     ),
 }
 

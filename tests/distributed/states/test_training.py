@@ -238,22 +238,22 @@ def test_a_mesh_that_lacks_a_rank(pool: Pool, tmp_path: Path, step: str) -> None
     """Said on all ranks: the module of a rank that is not there would not be filled."""
     for kind, said in pool.run(work.on_some_of_the_ranks, str(tmp_path), step):
         assert kind == "CheckpointError", said
-        assert "rank 1 has 'weight' in its module, and is not on the mesh" in said
+        assert "rank 1 has 'weight' in its module, but is not on the mesh" in said
 
 
 ASKED_OTHERWISE = {
-    "no optimizer": "match its state: the optimizer is None here and given on the first",
-    "other parameters": "match its state: the optimizer of 'a' is given here and nothing on",
-    "other optimizers": "match its state: the optimizer is None here and given on the first",
-    "other names": "match its weights: the source of 'x' is 'b' here and 'a' on the first rank",
-    "other names of what is plain": "match its weights: the source of 'x' is 'b' here and 'a' on",
-    "other order of names": "describe its module: the first name of 'y' is 'y' here and 'x' on",
-    "tied": "describe its module: the first name of 'x' is 'x' here and nothing on",
-    "saved without an optimizer": "describe its state: the optimizer is None here and given on",
-    "saved with other parameters": "describe its state: the optimizer of 'a' is given here and",
-    "exported tied": "describe its module: the first name of 'x' is 'x' here and nothing on",
-    "exported with layouts": "export: the source is tensors with layouts here and tensors on the",
-    "exported under other names": "export: the tensor of the name 'y' is 'x' here and nothing on",
+    "no optimizer": "match its state: the optimizer is None on this rank and given on the first",
+    "other parameters": "match its state: the optimizer of 'a' is given on this rank and nothing on",
+    "other optimizers": "match its state: the optimizer is None on this rank and given on the first",
+    "other names": "match its weights: the source of 'x' is 'b' on this rank and 'a' on the first rank",
+    "other names of what is plain": "match its weights: the source of 'x' is 'b' on this rank and 'a' on",
+    "other order of names": "describe its module: the first name of 'y' is 'y' on this rank and 'x' on",
+    "tied": "describe its module: the first name of 'x' is 'x' on this rank and nothing on",
+    "saved without an optimizer": "describe its state: the optimizer is None on this rank and given on",
+    "saved with other parameters": "describe its state: the optimizer of 'a' is given on this rank and",
+    "exported tied": "describe its module: the first name of 'x' is 'x' on this rank and nothing on",
+    "exported with layouts": "export: the source is tensors with layouts on this rank and tensors on the",
+    "exported under other names": "export: the tensor of the name 'y' is 'x' on this rank and nothing on",
 }
 
 
@@ -330,7 +330,7 @@ def test_options_are_those_of_each_parameters_ranks(pool: Pool, tmp_path: Path) 
         assert found == [apart, [0.25, 9.0 + rank] if rank < 4 else [0.5, 0.125]]
         kind, text = said
         assert kind == "CheckpointError" and "rank 5 could not describe its state" in text
-        assert "the optimizer of 'top' is nothing here and given on the first" in text
+        assert "the optimizer of 'top' is nothing on this rank and given on the first" in text
 
 
 NAMED = [f"model.{name}" for name in ("high", "low")] + [
@@ -352,12 +352,14 @@ def test_state_of_what_no_group_has(pool: Pool) -> None:
     for rank, told in enumerate(pool.run(work.on_meshes_of_some, "apart")):
         if rank < 4:
             kind, text = told
-            assert kind == "CheckpointError" and "ranks [4, 5, 6, 7] are on no mesh" in text
-            assert "give group=, of the ranks that call: one of these others, or" in text
+            assert kind == "CheckpointError" and "ranks [4, 5, 6, 7] are not on a mesh" in text
+            assert "give group= of the ranks that call: of these others, or" in text
     for rank, told in enumerate(pool.run(work.on_meshes_of_some, "outside")):
         if rank > 3:
             kind, text = told
-            assert kind == "CheckpointError" and f"rank {rank} is on no mesh of the module" in text
+            assert (
+                kind == "CheckpointError" and f"rank {rank} is not on a mesh of the module" in text
+            )
             assert "give group= of all ranks that call, this one too" in text
 
 

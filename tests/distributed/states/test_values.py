@@ -151,15 +151,21 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "bytes": (lambda: b"a", "is b'a', which JSON cannot store"),
     "keys": (lambda: {1: 2}, "is {1: 2}, which JSON cannot store"),
     "keys of a class of text": (lambda: {Text("a"): 2}, "is {'a': 2}, which JSON cannot store"),
-    "a class of text": (lambda: Text("a"), "is 'a', a Text, which would come back as str"),
-    "a class of int": (lambda: Whole(2), "is 2, a Whole, which would come back as int"),
-    "a class of float": (lambda: Real(2), "is 2.0, a Real, which would come back as float"),
+    "a class of text": (lambda: Text("a"), "is 'a', a Text, but would be loaded as a plain str"),
+    "a class of int": (lambda: Whole(2), "is 2, a Whole, but would be loaded as a plain int"),
+    "a class of float": (lambda: Real(2), "is 2.0, a Real, but would be loaded as a plain float"),
     "a size": (
         lambda: torch.Size([2]),
-        "is torch.Size([2]), a Size, which would come back as tuple",
+        "is torch.Size([2]), a Size, but would be loaded as a plain tuple",
     ),
-    "a defaultdict": (lambda: defaultdict(int), "a defaultdict, which would come back as dict"),
-    "an ordered dict": (OrderedDict, "is OrderedDict(), a OrderedDict, which would come back as"),
+    "a defaultdict": (
+        lambda: defaultdict(int),
+        "a defaultdict, but would be loaded as a plain dict",
+    ),
+    "an ordered dict": (
+        OrderedDict,
+        "is OrderedDict(), a OrderedDict, but would be loaded as a plain",
+    ),
     "a date": (lambda: np.datetime64("2020-01-01"), "which JSON cannot store"),
     "a date of Python": (lambda: date(2020, 1, 1), "which JSON cannot store"),
     "an object in a pair": (lambda: Pair(1, object()), "is <object object at "),
@@ -218,7 +224,7 @@ def test_options_of_classes(tmp_path: Path, value: object) -> None:
     assert type(found) is type(value) and repr(found) == repr(value)
     for odd in ("warm", None, Other.WARM):
         with pytest.raises(
-            CheckpointError, match=r"in the checkpoint, and .* here.*; make the opt"
+            CheckpointError, match=r"in the checkpoint, but .* here.*; make the opt"
         ):
             training.load_state(tmp_path, *with_option(odd))
 

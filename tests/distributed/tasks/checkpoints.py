@@ -515,12 +515,12 @@ def at_url(
 
 EXPORTS: dict[str, tuple[dict[str, Any], str]] = {
     "a type": ({"tensor": "quint8"}, "'w' is quint8, a type that layouts do not have"),
-    "a mesh": ({"mesh": "x"}, "mesh is 'x'; give a shardmath.Mesh"),
+    "a mesh": ({"mesh": "x"}, "mesh= is 'x', not a shardmath.Mesh"),
     "ties": ({"tied": 5}, "tied is 5; give a mapping from names"),
-    "a tie": ({"tied": {"v": 5}}, "tied has 'v': 5, and names are text"),
+    "a tie": ({"tied": {"v": 5}}, "tied= has 'v': 5, where both must be str"),
     "layouts": ({"layouts": 5}, "layouts is 5; give a mapping from names to layouts"),
     "a nested tensor": ({"tensor": "nested"}, "'w' is a nested tensor"),
-    "a DTensor": ({"tensor": "divided"}, "call it with the same on all ranks"),
+    "a DTensor": ({"tensor": "divided"}, "call it with the same arguments on all ranks"),
 }
 """What rank 1 gives, and what is said on all."""
 

@@ -80,8 +80,14 @@ def change(file: Path, name: str, tensor: torch.Tensor | None) -> None:
     ("tensor", "what"),
     [
         (None, "has no 'model.layers.1.mlp.experts.1.up_proj.weight'"),
-        (torch.ones(5, 8), r"is stored as float32\[5, 8\], and .* takes float32\[6, 8\] of it"),
-        (torch.ones(6, 8).half(), r"is stored as float16\[6, 8\], and .* takes float32"),
+        (
+            torch.ones(5, 8),
+            r"is stored as float32\[5, 8\], but as a part of .* it must be float32\[6, 8\]",
+        ),
+        (
+            torch.ones(6, 8).half(),
+            r"is stored as float16\[6, 8\], but as a part of .* it must be float32",
+        ),
         (torch.ones(6, 8).to(torch.float8_e4m3fn), "is stored as float8_e4m3fn"),
     ],
     ids=["missing", "another shape", "another type", "bytes"],

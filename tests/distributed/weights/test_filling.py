@@ -286,20 +286,26 @@ def test_integers_with_scales_are_no_numbers(tmp_path: Path, one: formats.Format
 ERRORS: dict[str, tuple[Any, str]] = {
     "no format": (
         None,
-        r"'q_proj.weight' is bfloat16 in the module, and float8_e4m3fn in the checkpoint, with scales in "
+        r"'q_proj.weight' is bfloat16 in the module, but float8_e4m3fn in the checkpoint, with scales in "
         r"'q_proj.weight_scale_inv'; give format=, such as shardmath.formats.FP8Blocks\(\)",
     ),
     "other tiles": (
         formats.FP8Blocks((64, 128)),
-        r"'q_proj.weight_scale_inv' has shape \(3, 2\), and FP8 e4m3 per 64 x 128 has scales \(5, 2\) "
-        r"of a tensor of shape \(300, 130\); give the format that the checkpoint has",
+        r"'q_proj.weight_scale_inv' has shape \(3, 2\), but format FP8 e4m3 per 64 x 128 has scales \(5, 2\) "
+        r"of a tensor of shape \(300, 130\); give format= as the checkpoint was quantized",
     ),
     "other numbers": (
         formats.FP8Blocks(data="e5m2"),
-        "'q_proj.weight' is stored as float8_e4m3fn, and FP8 e5m2 per 128 x 128 has float8_e5m2",
+        "'q_proj.weight' is stored as float8_e4m3fn, but format FP8 e5m2 per 128 x 128 has float8_e5m2",
     ),
-    "three arrays": (formats.NVFP4(), "NVFP4 1-D stores data, scales, .*; load them with smt.load"),
-    "no format at all": ("fp8", "format='fp8' is not a format; give one of shardmath.formats"),
+    "three arrays": (
+        formats.NVFP4(),
+        "NVFP4 1-D stores a tensor as data, scales, .*; load these with",
+    ),
+    "no format at all": (
+        "fp8",
+        "format='fp8' is not a shardmath Format; give one of shardmath.formats",
+    ),
 }
 
 
@@ -321,7 +327,7 @@ def test_scales_that_are_no_scales(tmp_path: Path) -> None:
     module = work.tree({"w": (4, 64)})
     with pytest.raises(
         CheckpointError,
-        match=r"'w_scale_inv' is stored as float32, and MXFP8 .* has float8_e8m0fnu",
+        match=r"'w_scale_inv' is stored as float32, but format MXFP8 .* has float8_e8m0fnu",
     ):
         smt.load_weights(tmp_path, module, format=formats.MXFP8())
     lies = sm.Layout((4, 2), sm.Mesh(), {}, dtype="uint8")

@@ -71,8 +71,8 @@ BATCH = 256 << 20
 """The most bytes of whole tensors that a rank holds at a time, unless one tensor is longer."""
 
 ALIKE = (
-    "call it with the same on all ranks, and with mesh= where DTensors are on other meshes than "
-    "other ranks'"
+    "call it with the same arguments on all ranks, and with mesh= if ranks have DTensors on "
+    "different meshes"
 )
 
 
@@ -97,7 +97,7 @@ def export(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write whole tensors to `path` as safetensors with an index, which transformers and engines load.
+    """Write a model's whole tensors to the folder `path` as safetensors, which transformers and engines load.
 
     `source` is a module (its parameters and persistent buffers under its own names; for transformers' models, named and
     split as by `save_pretrained`); or this rank's local tensors with the `layouts` of all ranks, as `save` takes them;
@@ -156,9 +156,8 @@ def _prepare(
     entries = {name: given.entry_of(name) for name in given.layouts}
     if not entries:
         # No reader takes an index without files, and the earlier export would be lost.
-        raise CheckpointError(
-            "there is no tensor to export; give a module with some, or tensors by name"
-        )
+        what = "the module or mapping to export has 0 tensors, and an export needs at least one"
+        raise CheckpointError(f"{what}; give a module with parameters, or tensors by name")
     check_entries(entries)
     _check_tied(given.tied, entries)
     files = split(entries, size_of(limit))
@@ -170,22 +169,22 @@ def _prepare(
 
 
 def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError for a tied name that is a tensor's, or is tied to none."""
+    """Raise CheckpointError if a tied name is the name of an exported tensor, or is tied to a name that is not."""
     check_entries(dict.fromkeys(tied, ((), "uint8")))
     check_tied(tied)
     for name, kept in tied.items():
         if name in entries:
-            fault = f"{name!r} is exported itself"
+            fault = f"{name!r} is the name of an exported tensor"
         elif kept not in entries:
-            fault = f"{kept!r} is not exported"
+            fault = f"{kept!r} is not an exported tensor"
         else:
             continue
         what = f"{name!r} is tied to {kept!r}, but {fault}"
-        raise CheckpointError(f"{what}; tie a new name to a tensor that is")
+        raise CheckpointError(f"{what}; tie a new name to an exported tensor")
 
 
 def _claim_task(given: ExportSource, task: _ExportTask) -> dict[str, str]:
-    """What must be the same on all ranks: the folder, the files, and the layouts."""
+    """Facts about an export that must be the same on all ranks, by what they describe: folder, files and layouts."""
     claims = {"the folder": repr(str(task.folder))}
     for file, tensors in task.files.items():
         for name, (shape, dtype) in tensors.items():
@@ -225,7 +224,7 @@ def _write_wave(
     group: Group | None,
     tally: Tally,
 ) -> None:
-    """Write these files at once, the i-th on the i-th rank, which adds its draft to `drafts`."""
+    """Write several files at the same time, the i-th of `names` on the i-th rank, which adds its draft to `drafts`."""
     place = task.ranks.index(compat.rank_or_0())
     name = names[place] if place < len(names) else None
     draft = on_all("write its file", partial(_open_draft, task, given, name, tally), group)
@@ -243,7 +242,7 @@ def _write_wave(
 def _open_draft(
     task: _ExportTask, given: ExportSource, name: str | None, tally: Tally
 ) -> DraftFile | None:
-    """The draft of this rank's next file; None if only other ranks write one of the last files."""
+    """The draft of this rank's next file; None if there are no more files for this rank."""
     place = task.ranks.index(compat.rank_or_0())
     files = list(task.files.values())[place :: len(task.ranks)]
     tally.begin(sum(count_bytes(entry) for file in files for entry in file.values()))
@@ -298,7 +297,7 @@ def _list_batches(tensors: File) -> Iterator[tuple[str, ...]]:
 def _gather(
     given: ExportSource, by_rank: Mapping[int, tuple[str, ...]], group: Group | None
 ) -> dict[str, Tensor]:
-    """Move to each rank the whole tensors that it writes, and return this rank's, in order."""
+    """Move each of the whole tensors to the rank that writes it, and return this rank's, in order."""
     rank = compat.rank_or_0()
     goal = _list_goals(given, by_rank)
     source = {name: given.layouts[name] for name in goal}
@@ -339,7 +338,7 @@ def _device_of(group: Group | None) -> torch.device:
 def _move(
     plan: Plan, sent: dict[str, Tensor], received: dict[str, Tensor], group: Group | None
 ) -> None:
-    """Carry out the plan; without a process group, by copies."""
+    """Move tensors by `plan` from `sent` into `received`; without a process group, by copying."""
     if dist.is_initialized():
         compile(plan, group=group)(sent or None, out=received or None)
         return

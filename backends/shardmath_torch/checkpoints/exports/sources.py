@@ -42,8 +42,7 @@ TIED = "names to names of tensors"
 
 
 class ExportSource(NamedTuple):
-    """The source of an export: this rank's tensors by local key, the layouts of all ranks, tied names, and the shapes
-    of tensors that have another shape in files."""
+    """Tensors to export: this rank's local tensors, all ranks' layouts, tied names, and shapes that differ in files."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -65,22 +64,23 @@ def check_source(
     tied: object,
     mesh: object,
 ) -> None:
-    """Raise CheckpointError for arguments that are not of the kinds that `export` takes."""
+    """Raise CheckpointError if an argument of `export` has a wrong type, such as a tensor that is a list."""
     if not isinstance(mesh, Mesh | None):
-        raise CheckpointError(f"mesh is {shown(mesh)}; give a shardmath.Mesh, or None")
+        what = f"mesh= is {shown(mesh)}, not a shardmath.Mesh"
+        raise CheckpointError(f"{what}; give mesh=shardmath.Mesh(...), or leave it out")
     if tied is not None:
         _check_tied_names(tied)
     if isinstance(tensors, nn.Module):
         return
     if not isinstance(tensors, Mapping):
-        what = f"a {type(tensors).__name__} is exported"
-        raise CheckpointError(f"{what}; give a module, or tensors by name")
+        what = f"the model to export is a {type(tensors).__name__}, not a module or a mapping"
+        raise CheckpointError(f"{what}; give a torch.nn.Module, or a dict of tensors by name")
     if layouts is not None:
         _check_layouts(layouts)
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
-            what = f"{name!r} is a {type(tensor).__name__}"
-            raise CheckpointError(f"{what}; give only tensors, by name")
+            what = f"the mapping to export has {name!r}: a {type(tensor).__name__}"
+            raise CheckpointError(f"{what}; give only names that are str, and tensors")
         check_shaped(name, tensor)
 
 
@@ -89,24 +89,27 @@ def _check_tied_names(tied: object) -> None:
     given = mapping(tied, "tied is ", TIED, CheckpointError)
     for name, kept in given.items():
         if not isinstance(name, str) or not isinstance(kept, str):
-            what = f"tied has {shown(name)}: {shown(kept)}, and names are text"
+            what = f"tied= has {shown(name)}: {shown(kept)}, where both must be str"
             raise CheckpointError(f"{what}; give a mapping from {TIED}")
 
 
 def _check_layouts(layouts: Mapping[str, LayoutOrWindows | None]) -> None:
-    """Raise CheckpointError for values that are not layouts, and for per-rank bytes."""
+    """Raise CheckpointError if a value in `layouts` is not a layout, or is None, for bytes that differ per rank."""
     check_layouts(layouts)
     for name, held in layouts.items():
         if held is None:
-            what = f"{name!r} is bytes of ranks' own, which safetensors cannot hold"
-            raise CheckpointError(f"{what}; leave it out")
+            what = (
+                f"{name!r} has the layout None, for bytes per rank, which safetensors cannot hold"
+            )
+            raise CheckpointError(f"{what}; leave it out, or give it a layout if it is a tensor")
 
 
 def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return the facts about `source` on which all ranks must agree before they exchange local shapes of DTensors."""
+    """Return the facts about `source` that must be the same on all ranks, as text by what they describe. Ranks compare
+    them before they exchange local shapes of DTensors."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}
@@ -119,7 +122,7 @@ def describe_source(
 
 
 def _claim_dtensor(tensor: DTensor) -> str:
-    """What must be the same of a DTensor on all ranks; the mesh's axes only, since ranks may be on separate meshes."""
+    """The dtype, shape, placements and mesh axes of a DTensor as text, which must be the same on all ranks."""
     mesh = tensor.device_mesh
     form = f"{tensor.dtype}{list(tensor.shape)} {tensor.placements}"
     return f"{form} on axes {mesh.mesh_dim_names} of {tuple(mesh.mesh.shape)}"
@@ -134,7 +137,8 @@ def lay_out(
     mesh: Mesh | None,
     group: Group | None,
 ) -> ExportSource:
-    """Return `source` with layouts of all tensors. Collective, as ranks may have to exchange local shapes."""
+    """Return the tensors of `source`, each with its layout on all ranks. Collective, as ranks may have to exchange
+    local shapes."""
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:
@@ -146,17 +150,19 @@ def lay_out(
 
 
 def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> ExportSource:
-    """Lay out a module, once all ranks have described the same one."""
+    """Return the tensors of a module with their layouts, once all ranks have described the same module."""
     model = agree_on_model(module, mesh, group)
     return on_all("export its module", partial(_take_model, module, model), group)
 
 
 def _take_model(module: nn.Module, model: Model) -> ExportSource:
-    """The source of a module's parameters and buffers. Raises CheckpointError for extra states."""
+    """The parameters and buffers of a module as the source of an export. Raises CheckpointError for extra states."""
     if model.extra:
         name = next(iter(model.extra))
-        what = f"{name!r} is an extra state, bytes that no safetensors file of weights has"
-        fix = "export tensors and layouts without it: take them from state_of"
+        what = (
+            f"the module has the extra state {name!r}, but a model's safetensors hold only tensors"
+        )
+        fix = "call state_of, and export its tensors and layouts without extra states"
         raise CheckpointError(f"{what}; {fix}")
     tied: dict[str, str] = {}
     for first, names in model.names.items():
@@ -177,7 +183,7 @@ def _split_parts(
     tied: dict[str, str],
     parts: Sequence[SavedPart],
 ) -> ExportSource:
-    """The source, with each tensor that transformers saves in parts replaced by its parts."""
+    """The tensors to export, with each tensor that transformers saves in parts replaced by its parts."""
     if not parts:
         return ExportSource(tensors, read_windows(layouts, CheckpointError), tied, {})
     # A part's local tensor is the whole's, with holes around the part.
@@ -192,7 +198,7 @@ def _split_parts(
 def _lay_out_dtensors(
     tensors: Mapping[str, Tensor], mesh: Mesh | None, group: Group | None, ask: Ask | None
 ) -> ExportSource:
-    """Lay out DTensors, and plain tensors, which are the same on all ranks of the mesh."""
+    """Return DTensors, and plain tensors that are the same on all ranks of `mesh`, with their layouts."""
     divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
     layouts = from_dtensors(divided, ask) | from_boxes(tensors, ask)
     plain_on = mesh or _find_mesh(layouts, group)
@@ -212,8 +218,8 @@ def _lay_out_plain(name: str, tensor: Tensor, mesh: Mesh) -> Layout:
     """The replicated layout of a plain tensor on the mesh. Raises CheckpointError if this rank is not on it."""
     rank = compat.rank_or_0()
     if rank not in mesh:
-        what = f"rank {rank} has {name!r}, and is not on the mesh {mesh}"
-        fix = "give mesh= of all ranks that have it, or a group of those on the mesh"
+        what = f"rank {rank} has {name!r}, but is not on the mesh {mesh}"
+        fix = "give mesh= of all ranks that have it, or group= of only the mesh's ranks"
         raise CheckpointError(f"{what}; {fix}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Layout(tuple(tensor.shape), mesh, {}, dtype=dtype)

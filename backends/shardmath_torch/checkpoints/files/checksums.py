@@ -22,7 +22,7 @@ DIGITS = 16
 
 
 def count_checksums(nbytes: int) -> int:
-    """Return the number of checksums of a box of `nbytes` bytes: one per chunk of CHUNK bytes.
+    """Return the number of checksums for `nbytes` bytes: one for each CHUNK bytes, and one for the rest.
 
     >>> count_checksums(0), count_checksums(1), count_checksums(CHUNK), count_checksums(CHUNK + 1)
     (0, 1, 1, 2)
@@ -31,7 +31,7 @@ def count_checksums(nbytes: int) -> int:
 
 
 def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) -> str:
-    """Write `data` to `stream`, and return its checksums, which another thread computes meanwhile.
+    """Write `data` to `stream`, and return the checksums of its chunks, computed in another thread at the same time.
 
     `wrote` is called with the number of bytes just written.
     """
@@ -55,6 +55,6 @@ def _hash_chunk(chunk: memoryview) -> str:
 
 
 def is_same(chunk: memoryview, number: int, sums: str) -> bool:
-    """Whether `chunk`, number `number` of its box, has the checksum that the box's checksums `sums` have for it."""
+    """Whether `chunk` has the checksum at position `number` of `sums`, the text of all checksums of its box."""
     start = number * DIGITS
     return _hash_chunk(chunk) == sums[start : start + DIGITS]

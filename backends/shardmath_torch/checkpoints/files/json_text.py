@@ -21,7 +21,8 @@ MOST = (1 << 63) - 1
 
 
 def read_json(text: bytes) -> object:
-    """Return the value of a JSON text. Raises ValueError if `text` is not JSON, RecursionError if it nests too deep."""
+    """Return the Python value of the JSON text `text`. Raises ValueError if it is not strict JSON, RecursionError if it
+    nests too deep."""
     return json.loads(
         text.decode("utf-8"),
         object_pairs_hook=_make_object,
@@ -31,15 +32,16 @@ def read_json(text: bytes) -> object:
 
 
 def _make_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """The object of these members. Raises ValueError for a key that appears twice."""
+    """The dict of these pairs of key and value in a JSON object. Raises ValueError for a key that appears twice."""
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError(f"{shown(_find_repeated(pairs))} appears twice")
+        name = shown(_find_repeated(pairs))
+        raise ValueError(f"the key {name} appears twice in one object; remove one of the two")
     return members
 
 
 def _find_repeated(pairs: list[tuple[str, object]]) -> str:
-    """The first key that appears again."""
+    """The first key of the pairs that has appeared before."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -49,22 +51,25 @@ def _find_repeated(pairs: list[tuple[str, object]]) -> str:
 
 
 def _read_finite(text: str) -> float:
-    """The number. Raises ValueError for NaN, infinity, and a number too large for a float."""
+    """The number in `text`. Raises ValueError for NaN, infinity, and a number too large for a float."""
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{shown(text)} is not a number of JSON")
+        raise ValueError(f"{shown(text)} is not a number of JSON; write a finite one")
     return number
 
 
 def count_elements(shape: Sequence[int]) -> int:
-    """Return the number of elements of `shape`. Raises ValueError above MOST elements or MOST_DIMENSIONS dimensions.
+    """Return the number of elements of a tensor of this `shape`. Raises ValueError above MOST elements or
+    MOST_DIMENSIONS dimensions.
 
     >>> count_elements((3, 4)), count_elements((1 << 62, 1 << 62, 0))
     (12, 0)
     """
     if len(shape) > MOST_DIMENSIONS:
-        what = f"{shown(list(shape))} has {len(shape)} dimensions"
-        raise ValueError(f"{what}, more than the {MOST_DIMENSIONS} that a tensor can have")
+        what = f"shape {shown(list(shape))} has {len(shape)} dimensions"
+        raise ValueError(
+            f"{what}, more than the {MOST_DIMENSIONS} that a tensor can have; join some"
+        )
     if 0 in shape:
         return 0
     total = 1
@@ -72,7 +77,8 @@ def count_elements(shape: Sequence[int]) -> int:
         # Checked after each factor: the product of all may have more digits than fit into memory.
         total *= n
         if total > MOST:
-            raise ValueError(f"{shown(list(shape))} has more elements than can be counted")
+            what = f"shape {shown(list(shape))} has more than {MOST} elements, the most of a tensor"
+            raise ValueError(f"{what}; make it smaller")
     return total
 
 
@@ -84,7 +90,7 @@ class _BoundedRepr(reprlib.Repr):
         self.maxstring, self.maxlist, self.maxtuple, self.maxlevel = 120, 8, 8, 3
 
     def repr_instance(self, x: object, level: int) -> str:
-        """Return the repr of None, a bool or a float; of other types only the name, as a repr may be very long."""
+        """Return the repr of `x` if it is None, a bool or a float, and else the name of its type, which is short."""
         return repr(x) if x is None or isinstance(x, bool | float) else f"<{type(x).__name__}>"
 
 

@@ -27,18 +27,19 @@ _held: set[int] = set()
 
 
 def keep(handle: int) -> int:
-    """Register the open file `handle`, which child processes forked from now on close, and return it."""
+    """Register the file descriptor `handle`, so that child processes forked from now on close it, and return it."""
     _held.add(handle)
     return handle
 
 
 def is_held(handle: int) -> bool:
-    """Whether this process registered the handle, rather than one that it was forked from."""
+    """Whether this process itself, not one that it was forked from, registered `handle` with `keep`."""
     return handle in _held
 
 
 def close(handle: int) -> None:
-    """Close the registered `handle`, which releases its lock; does nothing in a forked child, which has closed it."""
+    """Close the file descriptor `handle`, which releases its lock. Does nothing in a forked child, which has closed
+    it."""
     if is_held(handle):
         # Unlock first: a child forked from here on inherits the open file, which must not keep the lock.
         with contextlib.suppress(OSError):
@@ -59,7 +60,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextlib.contextmanager
 def locked(file: Path, what: str) -> Iterator[None]:
-    """Hold the lock `file` during the block. `what` names the work in messages, such as "export to out".
+    """Hold the lock file `file` during the `with` block. `what` names the work in messages, such as "export to out".
 
     Raises CheckpointError if another process holds it, or the file cannot be a lock; OSError as the system does.
     """
@@ -91,13 +92,14 @@ def _open(file: Path) -> int:
     if is_plain and found.st_size == 0 and found.st_nlink <= 1:
         return handle
     os.close(handle)
-    why = "has other names, or something in it" if is_plain else "is not a regular file"
+    why = "has content or other hard links" if is_plain else "is not a regular file"
     raise _not_a_lock(file, why)
 
 
 def _not_a_lock(file: Path, why: str) -> CheckpointError:
     """The error for a file at the lock's name that is not a lock."""
-    return CheckpointError(f"{file} {why}, and would be a lock; give another folder, or move it")
+    what = f"{file} {why}, but an empty lock file of that name is needed"
+    return CheckpointError(f"{what}; move it away, or give another folder")
 
 
 def _lock_handle(file: Path, handle: int, what: str) -> None:
@@ -105,14 +107,16 @@ def _lock_handle(file: Path, handle: int, what: str) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise CheckpointError(f"another {what} is running; wait for it to end") from error
+        running = f"another {what} is running and holds the lock {file}"
+        raise CheckpointError(f"{running}; wait for it to end, and call again") from error
     # The last holder may have removed the file after it was opened here; then a third may lock a new file of that name.
     if not _is_open_as(file, handle):
-        raise CheckpointError(f"another {what} has just ended; do it again if yours is newer")
+        ended = f"another {what} has just ended and removed the lock {file}"
+        raise CheckpointError(f"{ended}; call again to replace its result by yours")
 
 
 def _is_open_as(file: Path, handle: int) -> bool:
-    """Whether the handle has the file of that name open."""
+    """Whether the open `handle` is of the file that is now at the path `file`."""
     try:
         return os.path.samestat(file.lstat(), os.fstat(handle))
     except FileNotFoundError:

@@ -55,7 +55,7 @@ LOCAL = re.compile(r"(file|local)://(?!.*::)", re.DOTALL)
 
 @public
 class CheckpointError(ShardError):
-    """A checkpoint that cannot be written or read, or that does not hold what is asked of it."""
+    """The error for a checkpoint that cannot be written or read, or that lacks what the caller asks for."""
 
 
 class _Stat(NamedTuple):
@@ -71,12 +71,12 @@ class Remote:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
+        """The last part of the path: the file's or folder's own name."""
         return self.path.rsplit("/", 1)[-1]
 
     @property
     def suffix(self) -> str:
-        """The ending of the name, with the dot."""
+        """The file name's extension, with the dot."""
         return Path(self.name).suffix
 
     @property
@@ -94,7 +94,7 @@ class Remote:
         return self.path < other.path
 
     def open(self, mode: str = "rb", buffering: int = -1) -> BinaryIO:
-        """Open the file, and return a stream of its bytes."""
+        """Open the file in `mode`, by default to read it, and return a stream of its bytes."""
         return cast(BinaryIO, self._call_service(lambda: self.fs.open(self.path, mode)))
 
     def stat(self) -> _Stat:
@@ -115,16 +115,16 @@ class Remote:
         return cast(bytes, self._call_service(lambda: self.fs.cat_file(self.path)))
 
     def read_part(self, start: int, stop: int) -> bytes:
-        """Return the bytes of the file from `start` to `stop`."""
+        """Return the bytes of the file from byte `start` up to byte `stop`, which is not included."""
         part = self._call_service(lambda: self.fs.cat_file(self.path, start=start, end=stop))
         return cast(bytes, part)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the file with the bytes `data`; in one step, if the service writes objects so."""
+        """Replace the file's content by the bytes `data`; in one step, if the service writes whole objects."""
         self._call_service(lambda: self.fs.pipe_file(self.path, data))
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Remove the file."""
+        """Remove the file. Raises FileNotFoundError if it does not exist, unless `missing_ok`."""
         try:
             self._call_service(lambda: self.fs.rm_file(self.path))
         except FileNotFoundError:
@@ -132,23 +132,23 @@ class Remote:
                 raise
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Make the folder, for services that have folders."""
+        """Make the folder and the folders above it, if the service has folders."""
         self._call_service(lambda: self.fs.makedirs(self.path, exist_ok=exist_ok))
 
     def iterdir(self) -> Iterator[Remote]:
-        """Return the files and folders in this folder; none if it does not exist."""
+        """Yield the files and folders in this folder; nothing if it does not exist."""
         for found in self._list():
             yield Remote(self.fs, str(found["name"]).rstrip("/"))
 
     def glob(self, pattern: str) -> Iterator[Remote]:
-        """Return the files and folders in this folder whose names match `pattern`, in which only `*` has a meaning."""
+        """Return the files and folders in this folder whose names match `pattern`, in which only `*` is special."""
         # Not fnmatch, in which brackets have a meaning: names may have any characters.
         parts = map(re.escape, pattern.split("*"))
         wanted = re.compile(".*".join(parts), re.DOTALL)
         return (found for found in self.iterdir() if wanted.fullmatch(found.name))
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the files in this folder in bytes, by name."""
+        """Return the size in bytes of each file in this folder, by file name."""
         sizes = {}
         for found in self._list():
             if found.get("type") == "file":
@@ -164,7 +164,7 @@ class Remote:
             return []
 
     def _call_service(self, act: Callable[[], _T]) -> _T:
-        """The current answer of the service. Raises OSError, whatever the service raises."""
+        """Call `act`, and return the service's current answer. Raises OSError, whatever the service raises."""
         # Listings that fsspec has cached may be older than other processes' writes.
         self.fs.invalidate_cache()
         try:
@@ -180,16 +180,17 @@ Place: TypeAlias = Path | Remote
 
 
 def place(path: str | os.PathLike[str] | Remote) -> Place:
-    """Return `path`, a path or a URL, as a Path or a Remote. Raises CheckpointError for non-text and unknown URLs."""
+    """Return `path` as a Path, or as a Remote if it is the URL of a service. Raises CheckpointError for values that are
+    not text, and for URLs that nothing serves."""
     if isinstance(path, Remote):
         return path
     text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str):
-        fix = "give text, or a Path, of a folder or a URL of one"
-        raise CheckpointError(f"the path is {shown(text)}; {fix}")
+        what = f"the path is {shown(text)}, of type {type(text).__name__}"
+        raise CheckpointError(f"{what}; give a str or a Path of a folder, or its URL as a str")
     if not LOCAL.sub("", text).strip():
         what = f"the path is {text!r}, which names no folder"
-        raise CheckpointError(f"{what}; give one, or . for the current one")
+        raise CheckpointError(f"{what}; give the path of one, or '.' for the current folder")
     url = SCHEME.match(text)
     if url is not None:
         return _place_of_url(text, url.group(1))
@@ -198,25 +199,26 @@ def place(path: str | os.PathLike[str] | Remote) -> Place:
 
 
 def _check_not_url(text: str) -> None:
-    """Raise CheckpointError for a path that was meant as a URL."""
+    """Raise CheckpointError for a path that looks like a malformed URL."""
     if ODD.match(text):
-        what = (
-            f"{text!r} is a URL without a valid scheme: letters, digits, +, - and ., a letter first"
-        )
-        raise CheckpointError(f"{what}; correct it, or give ./{text} for a folder of that name")
+        scheme, _, _ = text.partition("://")
+        rule = "a letter, and then letters, digits, +, - and ."
+        what = f"{text!r} is a URL whose scheme is {scheme!r}, not {rule}"
+        fix = f"give a scheme such as s3, or ./{text} for a folder of that name"
+        raise CheckpointError(f"{what}; {fix}")
     lost = MANGLED.match(text)
     if lost is not None and _is_known(lost.group(1)):
-        what = f"{text!r} is a URL that has lost a slash, as it does in a Path"
-        fix = f"give the URL as text, or ./{text} for a folder of that name"
+        what = f"{text!r} is a URL without :// after {lost.group(1)!r}, as a Path removes a slash"
+        fix = f"give the URL as a str, with both slashes, or ./{text} for a folder of that name"
         raise CheckpointError(f"{what}; {fix}")
 
 
 def local_folder(path: str | os.PathLike[str]) -> Path:
-    """Return the local folder `path`. Raises CheckpointError if `path` is a URL of another file system."""
+    """Return `path` as the Path of a local folder. Raises CheckpointError if it is the URL of a service."""
     found = place(path)
     if isinstance(found, Remote):
-        what = f"{found} is a URL; this is written to folders only"
-        raise CheckpointError(f"{what}: write it there, and copy the files")
+        what = f"{found} is a URL, but this is written only to a folder of the local file system"
+        raise CheckpointError(f"{what}; give such a folder, and copy the files to the URL")
     return found
 
 
@@ -235,28 +237,29 @@ def _place_of_url(url: str, scheme: str) -> Place:
         from fsspec.core import url_to_fs
         from fsspec.implementations.local import LocalFileSystem
     except ImportError as error:
-        what = f"{url} is a URL, which needs fsspec"
+        what = f"{url} is a URL, which needs fsspec, and that is not installed"
         raise CheckpointError(f"{what}; pip install 'shardmath[remote]'") from error
     try:
         fs, path = url_to_fs(url)
     except (ImportError, ValueError) as error:
         why = f"{scheme}:// is served by nothing that is installed: {error}"
-        fix = "give a folder, or a URL of a scheme that fsspec serves"
+        fix = "install what serves it, or give a folder or a URL of another scheme"
         raise CheckpointError(f"{url} cannot be reached, {why}; {fix}") from error
     except Exception as error:  # services raise errors of any kind
         what = f"{url} cannot be reached: {word_error(error)}"
-        raise CheckpointError(f"{what}; check the URL, and the access to it") from error
+        raise CheckpointError(f"{what}; correct the URL, or get access to it") from error
     if LOCAL.match(url):
         return Path(path)
     if isinstance(fs, LocalFileSystem):
-        what = f"{url} is taken for the local folder {path!r} by fsspec, which is not what it says"
-        fix = "give file:///an/absolute/path, or a URL of the service alone"
+        what = f"{url} does not name a local folder, but fsspec takes it for {path!r}"
+        fix = "give file:///an/absolute/path, or a URL of the service without ::"
         raise CheckpointError(f"{what}; {fix}")
     return Remote(fs, path.rstrip("/"))
 
 
 def opened(file: Place, buffering: int = -1) -> BinaryIO:
-    """Open `file`, and return a stream of its bytes. Raises OSError, without waiting, unless it is a regular file."""
+    """Open `file` to read its bytes, and return the stream. Raises OSError, without waiting, for a pipe, device or
+    folder."""
     if isinstance(file, Remote):
         return file.open("rb")
     # O_NONBLOCK: opening a pipe would wait for a writer. The open handle is checked, as the name could be swapped.
@@ -270,7 +273,8 @@ def opened(file: Place, buffering: int = -1) -> BinaryIO:
 
 
 def content_of(file: Place) -> bytes:
-    """Return all bytes of `file`, as one version of it has them. Raises OSError unless it is a regular file."""
+    """Read the whole `file` through one open handle, and return its bytes. Raises OSError unless it is a regular
+    file."""
     if isinstance(file, Remote):
         return file.read_bytes()
     with opened(file) as stream:
@@ -293,7 +297,8 @@ def _check_regular(file: Path, found: os.stat_result) -> None:
 
 
 def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
-    """Return a function from each of `files` to its size in bytes, which raises OSError if a file does not exist.
+    """Return a function that gives the size in bytes of each of `files`. It raises OSError for a file that does not
+    exist.
 
     Remote folders are listed once, since asking for each file takes a round trip.
     """
@@ -316,21 +321,20 @@ def check_length(
     try:
         size = size_of(file)
     except OSError as error:
-        what = f"{file} cannot be read: {error.strerror or error}"
-        fix = "it belongs to the checkpoint: fetch it again, or check its permissions"
-        raise CheckpointError(f"{what}; {fix}") from error
+        what = f"{file}, a file of the checkpoint, cannot be read: {error.strerror or error}"
+        raise CheckpointError(f"{what}; fetch it again, or make it readable") from error
     if expected is not None and size != expected:
-        fault = f"it was saved with {expected}"
+        fault = f"but was saved with {expected}"
     elif size < end:
-        fault = f"tensors lie up to byte {end}"
+        fault = f"but tensors in it lie up to byte {end}"
     else:
         return
     what = f"{file} has {size} bytes, {fault}"
-    raise CheckpointError(f"{what}; it or the index is damaged: fetch it again")
+    raise CheckpointError(f"{what}; it or the index is damaged: fetch the checkpoint again")
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:
-    """Replace `file` by one with this `text`, in one step, on disk. `draft` is a name that no other writer uses."""
+    """Replace the content of `file` by `text` in one step, on disk; `draft` is a name that no other writer uses."""
     if isinstance(file, Remote):
         file.write_bytes(text)
         return
@@ -343,7 +347,7 @@ def put(file: Place, draft: Place, text: bytes) -> None:
 
 
 def synced(stream: BinaryIO) -> None:
-    """Flush a local file to disk. A service stores a remote one when the stream is closed."""
+    """Flush the file that is open as `stream` to disk; a remote file is stored when its stream is closed."""
     stream.flush()
     try:
         handle = stream.fileno()
@@ -353,7 +357,7 @@ def synced(stream: BinaryIO) -> None:
 
 
 def sync(folder: Place) -> None:
-    """Flush the names in the local `folder` to disk."""
+    """Flush the names in the local `folder` to disk, so that new and renamed files are still there after a crash."""
     if isinstance(folder, Remote):
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -34,7 +34,7 @@ _SIGNED = ',"sum":"'
 
 
 class Sealed(NamedTuple):
-    """The content of a sealed (checksummed) `.metadata` file: torch's pickle, the JSON index, and the save's digits."""
+    """The parts of a `.metadata` file by `save`: torch's pickle, the index as JSON, and the save's identifier."""
 
     pickled: bytes
     json: str
@@ -42,7 +42,7 @@ class Sealed(NamedTuple):
 
 
 def seal(content: Sealed) -> bytes:
-    """Return the bytes of a sealed file with this `content` and a checksum."""
+    """Return the bytes of a `.metadata` file with this `content`, which end in a checksum of all before it."""
     index = content.json.encode()
     length = len(index).to_bytes(_LENGTH, "little")
     body = content.pickled + BEGIN + index + length + content.save.encode()
@@ -50,7 +50,8 @@ def seal(content: Sealed) -> bytes:
 
 
 def unseal(text: bytes, where: object) -> Sealed | None:
-    """Return the content of a sealed file; None if `text` has no marks of one. Raises CheckpointError if it is damaged.
+    """Return the parts of a `.metadata` file with the bytes `text`; None if `save` did not write it. Raises
+    CheckpointError, naming the file `where`, if it is damaged.
 
     >>> unseal(seal(Sealed(b"pickle", "{}", "0123456789ab")), "x")
     Sealed(pickled=b'pickle', json='{}', save='0123456789ab')
@@ -60,37 +61,41 @@ def unseal(text: bytes, where: object) -> Sealed | None:
         return None
     body, found = _split_end(text.removesuffix(END), _SUM)
     if not text.endswith(END) or sha256(body).digest() != found:
-        raise _damaged(where, "its checksum does not hold")
+        raise _damaged(where, "its content does not have the SHA-256 checksum at its end")
     try:
         return _read_body(body)
     except ValueError as error:
-        raise _damaged(where, f"its checksum holds, but {error}") from error
+        raise _damaged(where, f"its checksum is right, but {error}") from error
 
 
 def _damaged(where: object, what: str) -> CheckpointError:
-    """The error for a file with marks, of which `what` is wrong."""
-    fix = "fetch it again, or remove it to load by the index beside it"
+    """The error for a `.metadata` file by `save` at the path `where` with the fault `what`."""
+    fix = "fetch it again, or remove it to load by shardmath.json"
     return CheckpointError(f"{where} is damaged: {what}; {fix}")
 
 
 def _read_body(body: bytes) -> Sealed:
-    """The content before the checksum. Raises ValueError if `seal` did not write it: anyone can make a checksum."""
+    """The parts of a `.metadata` file before its checksum. Raises ValueError if `seal` did not write it. Anyone can
+    make a checksum."""
     body, save = _split_end(body, DIGITS)
     body, length = _split_end(body, _LENGTH)
     body, index = _split_end(body, int.from_bytes(length, "little"))
     if not body.endswith(BEGIN):
-        raise ValueError("no index begins where its length says")
+        raise ValueError(f"no index of {len(index)} bytes is there; save it again")
     return Sealed(body.removesuffix(BEGIN), index.decode(), save.decode())
 
 
 def _split_end(text: bytes, length: int) -> tuple[bytes, bytes]:
-    """The text without its last bytes, and the last bytes."""
+    """The bytes `text` without the last `length` bytes, and these."""
     end = max(0, len(text) - length)
     return text[:end], text[end:]
 
 
 def save_of(tail: bytes) -> str | None:
-    """Return the save's digits, given at least the last SEAL bytes of a file; None if the file is not sealed."""
+    """Return the identifier of the save that wrote the file with the end `tail`; None if `save` did not write it.
+
+    `tail` has at least SEAL bytes.
+    """
     if not tail.endswith(END) or len(tail) < SEAL:
         return None
     start = len(tail) - SEAL + _LENGTH
@@ -107,12 +112,12 @@ def sign(text: str) -> str:
 
 
 def holds(text: str) -> bool:
-    """Whether the checksum that `sign` added to `text` is right."""
+    """Whether the JSON text `text` ends in the right checksum, as `sign` adds it."""
     begun, mark, _ = text.rpartition(_SIGNED)
     return bool(mark) and text == _end_with_sum(begun + mark)
 
 
 def _end_with_sum(begun: str) -> str:
-    """The text with its checksum appended, and the object closed."""
+    """The beginning of a JSON object, with its checksum appended as the last value, and closed."""
     checksum = sha256(begun.encode()).hexdigest()
     return begun + checksum + '"}'

@@ -46,7 +46,8 @@ def is_alone() -> bool:
 
 
 def share_of(group: Group | None) -> tuple[int, int]:
-    """This rank's number in the group, and the group's size. Raises ExchangeError for a rank outside it."""
+    """This rank's number in `group`, and the group's size; (0, 1) without a process group. Raises ExchangeError for a
+    rank outside it."""
     compat.check_registered(group, "save, load or export")
     if is_alone():
         return 0, 1
@@ -54,7 +55,7 @@ def share_of(group: Group | None) -> tuple[int, int]:
     return dist.get_rank(found), dist.get_world_size(found)
 
 
-SAME = "call it with the same on all ranks, and not while it is saved"
+SAME = "call it with the same arguments on all ranks, and not while it is saved"
 
 
 class _StepReport(NamedTuple):
@@ -72,7 +73,8 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """Call `act`, which must not communicate, on every rank, and return its result on this rank.
+    """Call `act` on every rank of `group`, and return its result on this rank, once all ranks have succeeded. `act`
+    must not communicate.
 
     Raises CheckpointError on every rank if `act` raises on one, or if claims about the results differ; `fix`, or what
     it returns for what differs, ends that message. A rank that is interrupted in `act` raises the interrupt.
@@ -112,21 +114,21 @@ def on_all(
 def _check_failures(
     step: str, reports: Sequence[_StepReport], group: Group | None, raised: BaseException | None
 ) -> None:
-    """Raise CheckpointError if a rank failed, from what this rank `raised`, if it did."""
+    """Raise CheckpointError if a rank reported a failure, with this rank's own error, `raised`, as its cause."""
     failures = {i: each.failure for i, each in enumerate(reports) if each.failure is not None}
     if failures:
         raise step_failed(step, failures, group) from raised
 
 
 def _raise_lost(lost: CheckpointError, raised: BaseException | None) -> NoReturn:
-    """Raise this rank's interrupt, if it has one, or the loss of the others, each from the other as cause."""
+    """Raise this rank's interrupt if it has one, else the error `lost` of ranks that lost each other."""
     if raised is None or isinstance(raised, Exception):
         raise lost from raised or lost.__cause__
     raise raised from lost
 
 
 def _compress_claim(claim: Claim) -> str:
-    """The text of a claim that ranks send: a digest, if it has several parts."""
+    """The text of a claim that ranks send to each other: a digest, if the claim has several parts."""
     return claim if isinstance(claim, str) else digest(sorted(claim.items()))
 
 
@@ -144,17 +146,18 @@ def _compare_claims(
         compared = dict(claimed) if rank in (0, differing) else {}
         full = gather_all(step, compared, count, group)
         what, here, there = _find_difference(full[differing], full[0])
-    return differing, f"{what} is {here} here and {there} on the first rank of the group"
+    return differing, f"{what} is {here} on this rank and {there} on the first rank of the group"
 
 
 def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[str, str, str]:
-    """The first item that differs, and its text on both sides."""
+    """The first item that differs between two claims, and its text on both sides."""
     what = next(item for item in (*here, *there) if here.get(item) != there.get(item))
     return what, here.get(what, "nothing"), there.get(what, "nothing")
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """Return every rank's object `mine`, in order. Raises CheckpointError if a rank is lost, or in another step."""
+    """Send `mine` to all ranks of `group`, and return every rank's, in order. Raises CheckpointError if a rank is lost,
+    or in another step."""
     if is_alone():
         return [mine] * count
     try:
@@ -171,12 +174,13 @@ def show_error(error: BaseException) -> str:
 
 
 def step_lost(step: str, error: ExchangeError) -> CheckpointError:
-    """Return the CheckpointError to raise if ranks lost each other, or were in different steps."""
+    """Return the CheckpointError for a `step` in which ranks lost each other, or were in different steps."""
     return CheckpointError(f"ranks could not {step} together: {error}")
 
 
 def step_failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
-    """Return the CheckpointError for `failures` by rank in `group`: it shows the first, with its global rank."""
+    """Return the CheckpointError for a `step` that failed on the ranks in `failures`. It shows the message of the
+    first, with its global rank."""
     first = min(failures)
     rank = first if group is None else dist.get_global_rank(group, first)
     others = ""

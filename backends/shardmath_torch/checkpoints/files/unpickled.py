@@ -100,7 +100,7 @@ class _Unknown:
         self.module, self.name = module, name
 
     def extend(self, items: object) -> None:
-        """Ignore `items`, which a list would append."""
+        """Drop the `items` that a pickle appends to this unknown object."""
 
     append = extend
 
@@ -172,7 +172,9 @@ class _Unpickler(_Python):  # type: ignore[misc]
         """Count characters of arguments. Raises UnpicklingError for more than the file's length allows."""
         self._characters_left -= length
         if self._characters_left < 0:
-            raise pickle.UnpicklingError("it calls the same again and again with something long")
+            most = f"{_TIMES} characters per byte of the file"
+            what = f"its calls have more arguments than {most}, which torch never writes"
+            raise pickle.UnpicklingError(what)
 
     dispatch |= {
         pickle.REDUCE[0]: load_reduce,
@@ -188,7 +190,8 @@ def _check_all(does: str, values: Iterable[object], allowed: Callable[[object], 
     """Raise UnpicklingError for a value that is not allowed; `does` is what the pickle does with it."""
     for value in values:
         if not allowed(value):
-            raise pickle.UnpicklingError(f"it {does} {shown(value)}, which no metadata has")
+            what = f"it {does} {shown(value)}, which torch's metadata never has"
+            raise pickle.UnpicklingError(what)
 
 
 def _is_plain(value: object) -> bool:
@@ -247,7 +250,8 @@ def _check_known(unpickled: object) -> None:
     while unvisited:
         value = unvisited.pop()
         if isinstance(value, _Unknown):
-            raise pickle.UnpicklingError(f"it names {shown(f'{value.module}.{value.name}')}")
+            name = shown(f"{value.module}.{value.name}")
+            raise pickle.UnpicklingError(f"it names {name}, which torch's metadata never has")
         if id(value) not in visited:
             visited.add(id(value))
             unvisited += _list_items(value)
@@ -284,7 +288,8 @@ def _set_fields(self: Any, state: tuple[object, ...]) -> None:
 
 
 def read_metadata(text: bytes, where: object) -> Metadata:
-    """Return the metadata in a torch checkpoint's pickle `text`. Its parts are substitutes, not equal to torch's own.
+    """Return the Metadata of a torch checkpoint, unpickled from `text` by an allow-list of classes. Its parts are
+    substitutes, not equal to torch's own.
 
     Raises CheckpointError, naming the file `where`, for anything else.
     """
@@ -299,12 +304,14 @@ def read_metadata(text: bytes, where: object) -> Metadata:
     except Exception as error:
         why = message_of(error)[:_MOST_SHOWN]
         what = f"{where} is not metadata of torch.distributed.checkpoint: {why}"
-        fix = "nothing else is unpickled: save again, or convert it where you trust it"
+        fix = (
+            "nothing else is unpickled: save it again with torch, or unpickle it where you trust it"
+        )
         raise CheckpointError(f"{what}; {fix}") from error
     if not isinstance(found, Metadata):
         holds = f"{where} holds a {type(found).__name__}"
         what = f"{holds}, not the Metadata of torch.distributed.checkpoint"
-        raise CheckpointError(f"{what}; give the folder of a checkpoint")
+        raise CheckpointError(f"{what}; give the folder of a checkpoint that torch saved")
     return found
 
 
@@ -320,7 +327,7 @@ class _Pickler(pickle.Pickler):
 
 
 def write_metadata(metadata: Metadata) -> bytes:
-    """Return a pickle of `metadata` that every version of torch reads."""
+    """Return a pickle of torch's `metadata` that every version of torch can read."""
     out = io.BytesIO()
     _Pickler(out).dump(metadata)
     return out.getvalue()

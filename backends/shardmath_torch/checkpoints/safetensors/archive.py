@@ -41,7 +41,7 @@ ALIGNMENT = 64
 
 
 class Written(NamedTuple):
-    """A tensor in a written file: first byte and length of its archive, its own first byte, and its checksums."""
+    """A tensor's place in a file: its torch.save archive (first byte, length), first byte of data, and checksums."""
 
     archive: int
     length: int
@@ -50,7 +50,7 @@ class Written(NamedTuple):
 
 
 class _ArchiveFrame(NamedTuple):
-    """The records of an archive before and after the tensor's data."""
+    """The bytes of a torch.save archive before and after the tensor's data."""
 
     before: bytes
     after: bytes
@@ -61,7 +61,7 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 
 
 def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
-    """Write `tensors` to `file` on disk, in one pass, and return each tensor's place in it, by name.
+    """Write safetensors in which each of `tensors` is also an archive of torch.save, and return their places.
 
     The tensors are contiguous, on the CPU, and fill their storages.
     """
@@ -86,7 +86,7 @@ def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return a view of the bytes of `tensor`, which is contiguous and on the CPU."""
+    """Return a view of the bytes of `tensor`, which must be contiguous and on the CPU."""
     return memoryview(see_words(flat(tensor).view(torch.uint8)))  # type: ignore[arg-type]
 
 
@@ -119,7 +119,7 @@ def _make_frame(tensor: Tensor) -> _ArchiveFrame:
 def _place_archives(
     tensors: Named, frames: Mapping[str, _ArchiveFrame]
 ) -> tuple[dict[str, Written], int]:
-    """Where each tensor will lie, counted from the end of the header, and the length of all archives."""
+    """The place of each tensor in the file, counted from the end of the header, and the length of all archives."""
     archives = {}
     end = 0
     for name, (before, after) in frames.items():
@@ -136,7 +136,7 @@ def _round_up(n: int) -> int:
 
 
 def _make_header(tensors: Named, archives: Mapping[str, Written], end: int) -> bytes:
-    """The header, after its length: each tensor, and the bytes before, between and behind them as frames."""
+    """The file's header: entries of all tensors, and of the bytes between them as `frame/0` and so on."""
     keys = _choose_keys(tensors)
     taken = {RESERVED, *tensors, *keys.values()}
     frames = [find_unused(f"frame/{i}", taken) for i in range(len(tensors) + 1)]
@@ -201,7 +201,7 @@ def _choose_keys(names: Iterable[str]) -> dict[str, str]:
 
 
 def find_unused(name: str, taken: Container[str]) -> str:
-    """Return `name` with as many underscores appended as are needed to be not in `taken`.
+    """Return `name`, with underscores appended until it is not in `taken`.
 
     >>> find_unused("w", {"v"}), find_unused("w", {"w", "w_"})
     ('w', 'w__')

@@ -71,12 +71,12 @@ HEADER_LIMIT = 100_000_000
 
 
 class WeightsError(ShardError):
-    """A checkpoint that is missing, cut short or damaged, or that lacks what is asked of it."""
+    """The error for safetensors that are missing, cut short or damaged, or that lack what the caller asks for."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """A tensor in a safetensors file: `key` in `file`, from byte `start` on, with its global shape and dtype."""
+    """A tensor in a safetensors file: its key, the byte at which it begins, its shape and its dtype."""
 
     file: Place
     key: str
@@ -91,7 +91,7 @@ class HeaderEntry:
 
 
 def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]:
-    """Return all tensors of the safetensors `file`, by name, and its metadata, checked against the file's size.
+    """Return the entries of the tensors in a safetensors `file`, by name, and the metadata, from its header.
 
     Raises WeightsError for a file that is damaged, cut short, or not a safetensors file.
     """
@@ -107,7 +107,7 @@ def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]
 
 
 def make_entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, object]:
-    """Return a header's entry for a tensor of this safetensors type `dtype`, from byte `begin` of the data to `end`."""
+    """Return the JSON entry in a header of a tensor of safetensors type `dtype` at bytes `begin` to `end`."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
@@ -118,18 +118,20 @@ def _raise_as_weights_error(file: Place) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{file} cannot be read: {error.strerror or error}"
-        raise WeightsError(f"{what}; check the file and its permissions") from error
+        raise WeightsError(f"{what}; make it readable, or fetch it again") from error
 
 
 def read_bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
-    """Return `count` bytes of `file` from `start` on, or all. Raises WeightsError if the file cannot be read."""
+    """Return `count` bytes of `file` from byte `start` on, or all if `count` is -1. Raises WeightsError if the file
+    cannot be read."""
     with _raise_as_weights_error(file), opened(file) as stream:
         stream.seek(start)
         return stream.read(count)
 
 
 def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
-    """Return the JSON object in `text`; errors call it `what` of `file`. Raises WeightsError if it is not one."""
+    """Parse the JSON object `text`, which errors call `what` of `file`, and return it as a dict. Raises WeightsError if
+    it is not one."""
     try:
         found = read_json(text)
     except (ValueError, RecursionError) as error:
@@ -140,25 +142,25 @@ def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
 
 
 def damaged(file: Place, what: str) -> WeightsError:
-    """Return the WeightsError that says that `file` is damaged, with the fault `what`."""
+    """Return a WeightsError that says that `file` is damaged or not a safetensors file, with the fault `what`."""
     return WeightsError(f"{file} is damaged or not a safetensors file: {what}; fetch it again")
 
 
 def _cut_short(file: Place, size: int, expected: int) -> WeightsError:
     """The error for a file that is shorter than its header says."""
-    counts = f"{size} bytes present, {expected} expected by its header"
+    counts = f"{size} bytes present, but {expected} expected by its header"
     return WeightsError(f"{file} is cut short: {counts}, {expected - size} missing; fetch it again")
 
 
 def _read_length(file: Place, size: int) -> int:
-    """The header's length. Raises WeightsError for one that is longer than the format or the file allows."""
+    """The length of the header of a file. Raises WeightsError if it is longer than the format or the file allows."""
     prefix = read_bytes(file, 0, PREFIX)
     if len(prefix) < PREFIX:
-        what = f"{size} bytes present, a header's length alone takes {PREFIX}"
+        what = f"{size} bytes present, but a header's length alone takes {PREFIX}"
         raise WeightsError(f"{file} is cut short: {what}; fetch it again")
     length = int.from_bytes(prefix, "little")
     if length > HEADER_LIMIT:
-        what = f"it announces a header of {length} bytes, the format allows {HEADER_LIMIT}"
+        what = f"it announces a header of {length} bytes, but the format allows {HEADER_LIMIT}"
         raise damaged(file, what)
     if PREFIX + length > size:
         raise _cut_short(file, size, PREFIX + length)
@@ -166,24 +168,24 @@ def _read_length(file: Place, size: int) -> int:
 
 
 def _read_entry(file: Place, name: str, value: object, data: int) -> HeaderEntry:
-    """The tensor of one entry of the header, checked; the data begin at byte `data` of the file."""
+    """The tensor that one entry of a header describes, checked; the data begin at byte `data` of the file."""
     fields = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _is_sizes(shape) or not _is_span(offsets):
         what = f"the header's entry of {shown(name)} is {shown(value)}"
         raise damaged(file, f"{what}, not a dtype, a shape and two data_offsets")
     if dtype not in DTYPES:
-        what = f"{file} holds {shown(name)} as {shown(dtype)[1:-1]}, which cannot be sliced"
+        what = f"{file} holds {shown(name)} as {shown(dtype)[1:-1]}, a type that cannot be read"
         raise WeightsError(f"{what}; store it as one of {', '.join(DTYPES)}")
     begin, end = offsets
     entry = HeaderEntry(file, name, tuple(shape), DTYPES[dtype], data + begin)
     try:
         nbytes = count_elements(shape) * itemsize(entry.dtype)
     except ValueError as error:
-        raise damaged(file, f"the shape of {shown(name)}, {error}") from error
+        raise damaged(file, f"{shown(name)}: {error}") from error
     if end - begin != nbytes:
         what = f"{shown(name)} is {dtype}{shown(shape)}, {nbytes} bytes"
-        raise damaged(file, f"{what}, its data_offsets {begin}:{end} hold {end - begin}")
+        raise damaged(file, f"{what}, but its data_offsets {begin}:{end} hold {end - begin}")
     return entry
 
 
@@ -206,10 +208,10 @@ def _check_back_to_back(
     for start, nbytes, name in sorted(spans):
         if start != end:
             begins = f"{shown(name)} begins at byte {start - data} of the data"
-            raise damaged(file, f"{begins}, the tensor before it ends at {end - data}")
+            raise damaged(file, f"{begins}, but the tensor before it ends at {end - data}")
         end += nbytes
     if end > size:
         raise _cut_short(file, size, end)
     if end < size:
-        what = f"{size} bytes present, {end} expected by its header, {size - end} too many"
+        what = f"{size} bytes present, but {end} expected by its header, {size - end} too many"
         raise damaged(file, what)

@@ -70,7 +70,8 @@ ALIGNMENT = 8
 
 
 class DraftFile:
-    """An unfinished safetensors file, to which tensors are appended in the header's order. Raises OSError."""
+    """A safetensors file that is being written under a temporary name: tensors are appended in the header's order.
+    Raises OSError."""
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
@@ -84,7 +85,7 @@ class DraftFile:
             raise
 
     def append(self, tensor: Tensor, tally: Tally) -> None:
-        """Write the bytes of `tensor`, the next one in the header's order."""
+        """Write the bytes of `tensor`, the next one in the header's order, and count them in `tally`."""
         data = memory_of(tensor.cpu().contiguous())
         for start in range(0, len(data), TELL_BYTES):
             chunk = data[start : start + TELL_BYTES]
@@ -98,7 +99,7 @@ class DraftFile:
         self._stream.close()
 
     def discard(self) -> None:
-        """Remove the file, even after `close`, unless another file has its name."""
+        """Remove the draft's file, even after `close`, unless another file has taken its name."""
         try:
             with contextlib.suppress(FileNotFoundError):
                 if self._is_this_draft(self._file.lstat()):
@@ -115,24 +116,26 @@ class DraftFile:
 
 
 def discard(drafts: Iterable[DraftFile]) -> None:
-    """Remove the files of `drafts`, ignoring errors."""
+    """Remove the files of all `drafts`, ignoring errors."""
     for draft in drafts:
         with contextlib.suppress(OSError):
             draft.discard()
 
 
 def _create(file: Path) -> BinaryIO:
-    """A stream to a new file of that name, which replaces any file there."""
+    """Create a file of that name in place of any file there, and return the open stream."""
     file.unlink(missing_ok=True)
     return file.open("xb")
 
 
 def check_tied(tied: Iterable[str]) -> None:
-    """Raise CheckpointError if a tied name is a key that readers of a header's metadata take for something else."""
+    """Raise CheckpointError if a name in `tied` is a key that safetensors' readers reserve in a header's metadata."""
     for name in tied:
         if name in TAKEN:
-            what = f"{name!r} is tied, and readers of a header take it for something else"
-            raise CheckpointError(f"{what}; give it another name")
+            what = (
+                f"tied= has the name {name!r}, but {', '.join(TAKEN)} are reserved in safetensors"
+            )
+            raise CheckpointError(f"{what}; tie it under another name")
 
 
 def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
@@ -151,27 +154,27 @@ def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Make `folder`. Raises CheckpointError if it has weights that no export wrote, or cannot be written."""
+    """Make `folder`, and raise CheckpointError if it has weights that no export wrote, or cannot be written."""
     with told(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):
             if not NAME.fullmatch(file.name) or not _is_export_file(file):
-                why = "which no export wrote and readers would take for part of this one"
+                why = "which `export` did not write, and readers would load as part of this model"
                 what = f"{folder} has {file.name}, {why}"
                 raise CheckpointError(f"{what}; give another folder, or move the file away")
         for file in (*_list_exported(folder), *folder.glob(INDEX + UNFINISHED)):
             _check_replaceable(folder, file)
         index = folder / INDEX
         if index.exists() and not _is_export_index(index):
-            what = f"{folder} has an {INDEX} that no export wrote"
-            raise CheckpointError(f"{what}; give another folder, or move it away")
+            what = f"{folder} has an {INDEX} that `export` did not write and would have to replace"
+            raise CheckpointError(f"{what}; give another folder, or move the index away")
 
 
 def _check_replaceable(folder: Path, file: Path) -> None:
     """Raise CheckpointError for anything but a file or a link, which an export cannot replace."""
     if not file.is_symlink() and not file.is_file():
-        kind = "a folder" if file.is_dir() else "something that is not a file,"
-        what = f"{folder} has {kind} {file.name}, a name that exports write to"
+        kind = "a folder" if file.is_dir() else "something else than a file,"
+        what = f"{folder} has {kind} {file.name}, but exports write a file of that name"
         raise CheckpointError(f"{what}; give another folder, or move it away")
 
 
@@ -194,7 +197,7 @@ def _is_export_file(file: Path) -> bool:
 
 
 def has_export(folder: Path) -> bool:
-    """Whether `folder` has an export."""
+    """Whether `folder` holds a model that `export` wrote."""
     index = folder / INDEX
     return index.is_file() and _is_export_index(index)
 
@@ -215,12 +218,12 @@ def told(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what = f"{error.filename or folder} cannot be written: {error.strerror or error}"
-        raise CheckpointError(f"{what}; give a folder that can be, with room") from error
+        raise CheckpointError(f"{what}; give a folder that is writable and has room") from error
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of `folder` during the `with` block; it is released when the process ends.
+    """Hold the lock of `folder` during the `with` block, so that no other export writes there.
 
     Raises CheckpointError if another export to the folder is running.
     """
@@ -229,7 +232,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
-    """Make written files in `folder` the current export: rename them, write the index, and remove the earlier export.
+    """Make written files in `folder` the current export: rename them, write the index, remove the earlier export.
 
     Raises OSError, and then the earlier export is as it was. Warns of files that could not be removed.
     """
@@ -262,7 +265,7 @@ def _rename(folder: Path, names: Mapping[str, str]) -> None:
 
 
 def _read_number(name: str) -> int:
-    """The number of a file's export, from its name; 1 if the name has none."""
+    """The number of the export that wrote the file `name`; 1 if the name has none."""
     found = NAME.fullmatch(name)
     return int(found[1]) if found and found[1] else 1
 

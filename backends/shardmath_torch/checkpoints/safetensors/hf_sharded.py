@@ -22,7 +22,7 @@ __all__ = ["SAVED", "SHARDING", "Parts", "read_sharded"]
 
 SHARDING, SAVED = "DCP_SHARDING_INFO", "saved_offsets"
 """The keys in a header's metadata under which torch's HuggingFaceStorageReader looks for a box's offsets."""
-FIX = "keep the files of one checkpoint in a folder"
+FIX = "keep only the files of one checkpoint in a folder"
 
 _Entries: TypeAlias = Mapping[str, HeaderEntry]
 _Box: TypeAlias = tuple[tuple[int, ...], HeaderEntry]
@@ -30,7 +30,7 @@ _Box: TypeAlias = tuple[tuple[int, ...], HeaderEntry]
 
 
 class Parts(NamedTuple):
-    """A tensor that is stored in boxes: its shape, its dtype, and the boxes."""
+    """A tensor that is stored in boxes: its shape, its dtype, and for each box its offsets and its entry in a file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -38,7 +38,7 @@ class Parts(NamedTuple):
 
 
 class _Shard(NamedTuple):
-    """A file, its tensors, and the text of their offsets in its metadata."""
+    """A safetensors file that torch wrote for a rank, its tensors, and their offsets as text."""
 
     file: Place
     entries: _Entries
@@ -46,7 +46,7 @@ class _Shard(NamedTuple):
 
 
 def read_sharded(folder: Place) -> dict[str, Parts] | None:
-    """Return the tensors of a folder of sharded files, by name; None if `folder` has no sharded file.
+    """Return the tensors of a folder in which torch wrote a safetensors file per rank; None if it wrote none there.
 
     Raises WeightsError if files are damaged, do not belong together, or lack offsets of their tensors.
     """
@@ -55,7 +55,9 @@ def read_sharded(folder: Place) -> dict[str, Parts] | None:
     plain, shards = _read_headers(folder)
     if shards and plain:
         first = shards[0].file.name
-        what = f"{folder}: {first} says where its tensors begin, {plain[0].name} does not"
+        what = (
+            f"{folder}: {first} has {SHARDING}, the offsets of shards, but {plain[0].name} has not"
+        )
         raise WeightsError(f"{what}; {FIX}")
     return _join_shards(shards) if shards else None
 
@@ -84,15 +86,15 @@ def _join_shards(shards: list[_Shard]) -> dict[str, Parts]:
 
 
 def _place_boxes(file: Place, entries: _Entries, sharding: object) -> Iterator[tuple[str, _Box]]:
-    """The box of every tensor in a file."""
+    """The name and the box, with its offsets in the tensor, of every tensor in a file."""
     info = _read_sharding(file, sharding)
     for name, entry in entries.items():
         record = info.get(name)
         offsets = record.get(SAVED) if isinstance(record, dict) else None
         if not _is_index(offsets, len(entry.shape)):
             shape = shown(list(entry.shape))
-            what = f"its {SHARDING} says {shown(record)} of {shown(name)}, a box of shape {shape}"
-            fix = "not at which index of the tensor it begins; fetch it again"
+            what = f"its {SHARDING} says {shown(record)} of {shown(name)}, of shape {shape}"
+            fix = f"not {SAVED} of as many numbers; fetch it again"
             raise WeightsError(f"{file} is damaged: {what}, {fix}")
         yield name, (tuple(offsets), entry)
 
@@ -120,8 +122,8 @@ def _join_boxes(name: str, boxes: list[_Box]) -> Parts:
     ends = []
     for offsets, entry in boxes:
         if (entry.dtype, len(entry.shape)) != (first.dtype, len(first.shape)):
-            what = f"{shown(name)} has a part {_describe(first)} and a part {_describe(entry)}"
-            raise WeightsError(f"{what}; {FIX}")
+            what = f"{shown(name)} has a shard {_describe(first)} and a shard {_describe(entry)}"
+            raise WeightsError(f"{what}, of different dtype or number of dimensions; {FIX}")
         ends.append([start + n for start, n in zip(offsets, entry.shape, strict=True)])
     shape = tuple(map(max, zip(*ends, strict=True)))
     return Parts(shape, first.dtype, tuple(boxes))

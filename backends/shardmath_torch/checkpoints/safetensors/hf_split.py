@@ -41,7 +41,8 @@ NUMBER = re.compile(r"([0-9]+)")
 
 
 def size_of(size: int | str) -> int:
-    """Return the bytes in `5000000` or "5MB", as transformers reads it. Raises CheckpointError for other values.
+    """Return the number of bytes in `size`, an int or text such as "5GB", as transformers reads it. Raises
+    CheckpointError for other values.
 
     >>> size_of("5GB"), size_of("1.5 kb")
     (5000000000, 1500)
@@ -51,19 +52,20 @@ def size_of(size: int | str) -> int:
         # Not "5" without a unit: a number of bytes is given as an int.
         nbytes = None if size.strip().isdecimal() else read_bytes(size)
     if type(nbytes) is not int or nbytes < 1:
-        what = f"max_shard_size is {shown(size)}"
+        what = f"max_shard_size is {shown(size)}, not a size of at least 1 byte"
         raise CheckpointError(f"{what}; give a number of bytes, or text such as '500MB' or '5GB'")
     return nbytes
 
 
 def check_entries(entries: Mapping[str, Entry]) -> None:
-    """Raise CheckpointError if safetensors does not support the name or dtype of an entry."""
+    """Raise CheckpointError if safetensors cannot hold a tensor in `entries`, because of its name or its dtype."""
     for name, (shape, dtype) in entries.items():
         if dtype not in NAMES:
             what = f"tensor {name!r} is {dtype}{list(shape)}, a type that safetensors does not have"
-            raise CheckpointError(f"{what}; cast it, or leave it out; it has {', '.join(NAMES)}")
+            raise CheckpointError(f"{what}; leave it out, or cast it to one of {', '.join(NAMES)}")
         if name == RESERVED or not _is_text(name):
-            what = f"a tensor is called {name!r}, which no safetensors file can call it"
+            rule = f"names must be UTF-8 text other than {RESERVED!r}"
+            what = f"safetensors cannot hold a tensor of the name {name!r}: {rule}"
             raise CheckpointError(f"{what}; give it another name")
 
 
@@ -77,7 +79,7 @@ def _is_text(name: str) -> bool:
 
 
 def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
-    """Divide the tensors into files of at most `limit` bytes; a tensor larger than that has its own file."""
+    """Divide tensors into files of at most `limit` bytes each; a tensor larger than `limit` has a separate file."""
     files: list[File] = []
     current: File = {}
     room = limit
@@ -98,7 +100,7 @@ def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
 
 
 def natural_order(name: str) -> tuple[list[tuple[bool, int, str]], str]:
-    """Return a key to sort `name` by, with numbers in names ordered by value: layer 2 before layer 10."""
+    """Return a key to sort `name` by, with numbers in names in order of their value: layer 2 before layer 10."""
     parts = []
     for part in NUMBER.split(name):
         # Compared by length, then as text: a number in a name may have too many digits for an int.
@@ -114,11 +116,11 @@ def _put_long_elements_first(file: File) -> File:
 
 
 def count_bytes(entry: Entry) -> int:
-    """Return the size in bytes of a tensor of this shape and dtype."""
+    """Return the size in bytes of a tensor, given as its shape and dtype."""
     shape, dtype = entry
     return math.prod(shape) * itemsize(dtype)
 
 
 def file_names(count: int) -> list[str]:
-    """Return the names of the `count` files of a first export."""
+    """Return the names of the files of a model in `count` files: model-00001-of-00003.safetensors and so on."""
     return [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]

@@ -38,7 +38,7 @@ Slices: TypeAlias = tuple[slice, ...]
 
 
 def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Slices, Slices]]:
-    """Yield each box that `rank` holds, as the slices in its local tensor and those in the global tensor."""
+    """Yield each box of elements that `rank` holds, as slices of its local tensor and of the global tensor."""
     by_dim = [runs.segments for runs in layout.runs(rank)]
     # One at a time: `layout.boxes` makes all boxes at once, and a strided layout may have millions.
     for segments in itertools.product(*by_dim):
@@ -70,7 +70,7 @@ def _open_tensors(
 
 
 def fits(weights: Weights, layouts: Mapping[str, Layout]) -> None:
-    """Raise WeightsError if `weights` lacks a tensor of `layouts` with its shape and dtype, or a layout is Partial."""
+    """Raise WeightsError unless `weights` has each tensor of `layouts` with its shape and dtype, none Partial."""
     for name, layout in layouts.items():
         _check_fit(weights, name, layout)
 
@@ -81,20 +81,22 @@ def _check_fit(weights: Weights, name: str, layout: Layout) -> None:
     if entry is None:
         count = plural(weights.entries, "tensor")
         what = f"{weights.path} has no {name!r} among its {count}"
-        raise WeightsError(f"{what}; leave it out, or tie it to one of them with `tied`")
+        raise WeightsError(f"{what}; leave it out, or tie it to one of them with tied()")
     if (layout.shape, layout.dtype) != (entry.shape, entry.dtype):
         found = f"{entry.dtype}{list(entry.shape)}"
-        what = f"{name!r} is {found} in {entry.file}, its layout says {layout}"
-        raise WeightsError(f"{what}; make the layout from `shapes`")
+        what = f"{name!r} is {found} in {entry.file}, but its layout is {layout}"
+        raise WeightsError(f"{what}; give the layout the shape and dtype in `weights.shapes`")
     if layout.partial:
-        what = f"{name!r} is Partial in {layout}, a file holds whole values"
-        raise WeightsError(f"{what}; divide or replicate it")
+        what = f"{name!r} is Partial in {layout}, but a file holds whole values"
+        raise WeightsError(f"{what}; give a layout without Partial")
 
 
 def load(
     weights: Weights, layouts: Mapping[str, Layout], rank: int, *, progress: Progress | None = None
 ) -> dict[str, torch.Tensor]:
-    """Load this rank's local tensors, by name, on the CPU: shape `layout.local_shape(rank)`, holes zero.
+    """Read the local tensors of `rank` from safetensors, divided as `layouts` say, and return them by name, on the CPU.
+
+    They have the shape `layout.local_shape(rank)`; positions without an element are zero.
 
     Raises WeightsError if the checkpoint lacks a name or has it with another shape or dtype. `progress` is called with
     the bytes of local tensors that are done, and of all of them.
@@ -110,21 +112,21 @@ def load(
 
 
 def _begin_tally(layouts: Mapping[str, Layout], rank: int, progress: Progress | None) -> Tally:
-    """A tally of the bytes of all local tensors, holes included."""
+    """Begin a tally of the bytes of all local tensors, including positions without an element."""
     tally = Tally(progress)
     tally.begin(sum(math.prod(held.local_shape(rank)) * held.itemsize for held in layouts.values()))
     return tally
 
 
 def make_room(layout: Layout, rank: int) -> torch.Tensor:
-    """Return an unfilled local tensor of `rank`; positions without an element (holes), if any, are zero."""
+    """Allocate a local tensor of `rank` to be filled: zeros if some positions have no element, else uninitialized."""
     if layout.holes(rank):
         return make_zeros(layout, rank)
     return torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype))
 
 
 def make_zeros(layout: Layout, rank: int) -> torch.Tensor:
-    """Return a local tensor of `rank` whose bytes are all zero."""
+    """Return a new local tensor of `rank` whose bytes are all zero."""
     shape = layout.local_shape(rank)
     # As bytes, since float8_e8m0fnu has no number 0.
     cells = torch.zeros(math.prod(shape) * layout.itemsize, dtype=torch.uint8)
@@ -175,7 +177,7 @@ def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the global tensor, given the local tensors `shards` of all ranks of `layout`, by rank."""
+    """Return the global tensor under `layout` whose local tensors, by rank, are `shards`."""
     whole = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
     for rank in layout.mesh.ranks:
         for local, glob in list_boxes(layout, rank):

@@ -36,8 +36,7 @@ fields, two bytes each (PKWARE APPNOTE 4.3.7)."""
 
 
 class Strided(NamedTuple):
-    """A tensor in a file: its first byte, dtype, shape, strides in elements, and whether its values are conjugated and
-    negated when they are read."""
+    """A tensor's place in a file: first byte, dtype, shape, strides, and whether values are conjugated or negated."""
 
     start: int
     dtype: str
@@ -48,7 +47,7 @@ class Strided(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """The number of elements that the tensor's memory spans, from the first to the last."""
+        """The number of elements that the tensor spans in memory, from its first element to its last."""
         if 0 in self.shape:
             return 0
         last = 0
@@ -58,7 +57,7 @@ class Strided(NamedTuple):
 
 
 def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
-    """Return where the tensors of `archives` (offset, length) by torch.save lie in `file`, with shape and strides.
+    """Return the places and strides of the tensors in `archives` by torch.save, (offset, length) in `file`.
 
     Raises CheckpointError if an archive is not a single plain tensor within its bytes, or if archives overlap.
     """
@@ -72,8 +71,9 @@ def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[
             described = {archive: _describe_archive(stream, *archive) for archive in distinct}
     except Exception as error:
         why = str(error)[:MOST_SHOWN]
-        what = f"{file} has an archive that is not a tensor of torch.save ({why})"
-        raise CheckpointError(f"{what}; the file is cut short or damaged: save again") from error
+        what = f"{file} has an archive that is not one tensor by torch.save ({why})"
+        fix = "fetch it again, or save the checkpoint again"
+        raise CheckpointError(f"{what}; the file is cut short or damaged: {fix}") from error
     return [described[archive] for archive in given]
 
 
@@ -84,7 +84,8 @@ def _check_disjoint(file: Place, archives: Iterable[tuple[int, int]]) -> None:
         if stop > later:
             ends = f"bytes {start} to {stop} and {later} to {later + later_length}"
             what = f"{file} has two archives that overlap, {ends}"
-            raise CheckpointError(f"{what}; the metadata or it is damaged: save again")
+            fix = "fetch the checkpoint again, or save it again"
+            raise CheckpointError(f"{what}; the file or the metadata is damaged: {fix}")
 
 
 def _describe_archive(stream: BinaryIO, offset: int, length: int) -> Strided:
@@ -95,17 +96,17 @@ def _describe_archive(stream: BinaryIO, offset: int, length: int) -> Strided:
     view.seek(0)
     tensor = torch.load(view, weights_only=True, map_location="cpu")
     if type(tensor).__name__ != "FakeTensor":
-        raise ValueError(f"it holds a {type(tensor).__name__}")
+        raise ValueError(f"it holds a {type(tensor).__name__}, not a tensor")
     storage = compat.storage_start(tensor)
     if storage is None or storage not in records:
-        raise ValueError(f"its storage begins at {storage}, its records at {sorted(records)}")
+        raise ValueError(f"its storage begins at {storage}, but its records at {sorted(records)}")
     start = storage + int(tensor.storage_offset()) * tensor.element_size()
     found = _as_strided(tensor, start)
     stop = start + found.extent * tensor.element_size()
     inside = storage <= start and stop <= storage + records[storage]
     if found.extent and not inside:
         what = f"its {found.dtype}{list(found.shape)} with strides {found.strides}"
-        raise ValueError(f"{what} lies outside its storage")
+        raise ValueError(f"{what} lies outside its storage of {records[storage]} bytes")
     return found._replace(start=offset + start)
 
 
@@ -117,23 +118,25 @@ def _as_strided(tensor: Tensor, start: int) -> Strided:
 
 
 def _check_pickle(view: BinaryIO) -> None:
-    """Raise ValueError for an archive whose pickle is not of a single tensor."""
+    """Raise ValueError unless the archive has one pickle, as short as that of a single tensor."""
     view.seek(0)
     with zipfile.ZipFile(view) as archive:
         found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
         if len(found) != 1:
             raise ValueError(f"it lists {len(found)} pickles, where a tensor has one")
         if found[0].file_size > MOST_PICKLED:
-            raise ValueError("its pickle is too long for a tensor's")
+            what = f"its pickle has {found[0].file_size} bytes"
+            raise ValueError(f"{what}, where a tensor's has at most {MOST_PICKLED}")
         text = archive.read(found[0])
     # torch hashes a storage's key from the pickle; nested tuples that share parts take 2^n steps to hash.
     tuples = sum(1 for code, _, _ in pickletools.genops(text) if "TUPLE" in code.name)
     if tuples > MOST_TUPLES:
-        raise ValueError(f"its pickle makes {tuples} tuples, which no tensor does")
+        what = f"its pickle makes {tuples} tuples"
+        raise ValueError(f"{what}, where a tensor's makes at most {MOST_TUPLES}")
 
 
 class _FilePart(io.RawIOBase):
-    """A range of bytes of a file, as a file."""
+    """A range of bytes of an open file, which reads like a file."""
 
     def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
         self._stream = stream
@@ -175,10 +178,10 @@ def _read_records(view: BinaryIO) -> dict[int, int]:
             start = info.header_offset + LOCAL_HEADER + variable
             sizes[start] = info.file_size
             if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{info.filename} is compressed")
+                raise ValueError(f"its {info.filename} is compressed, which torch.save never does")
             view.seek(start)
             if info.filename.endswith("/byteorder") and not _is_little(view, info.file_size):
-                raise ValueError("its numbers are not little-endian")
+                raise ValueError("its numbers are not little-endian, as only those can be read")
     return sizes
 
 

@@ -38,7 +38,7 @@ MOST_SHOWN, MOST_FOUND = 3, 6
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of a checkpoint by name, as its headers describe them, without data."""
+    """The shapes, dtypes and places of tensors in safetensors files, by name, from headers only."""
 
     path: Place
     entries: Mapping[str, HeaderEntry]
@@ -55,7 +55,7 @@ class Weights:
 
 
 def open_weights(path: str | Place) -> Weights:
-    """Open the checkpoint at `path`: a safetensors file, an index, or a folder that holds either.
+    """Return the tensors that the safetensors at `path` list: one file, an index, or a folder that holds either.
 
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """
@@ -66,7 +66,7 @@ def open_weights(path: str | Place) -> Weights:
         return _open_place(found)
     except OSError as error:
         what = f"{shown(str(error.filename or found))} cannot be read: {error.strerror or error}"
-        raise WeightsError(f"{what}; check the file, its name and its permissions") from error
+        raise WeightsError(f"{what}; make it readable, or give another path") from error
 
 
 def _open_place(path: Place) -> Weights:
@@ -93,12 +93,13 @@ def _choose_file(folder: Place) -> Place:
     if missing:
         there = ", ".join(others[:MOST_SHOWN])
         what = f"{folder} has {there}, but neither {', '.join(missing)} nor {INDEX}"
-        raise WeightsError(f"{what}: a part of a model; fetch the rest, or export it again")
+        fix = "fetch the missing files, or export it again"
+        raise WeightsError(f"{what}, so a part of the model is missing; {fix}")
     if len(others) == 1:
         return folder / others[0]
     found = others or sorted(file.name for file in folder.iterdir())[:MOST_FOUND]
     what = f"{folder} has neither {FILE} nor {INDEX}, but {', '.join(found) or 'nothing'}"
-    raise WeightsError(f"{what}; give a folder with either, or one file")
+    raise WeightsError(f"{what}; give a folder with either, or the path of one file")
 
 
 def _list_missing_parts(names: Iterable[str]) -> list[str]:
@@ -129,7 +130,7 @@ def _read_index(index: Place) -> dict[str, HeaderEntry]:
             holders = [other for other in names if tensor in headers[other]]
             holder = holders[0] if holders else "no file of the index"
             what = f"{index} says that {name} holds {shown(tensor)}, but {holder} does"
-            raise WeightsError(f"{what}; repair the index")
+            raise WeightsError(f"{what}; correct its weight_map, or fetch the files again")
         entries[tensor] = headers[name][tensor]
     return entries
 
@@ -142,14 +143,15 @@ def _check_present(index: Place, names: list[str]) -> None:
         if len(missing) > MOST_SHOWN:
             first.append("...")
         what = f"of which {len(missing)} cannot be found ({', '.join(first)})"
-        raise WeightsError(f"{index} names {plural(names, 'file')}, {what}; fetch them again")
+        raise WeightsError(f"{index} names {plural(names, 'file')}, {what}; fetch these again")
 
 
 def _read_weight_map(index: Place) -> dict[str, str]:
     """The file name of each tensor in the index. Raises WeightsError for an index without, or with paths."""
     files = read_object(read_bytes(index), index, "the index").get("weight_map")
     if not isinstance(files, dict) or not files:
-        raise WeightsError(f"{index} has no weight_map of names to files; fetch it again")
+        what = f"{index} has the weight_map {shown(files)}, not a mapping of some names to files"
+        raise WeightsError(f"{what}; fetch it again")
     for tensor, file in files.items():
         if not isinstance(file, str) or Path(file).name != file or "\0" in file:
             what = f"{index} puts {shown(tensor)} in {shown(file)}"
@@ -158,7 +160,9 @@ def _read_weight_map(index: Place) -> dict[str, str]:
 
 
 def tied(weights: Weights, names: Mapping[str, str]) -> Weights:
-    """Return `weights` with additional names for tensors: `{"lm_head.weight": "model.embed_tokens.weight"}`.
+    """Return `weights` with more names for some tensors: `names` maps each new name to a present one.
+
+    Tied embeddings have `{"lm_head.weight": "model.embed_tokens.weight"}`.
 
     Raises WeightsError if the tensor is missing, or the new name is taken.
     """
@@ -171,6 +175,7 @@ def tied(weights: Weights, names: Mapping[str, str]) -> Weights:
             fault = f"has no {stored!r}"
         if fault:
             fix = "tie a new name to a tensor of the checkpoint"
-            raise WeightsError(f"{weights.path} {fault}; {fix}")
+            what = f"{name!r} cannot be tied to {stored!r}: {weights.path} {fault}"
+            raise WeightsError(f"{what}; {fix}")
         entries[name] = weights.entries[stored]
     return replace(weights, entries=entries)

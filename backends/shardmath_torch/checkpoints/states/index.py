@@ -56,7 +56,7 @@ Origin: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """An index entry: a state tensor with its parameter's shape and placement, and this dtype."""
+    """An index entry: an optimizer's state tensor with its parameter's shape and layout, and this dtype."""
 
     dtype: str
     origin: Origin = ()
@@ -64,7 +64,7 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """An index entry: a state tensor with this shape and dtype, the same on all ranks."""
+    """An index entry: an optimizer's state tensor with its own shape and dtype, whole and equal on all ranks."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An index entry: state that is not a tensor, but a value that `values` can code."""
+    """An index entry: an item of an optimizer's state that is not a tensor, and is stored as JSON."""
 
     value: object
     origin: Origin = ()
@@ -85,7 +85,7 @@ Entries: TypeAlias = Mapping[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A parameter group as saved: the first names of its parameters, and its options."""
+    """A saved optimizer's parameter group: the names of its parameters, and options such as the learning rate."""
 
     parameters: tuple[str, ...]
     options: Mapping[str, object]
@@ -93,7 +93,7 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of a saved state: stored names, extra states, groups (None without optimizer), state by parameter."""
+    """The content of a saved training state except its tensors: names, extra states, parameter groups, state items."""
 
     names: Mapping[str, str]
     extra: Mapping[str, str]
@@ -101,14 +101,14 @@ class Index:
     state: Mapping[str, Entries]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return the options of the group of each parameter, by the parameter's name."""
+        """Return the options of each parameter's group, such as the learning rate, by the parameter's name."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.options)
         return found
 
     def members(self) -> dict[str, tuple[str, ...]]:
-        """Return all parameters of the group of each parameter, in order, by the parameter's name."""
+        """Return the names of all parameters in each parameter's group, in order, by the parameter's name."""
         found: dict[str, tuple[str, ...]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.parameters)
@@ -119,7 +119,8 @@ class Index:
 
 
 def write_index(index: Index) -> Tensor:
-    """Return the index as bytes. Raises CheckpointError, naming the value, if JSON cannot express one."""
+    """Return `index` as JSON in a tensor of bytes. Raises CheckpointError, naming the value, if JSON cannot hold
+    one."""
     groups = None
     if index.groups is not None:
         groups = write_groups(index.groups)
@@ -129,7 +130,8 @@ def write_index(index: Index) -> Tensor:
 
 
 def write_groups(groups: Iterable[SavedGroup]) -> list[dict[str, Any]]:
-    """Return the groups as JSON. Raises CheckpointError, naming the option, if JSON cannot express one."""
+    """Return parameter groups as JSON lists and dicts. Raises CheckpointError, naming the option, if JSON cannot hold
+    one."""
     return [_write_group(group) for group in groups]
 
 
@@ -142,16 +144,17 @@ def _write_group(group: SavedGroup) -> dict[str, Any]:
 
 
 def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
-    """Return the state entries of each parameter as JSON. Raises CheckpointError if JSON cannot express a value."""
+    """Return the entries of each parameter's optimizer state as JSON dicts. Raises CheckpointError if JSON cannot hold
+    a value."""
     return {name: _write_parameter(name, entries) for name, entries in state.items()}
 
 
 def check_key(key: object, of: str) -> None:
-    """Raise CheckpointError unless `key` is exactly a str: a key of a subclass would be loaded as a str."""
+    """Raise CheckpointError unless `key`, of the dict that errors call `of`, is exactly a str. A key of a subclass
+    would be loaded as a str."""
     if type(key) is not str:
-        raise CheckpointError(
-            f"{of} has the key {shown(key)}; use text as keys, of exactly the type str"
-        )
+        what = f"{of} has the key {shown(key)}, of type {type(key).__name__}"
+        raise CheckpointError(f"{what}; use text as keys, of exactly the type str")
 
 
 def _write_parameter(name: str, entries: Entries) -> dict[str, Any]:
@@ -177,27 +180,29 @@ def _write_entry(entry: Entry, what: str) -> dict[str, Any]:
 
 
 def read_index(path: object, data: Tensor) -> Index:
-    """Return the index in the bytes `data`. Raises CheckpointError, with `path`, if save_state did not write them."""
+    """Parse the index in the JSON bytes `data`. Raises CheckpointError, with `path`, if save_state did not write
+    them."""
     try:
         return _decode_index(json.loads(as_bytes(data)))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         what = f"{path}: {INDEX!r} was not written by save_state ({error})"
-        raise CheckpointError(
-            f"{what}; read tensors of other checkpoints with shardmath_torch.load"
-        ) from error
+        fix = "save again with save_state, or read tensors with shardmath_torch.load"
+        raise CheckpointError(f"{what}; {fix}") from error
 
 
 def _decode_index(coded: object) -> Index:
     """The index in this JSON. Raises ValueError, KeyError or TypeError for other JSON."""
     parts = _check_object(coded)
     if parts.keys() != {"names", "extra", "groups", "state"}:
-        raise ValueError(f"its parts are {shown(sorted(parts))}")
+        what = f"its parts are {shown(sorted(parts))}"
+        raise ValueError(f"{what}, not names, extra, groups and state")
     names = _check_object(parts["names"])
     _check_texts(names.values())
     extra = _check_object(parts["extra"])
     for kind in extra.values():
         if kind not in KINDS:
-            raise ValueError(f"{shown(kind)} is not a kind of extra states")
+            what = f"{shown(kind)} is not a kind of extra state"
+            raise ValueError(f"{what}, which are {', '.join(KINDS)}")
     groups = None
     if parts["groups"] is not None:
         groups = read_groups(parts["groups"])
@@ -205,7 +210,8 @@ def _decode_index(coded: object) -> Index:
 
 
 def read_groups(coded: object) -> tuple[SavedGroup, ...]:
-    """Return the groups in JSON that `write_groups` made. Raises ValueError, KeyError or TypeError for other JSON."""
+    """Return the parameter groups in JSON that `write_groups` made. Raises ValueError, KeyError or TypeError for other
+    JSON."""
     return tuple(map(_read_group, _check_list(coded)))
 
 
@@ -219,7 +225,8 @@ def _read_group(coded: object) -> SavedGroup:
 
 
 def read_entries(coded: object) -> dict[str, Entries]:
-    """Return the entries in JSON that `write_entries` made. Raises ValueError, KeyError or TypeError for other JSON."""
+    """Return each parameter's optimizer state entries in JSON that `write_entries` made. Raises ValueError, KeyError or
+    TypeError for other JSON."""
     state = _check_object(coded)
     return {name: _read_parameter(entries) for name, entries in state.items()}
 
@@ -240,7 +247,8 @@ def _read_entry(coded: object) -> Entry:
             return Own(dtype, tuple(sizes), origin)
         case {"value": value}:
             return Value(decode_value(value), origin)
-    raise ValueError(f"{shown(coded)} does not say how a value of the state lies")
+    what = f"{shown(coded)} does not describe an item of an optimizer's state"
+    raise ValueError(f"{what}, by like, own or value")
 
 
 def _is_size(value: object) -> bool:
@@ -249,17 +257,17 @@ def _is_size(value: object) -> bool:
 
 def _check_object(coded: object) -> dict[str, Any]:
     if not isinstance(coded, dict):
-        raise ValueError(f"{shown(coded)} is not an object")
+        raise ValueError(f"{shown(coded)} is not a JSON object")
     return coded
 
 
 def _check_list(coded: object) -> list[Any]:
     if not isinstance(coded, list):
-        raise ValueError(f"{shown(coded)} is not a list")
+        raise ValueError(f"{shown(coded)} is not a JSON list")
     return coded
 
 
 def _check_texts(coded: Any) -> None:
     for name in coded:
         if not isinstance(name, str):
-            raise ValueError(f"{shown(name)} is not a name")
+            raise ValueError(f"{shown(name)} is not a name, which must be text")

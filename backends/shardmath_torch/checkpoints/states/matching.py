@@ -73,14 +73,14 @@ __all__ = [
 
 
 class Unmatched(NamedTuple):
-    """Names that the checkpoint lacks (`missing`), and names that only it has (`unexpected`)."""
+    """Names that only one side has: the checkpoint lacks the `missing` ones, the module the `unexpected` ones."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
 
 
 class Goal(NamedTuple):
-    """A parameter group, and what to restore into it: options, and entries of its parameters' state."""
+    """A parameter group of an optimizer, and the options and state of its parameters to restore into it."""
 
     group: ParameterGroup
     options: dict[str, Any]
@@ -91,7 +91,7 @@ class Goal(NamedTuple):
 
 
 def find_stored(model: Model, saved: Index) -> dict[str, str]:
-    """Return the checkpoint's name of each of the module's tensors that it has, by the tensor's first name here.
+    """Return the checkpoint's name of each tensor in `model` that it has, by the tensor's first name in the module.
 
     Raises CheckpointError for a parameter of which the checkpoint has several values.
     """
@@ -102,12 +102,9 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
         )
         if len(stored_names) > 1:
             here, there = ", ".join(names), ", ".join(stored_names)
-            what = (
-                f"{here} are one parameter here, and {len(stored_names)} in the checkpoint: {there}"
-            )
-            raise CheckpointError(
-                f"{what}; untie them before loading, and tie them again if the values are equal"
-            )
+            count = f"{len(stored_names)} in the checkpoint: {there}"
+            fix = "untie them before loading, and tie them again if the values are equal"
+            raise CheckpointError(f"{here} are one parameter here, but {count}; {fix}")
         if stored_names:
             stored[first_name] = stored_names[0]
     return stored
@@ -116,7 +113,10 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
 def find_unmatched(
     model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
 ) -> Unmatched:
-    """Return names that only the module or only the checkpoint has, and of optimizer state unless `groups` is None."""
+    """Return the names of tensors and optimizer state that only the module or only the checkpoint has.
+
+    If `groups` is None, optimizer state is left out.
+    """
     here = {name: name for names in model.names.values() for name in names}
     unmatched = _compare_names("model", here, saved.names)
     if groups is None:
@@ -137,7 +137,7 @@ def _compare_names(
 
 
 def complain(path: object, unmatched: Unmatched) -> str:
-    """Return the error message about names that only the module or only the checkpoint at `path` has."""
+    """Return the error message that lists the names that only the module or only the checkpoint at `path` has."""
     faults = []
     if unmatched.missing:
         faults.append(f"the checkpoint lacks {_list_some(unmatched.missing)}")
@@ -157,8 +157,10 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 def set_goals(
     model: Model, groups: Sequence[ParameterGroup], saved: Index, stored: Mapping[str, str]
 ) -> list[Goal]:
-    """Return the goal to restore into each group. Raises CheckpointError if a group's parameters on this rank had
-    different options, for state whose placement is not known, and for what may depend on other parameters of the group.
+    """Return the options and state to restore into each of `groups`, matched by parameter names.
+
+    Raises CheckpointError if a group's parameters on this rank had different options, for state whose placement is not
+    known, and for state that may depend on other parameters of the group.
     """
     goals = [_set_goal(model, group, saved, stored) for group in groups]
     _check_placed_alike(model, goals)
@@ -187,12 +189,12 @@ def _check_placed_alike(model: Model, goals: Iterable[Goal]) -> None:
 
 
 def _list_empty(groups: Sequence[ParameterGroup | SavedGroup]) -> list[int]:
-    """The positions of groups without parameters."""
+    """The positions of parameter groups without parameters."""
     return [i for i, group in enumerate(groups) if not group.parameters]
 
 
 def _set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
-    """The goal to restore into the group, by the names of its parameters."""
+    """The options and state to restore into one group, matched by the names of its parameters."""
     entries = {}
     for name, parameter in group.parameters.items():
         kept = stored.get(name)
@@ -218,27 +220,27 @@ def _check_order(
         if why:
             there = f"{_list_some(groups[kept])} in the checkpoint"
             present = _list_some(tuple(group.parameters))
-            what = f"{name!r} has state that may be that of its whole group, as {why}; the group has {there}"
+            what = f"optimizer state of {name!r} may depend on its whole group, as {why}; the group has {there}"
             fix = "make the optimizer of the same parameters in the same order, or load without it"
-            raise CheckpointError(f"{what}, and {present} here; {fix}")
+            raise CheckpointError(f"{what}, but {present} here; {fix}")
 
 
 def _explain_shared(
     state: Mapping[str, Entries], name: str, shape: tuple[int, ...], group: tuple[str, ...]
 ) -> str:
-    """Why a parameter's state may belong to its whole group; "" if it belongs to the parameter."""
+    """Why a parameter's state may belong to its whole group, as a clause; "" if it belongs to the parameter."""
     entries = state.get(name, {})
     products = _list_products(shape)
     has_tensors = False
     for key, entry in entries.items():
         for state_shape in _list_shapes(entry, shape):
             if not products.issuperset(state_shape):
-                return f"{key!r} has shape {state_shape}, not made of its sizes {shape}"
+                return f"its {key!r} has shape {state_shape}, and its parameter shape {shape}"
             has_tensors |= state_shape != ()
     others = [other for other in group if state.get(other)]
     if has_tensors or others != [name]:
         return ""
-    return f"{next(iter(entries))!r} is a number, and no other parameter there has any"
+    return f"its {next(iter(entries))!r} is a number, and no other parameter of the group has state"
 
 
 def _list_products(sizes: Iterable[int]) -> set[int]:
@@ -316,9 +318,9 @@ def _check_lists(
             continue
         if not isinstance(held, list) or not is_same(held, value):
             there, here = _list_some(members), _list_some(tuple(group.parameters))
-            what = f"{key!r} is {shown(value)} in the checkpoint, maybe an item for each of {there}"
-            fix = f"group them so, or give the group {key}={shown(value)} if that fits it"
-            raise CheckpointError(f"{what}; the group has {here} here; {fix}")
+            what = f"option {key!r} is {shown(value)} in the checkpoint, maybe an item for each of {there}"
+            fix = f"group the parameters as they were, or give the group {key}={shown(value)} if it fits"
+            raise CheckpointError(f"{what}, but the group has {here} here; {fix}")
 
 
 def _check_same_options(options_by_name: Mapping[str, Mapping[str, object]]) -> None:
@@ -326,9 +328,11 @@ def _check_same_options(options_by_name: Mapping[str, Mapping[str, object]]) -> 
     different = _find_different(options_by_name)
     if different is not None:
         first_name, name, keys = different
+        pairs = [(key, options_by_name[first_name], options_by_name[name]) for key in keys]
+        differ = [f"{key} ({shown(a.get(key))} and {shown(b.get(key))})" for key, a, b in pairs]
         what = f"{first_name} and {name} are in one group of the optimizer here"
-        fix = "put them into separate groups"
-        raise CheckpointError(f"{what}, and differ in {', '.join(keys)} in the checkpoint; {fix}")
+        why = f"but differ in {', '.join(differ)} in the checkpoint"
+        raise CheckpointError(f"{what}, {why}; put them into separate groups")
 
 
 def _find_different(
@@ -354,8 +358,9 @@ def is_same(one: object, other: object) -> bool:
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """Return `value` in the form of `held`, as the optimizer has it: a tensor of its dtype, shape and device,
-    an Enum or namedtuple of its class, in tuples, lists and dicts too.
+    """Return the saved option `value` in the form in which the optimizer holds it, such as a tensor of the same dtype.
+
+    Tensors get the dtype, shape and device of `held`, Enums and namedtuples its class, in tuples, lists and dicts too.
 
     Raises CheckpointError if that would change the value; rounding a Python float to float32 is allowed.
     """
@@ -391,14 +396,15 @@ def _fit_kinded(what: str, held: object, value: Kinded) -> object:
     if plain is held or here != value.kind:
         said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
         fix = f"make the optimizer with a {value.kind}"
-        raise CheckpointError(f"{said}, and {shown(held)} here, which is not one; {fix}")
+        raise CheckpointError(f"{said}, but {shown(held)} here, which is not one; {fix}")
     fitted = fit_option(what, plain, value.plain)
     try:
         return rebuild(held, fitted)
     except (TypeError, ValueError) as error:
         said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
-        why = f"which {here} here does not take: {error}"
-        raise CheckpointError(f"{said}, {why}; make the optimizer as it was saved") from error
+        why = f"which the class {here} here does not take: {error}"
+        fix = "define the class as it was when the optimizer was saved"
+        raise CheckpointError(f"{said}, {why}; {fix}") from error
 
 
 def _fit_tensor(what: str, held: Tensor, value: int | float | Tensor) -> Tensor:
@@ -426,7 +432,7 @@ def _is_nearest(fitted: Tensor, given: Tensor) -> bool:
 
 def _make_error(what: str, held: Tensor, value: object) -> CheckpointError:
     here = f"a tensor of {held.dtype}{list(held.shape)}"
-    said = f"{what} is {shown(value)} in the checkpoint and {here} here"
+    said = f"{what} is {shown(value)} in the checkpoint, but {here} here"
     fix = "make the optimizer with a number, or a tensor of the type and shape that was saved"
     return CheckpointError(f"{said}, which cannot hold it; {fix}")
 

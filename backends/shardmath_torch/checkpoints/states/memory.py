@@ -47,7 +47,8 @@ __all__ = [
 
 
 def local_part(name: str, tensor: Tensor) -> Tensor:
-    """Return this rank's part of `tensor`, detached. Raises CheckpointError if it is on the meta device."""
+    """Return this rank's part of `tensor`, detached from autograd. Raises CheckpointError if it is on the meta
+    device."""
     local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if local.is_meta:
         raise CheckpointError(
@@ -57,14 +58,17 @@ def local_part(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_shaped(name: str, tensor: Tensor) -> None:
-    """Raise CheckpointError for a dtype that layouts do not have, a nested tensor, and a tensor of a lazy module that
-    has not run yet: the last two have no one shape."""
+    """Raise CheckpointError for a tensor that no layout describes: of another dtype, nested, or not yet of a shape.
+
+    A tensor of a lazy module has no shape until the module has run.
+    """
     if is_lazy(tensor):
         raise CheckpointError(f"{name!r} {SHAPELESS}")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE:
         what = f"{name!r} is {dtype}, a type that layouts do not have"
-        raise CheckpointError(f"{what}; give plain numbers, such as its int_repr() or dequantize()")
+        fix = "replace it by plain numbers, such as its int_repr() or dequantize()"
+        raise CheckpointError(f"{what}; {fix}")
     if tensor.is_nested:
         parts = plural(tensor.size(0), "part")
         what = f"{name!r} is a nested tensor, of {parts} without one shape"
@@ -81,18 +85,18 @@ def say_unwritable(local: Tensor) -> str:
             return missing
     if overlaps_itself(local):
         shape, strides = tuple(local.shape), local.stride()
-        return f"has shape {shape} and strides {strides}, several elements in one cell"
+        return f"has shape {shape} and strides {strides}, so several elements in the same memory"
     return ""
 
 
 def fill(local: Tensor, value: Tensor) -> None:
-    """Copy `value` into `local`, in inference mode if it is an inference tensor."""
+    """Copy `value` into `local`, in place and without autograd; in inference mode if `local` was made in it."""
     with torch.inference_mode(local.is_inference()), torch.no_grad():
         local.copy_(value)
 
 
 def can_fill(held: Tensor) -> bool:
-    """Whether values can be copied into the optimizer's tensor `held`, and its steps can write to it."""
+    """Whether values can be copied into `held`, a tensor of an optimizer, and later steps can write to it."""
     if held.is_nested or held.is_meta or held.is_inference():
         return False
     local = local_of(held).detach() if isinstance(held, DTensor) else held
@@ -115,7 +119,7 @@ def _flatten_to_bytes(tensor: Tensor) -> Tensor:
 
 
 class MemorySpot(NamedTuple):
-    """The memory of a tensor: device, first byte, one past the last byte, and how its elements lie in between."""
+    """The memory that a tensor occupies: device, first byte, end, and how its elements lie in between."""
 
     device: torch.device
     start: int
@@ -133,7 +137,7 @@ def _plain_local(tensor: Tensor) -> Tensor:
 
 
 def spot_of(tensor: Tensor) -> MemorySpot | None:
-    """Return the place in memory of this rank's part of `tensor`; None if it is empty, or its place is not known."""
+    """Return the memory that this rank's part of `tensor` occupies; None if it is empty or has no known address."""
     if tensor.is_nested:
         return None
     local = _plain_local(tensor)
@@ -148,13 +152,13 @@ def spot_of(tensor: Tensor) -> MemorySpot | None:
 
 
 def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
-    """Return the places in memory of those tensors that have elements and a known address."""
+    """Return the memory that each of `tensors` occupies, without empty tensors and tensors of unknown address."""
     spots = map(spot_of, tensors)
     return [spot for spot in spots if spot is not None]
 
 
 def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
-    """Yield the pairs of different places in memory, of these tensors, that share a byte."""
+    """Yield the pairs of different regions of memory, of these tensors, that share a byte."""
     # By spot, so that a tensor that thousands of parameters share is compared once.
     by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
@@ -176,5 +180,5 @@ def _reaches(spot: MemorySpot, later: MemorySpot) -> bool:
 
 
 def find_crowded(tensors: Iterable[Tensor]) -> set[MemorySpot]:
-    """Return the places in memory of those tensors that share a byte with a tensor at another place."""
+    """Return the regions of memory, of these tensors, that share a byte with another tensor's different region."""
     return {spot for pair in find_meetings(tensors) for spot in pair}

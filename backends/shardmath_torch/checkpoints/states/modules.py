@@ -77,8 +77,10 @@ class ModuleSlot(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A module without layouts: parameters by name, buffers, extra states, all names by first name, first names of
-    parameters by id."""
+    """A module whose layouts are not yet known: parameters, buffers and extra states by name, and all names of each.
+
+    `names` has all names by the first one, `first` the first name of each parameter by id.
+    """
 
     module: nn.Module
     parameters: dict[str, nn.Parameter]
@@ -89,7 +91,7 @@ class Description(NamedTuple):
 
     @property
     def claim(self) -> dict[str, str]:
-        """Return the facts about the module on which all ranks must agree."""
+        """The facts about the module that must be the same on all ranks, as text by what they describe."""
         tensors = self.parameters | self.buffers
         claims = {}
         for name, tensor in tensors.items():
@@ -103,7 +105,7 @@ class Description(NamedTuple):
 
 
 def _claim_tensor(name: str, tensor: Tensor) -> str:
-    """What must be the same of a tensor on all ranks."""
+    """The dtype, shape and placements of a tensor as text, which must be the same on all ranks."""
     if is_checkpointable(tensor):
         return f"part of {tensor.dtype}{list(read_boxes(name, tensor).shape)}"
     divided = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
@@ -111,7 +113,10 @@ def _claim_tensor(name: str, tensor: Tensor) -> str:
 
 
 class Model(NamedTuple):
-    """A module: local tensors and layouts by first name, extra states, names, first names of parameters by id."""
+    """A module with layouts: its local tensors with their layouts, its extra states, and all names of each.
+
+    `slots`, `extra` and `names` are by first name; `parameters` has the first name of each parameter by id.
+    """
 
     slots: dict[str, ModuleSlot]
     extra: dict[str, Extra]
@@ -123,13 +128,14 @@ class Model(NamedTuple):
 
 
 def describe(module: nn.Module) -> Description:
-    """Return a description of the module, made without communication. FSDP2 first reshards gathered parameters.
+    """Return the parameters, buffers and extra states of `module` by name, without communication. FSDP2 first reshards
+    gathered parameters.
 
     Raises CheckpointError for a value that is not a module, an extra state that is not bytes, a tensor without a shape,
     and two names that are equal without wrappers' parts.
     """
     if not isinstance(module, nn.Module):
-        raise CheckpointError(f"the module is {shown(module)}; give a torch.nn.Module")
+        raise CheckpointError(f"the module is {shown(module)}, not a torch.nn.Module; give one")
     state = _unwrap(module.state_dict(keep_vars=True).items())
     parameters = _unwrap(module.named_parameters(remove_duplicate=False))
     all_buffers = _unwrap(module.named_buffers(remove_duplicate=False))
@@ -164,8 +170,9 @@ def _unwrap(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
     for name, value in named:
         stripped = _strip_wrappers(name)
         if stripped in unwrapped:
-            what = f"without {' and '.join(WRAPPERS)}, several names are {stripped!r}"
-            raise CheckpointError(f"{what}; rename one of the modules")
+            what = f"{name!r} and another tensor of the module are both {stripped!r}"
+            without = f"without {' and '.join(WRAPPERS)}, which are left out of saved names"
+            raise CheckpointError(f"{what} {without}; rename one of the modules")
         unwrapped[stripped] = value
     return unwrapped
 
@@ -185,8 +192,10 @@ def _find_owner(module: nn.Module, name: str) -> nn.Module:
         is_owner = last == "_extra_state" and _strip_wrappers(part_path) == path
         if is_owner and not _is_wrapper(part):
             return part
-    what = f"{name!r} of the state dict is not a parameter, a buffer or an extra state"
-    raise CheckpointError(f"{what}; remove its hook")
+    what = (
+        f"the module's state dict has {name!r}, not a parameter, a buffer or an extra state of it"
+    )
+    raise CheckpointError(f"{what}; remove the state_dict hook that adds it")
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -197,7 +206,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def agree_on_model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
-    """Return the module with the layouts of its tensors. Collective over `group`, whose ranks must have one module."""
+    """Return this rank's tensors of `module` with their layouts; all ranks must have the same module. Collective over
+    `group`."""
     described = on_all(
         "describe its module", lambda: describe(module), group, claim=lambda found: found.claim
     )
@@ -214,7 +224,7 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return the described module with the layouts of its parameters and persistent buffers, and its extra states.
+    """Return the described module's parameters and persistent buffers with their layouts, and its extra states.
 
     `ask` gives what each rank holds of DTensors; without it the call is collective if `layout_of` is.
 
@@ -265,8 +275,8 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
     for name, tensor in tensors.items():
         mesh = layouts[name].mesh
         if rank not in mesh and not isinstance(tensor, DTensor):
-            what = f"rank {rank} has {name!r} in its module, and is not on the mesh {mesh}"
-            fix = "give a mesh of all ranks that have the module, or a group of those on the mesh"
+            what = f"rank {rank} has {name!r} in its module, but is not on the mesh {mesh}"
+            fix = "give mesh= of all ranks that have the module, or group= of only the mesh's ranks"
             raise CheckpointError(f"{what}, ranks {list(mesh.ranks[:8])}; {fix}")
 
 
@@ -274,8 +284,9 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """Gather the local shapes of DTensors, and the boxes of checkpointable tensors, from all ranks of the group, and
-    return an `Ask` that looks them up; None if there are neither.
+    """Gather from all ranks how they hold DTensors, and return an `Ask` that looks it up; None if there are none.
+
+    It also gathers the boxes of checkpointable tensors.
 
     All ranks must have both under the same names. Raises CheckpointError if a rank is lost.
     """
@@ -301,21 +312,21 @@ def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
 def _find_held(
     name: str, tensor: Tensor, parts_by_rank: Mapping[int, Mapping[str, Any]]
 ) -> dict[int, Any]:
-    """What each rank of a DTensor's mesh, or every rank, holds. Raises CheckpointError if the group lacks one."""
+    """The part that each rank of a DTensor's mesh, or every rank, holds. Raises CheckpointError if the group lacks
+    one."""
     parts = {}
     ranks = mesh_of(tensor.device_mesh).ranks if isinstance(tensor, DTensor) else parts_by_rank
     for rank in ranks:
         if rank not in parts_by_rank:
-            what = (
-                f"tensor {name!r} is on rank {rank} too, the group has {sorted(parts_by_rank)[:8]}"
-            )
-            raise CheckpointError(f"{what}; give a group of all ranks that hold it")
+            has = f"the group has only ranks {sorted(parts_by_rank)[:8]}"
+            what = f"the mesh of tensor {name!r} has rank {rank}, but {has}"
+            raise CheckpointError(f"{what}; give group= of all ranks that hold the tensor")
         parts[rank] = parts_by_rank[rank][name]
     return parts
 
 
 def _ask_renamed(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
-    """The `ask` under other names of tensors: `spell` turns each into the name that `ask` knows."""
+    """An `ask` that takes tensors under other names: `spell` turns each into the name that `ask` knows."""
     if ask is None:
         return None
 
@@ -345,11 +356,14 @@ def check_slots(model: Model) -> None:
     for spot, other in find_meetings(slot.local for slot in model.slots.values()):
         what = f"{names[spot]!r} and {names[other]!r} have a part of their memory in common"
         fix = "give each a tensor with its own memory, such as a clone"
-        raise CheckpointError(f"{what}, and are stored separately; {fix}")
+        raise CheckpointError(f"{what}, so loading one would overwrite the other; {fix}")
 
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Raise CheckpointError if names of one tensor have different values in `found`, where names follow `prefix`."""
+    """Raise CheckpointError if two names are one tensor in the module, but have different values in `found`.
+
+    Names in `found` have the prefix `prefix`.
+    """
     firsts: dict[MemorySpot, str] = {}
     for name, slot in model.slots.items():
         spot = spot_of(slot.local)
@@ -360,5 +374,6 @@ def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "")
             continue
         values = [found[prefix + each].to(spot.dtype) for each in (first, name)]
         if not has_same_bits(*values):
-            what = f"{first!r} and {name!r} are one tensor here, and differ in the checkpoint"
-            raise CheckpointError(f"{what}; load them separately, and tie them when they are equal")
+            what = f"{first!r} and {name!r} are one tensor here, but differ in the checkpoint"
+            fix = "untie them before loading, and tie them again if their values are equal"
+            raise CheckpointError(f"{what}; {fix}")

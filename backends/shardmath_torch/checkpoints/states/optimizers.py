@@ -72,21 +72,21 @@ UNVALUED = ("params", "param_names")
 
 
 class ParameterGroup(NamedTuple):
-    """A parameter group of an optimizer: its options, and its parameters by first name."""
+    """A parameter group of an optimizer: options such as the learning rate, and its parameters by first name."""
 
     optimizer: Optimizer
     options: dict[str, Any]
     parameters: dict[str, Tensor]
 
     def states(self) -> Iterator[tuple[str, Tensor, Mapping[Any, Any]]]:
-        """Yield each parameter's name, the parameter, and the optimizer's state of it."""
+        """Yield each parameter of the group: its name, the parameter, and the optimizer's state of it."""
         states = self.optimizer.state
         for name, parameter in self.parameters.items():
             yield name, parameter, states.get(parameter, {})
 
 
 class OptimizerState(NamedTuple):
-    """The state of optimizers: tensors with layouts, and index entries, by parameter and key; and groups."""
+    """The state of optimizers, to be saved: tensors with layouts, entries for all state items, parameter groups."""
 
     slots: dict[tuple[str, str], ModuleSlot]
     groups: tuple[SavedGroup, ...] | None
@@ -94,18 +94,18 @@ class OptimizerState(NamedTuple):
 
     @property
     def trained(self) -> tuple[str, ...] | None:
-        """The names of the parameters of all groups; None without an optimizer."""
+        """The names of all parameters that the optimizers have, in order; None without an optimizer."""
         return None if self.groups is None else name_trained(self.groups)
 
 
 class Elsewhere(NamedTuple):
-    """Other ranks' reports on parameters that this rank does not hold: entries of their state, and their groups."""
+    """Other ranks' reports on parameters that are not on this rank: their optimizer state entries, and their groups."""
 
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return the options of each reported parameter's group, by the parameter's name."""
+        """Return the options of each reported parameter's group, such as the learning rate, by the parameter's name."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups:
             found |= dict.fromkeys(group.parameters, group.options)
@@ -119,7 +119,7 @@ NOWHERE = Elsewhere({}, ())
 
 
 def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
-    """Return the parameter groups of all optimizers.
+    """Return the parameter groups of all optimizers in `optimizer`, with parameters by their names in `model`.
 
     Raises CheckpointError for a value that is not an optimizer, a parameter that is not the module's or is in two
     groups, state that is not a parameter's, state in an inner optimizer, and other entries of a state dict.
@@ -134,7 +134,7 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
             twice = sorted(grouped & parameters.keys())
             if twice:
                 what = f"{twice[0]!r} is in two parameter groups of the optimizers"
-                raise CheckpointError(f"{what}; give each parameter to one optimizer, in one group")
+                raise CheckpointError(f"{what}; put each parameter into one group of one optimizer")
             grouped |= parameters.keys()
             groups.append(ParameterGroup(each, options, parameters))
         _check_state(model, each)
@@ -144,7 +144,9 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
 def find_all_groups(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere
 ) -> list[ParameterGroup]:
-    """Return all groups, and groups, with empty state, of parameters that only other ranks' optimizers have.
+    """Return the parameter groups of this rank's optimizers, and of parameters that only other ranks' optimizers have.
+
+    The latter have empty state.
 
     Leaves out parameters on this rank: if an optimizer on a parameter's mesh lacks it, ranks find that by comparing.
     """
@@ -162,7 +164,7 @@ def find_all_groups(
 
 
 def hold(given: Optimizers) -> Optimizers:
-    """Return the optimizers `given`; an iterator is turned into a tuple, so that it can be iterated again."""
+    """Return the optimizers `given` so that they can be iterated again: an iterator is turned into a tuple."""
     return tuple(given) if isinstance(given, Iterator) else given
 
 
@@ -172,12 +174,13 @@ def _list_optimizers(given: object) -> tuple[Optimizer, ...]:
     if isinstance(given, Optimizer):
         return (given,)
     if not isinstance(given, Iterable):
-        raise CheckpointError(f"the optimizer is {shown(given)}; give one, several, or None")
+        what = f"the optimizer is {shown(given)}, not a torch.optim.Optimizer or several"
+        raise CheckpointError(f"{what}; give one, a list of them, or None")
     found = tuple(given)
     for each in found:
         if not isinstance(each, Optimizer):
-            what = f"an optimizer is {shown(each)}, which is not one of torch.optim"
-            raise CheckpointError(f"{what}; give a torch.optim.Optimizer, several, or None")
+            what = f"one of the optimizers is {shown(each)}, not a torch.optim.Optimizer"
+            raise CheckpointError(f"{what}; give one, a list of them, or None")
     return found
 
 
@@ -192,7 +195,7 @@ def _name_of(model: Model, parameter: Tensor) -> str:
 
 
 def name_trained(groups: Iterable[SavedGroup | ParameterGroup]) -> tuple[str, ...]:
-    """Return the names of the parameters of all `groups`."""
+    """Return the names of the parameters of all `groups`, in order."""
     return tuple(name for group in groups for name in group.parameters)
 
 
@@ -210,7 +213,7 @@ def _check_state(model: Model, optimizer: Optimizer) -> None:
             raise CheckpointError(_explain_stray(model, key))
         if not isinstance(held, Mapping):
             what = f"the optimizer's state of {_name_of(model, key)!r} is {shown(held)}"
-            raise CheckpointError(f"{what}; give a dict of values by name")
+            raise CheckpointError(f"{what}, not a dict; keep its values in a dict by name")
 
 
 def _explain_stray(model: Model, key: object) -> str:
@@ -226,15 +229,16 @@ def _explain_stray(model: Model, key: object) -> str:
 
 
 def is_here(model: Model, name: str) -> bool:
-    """Whether this rank is on the mesh of the parameter `name`."""
+    """Whether this rank is on the mesh over which the parameter `name` is divided."""
     return rank_or_0() in model.slots[name].layout.mesh
 
 
 def describe_optimizers(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
-    """Return the state that the optimizers hold for the module's parameters. `elsewhere` has other ranks' reports on
-    parameters that are not on this rank; slots of their state have an empty tensor.
+    """Return the optimizers' state of the module's parameters: tensors with layouts, entries of all items, and groups.
+
+    `elsewhere` has other ranks' reports on parameters that are not on this rank; their state has empty tensors here.
 
     Raises CheckpointError for what `find_groups` does, and for state whose placement is not known.
     """
@@ -261,7 +265,7 @@ def describe_optimizers(
 def _split_by_options(
     model: Model, group: ParameterGroup, reported: Mapping[str, Mapping[str, object]]
 ) -> list[SavedGroup]:
-    """The group as it is saved, split by options: parameters that are not on this rank have their reported ones."""
+    """The groups to save for one group: split if ranks report different options for its parameters."""
     local: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
     named: dict[int, list[str]] = {}
     options: dict[int, Mapping[str, object]] = {id(local): local}
@@ -277,7 +281,7 @@ def _split_by_options(
 def _list_slots(
     name: str, held: Mapping[str, Any], entries: Mapping[str, Entry], parameter: Layout
 ) -> dict[tuple[str, str], ModuleSlot]:
-    """The slots of a parameter's state tensors, given the parameter's layout."""
+    """The local tensors and layouts of a parameter's state, by the parameter's name and key."""
     slots = {}
     for key, entry in entries.items():
         if not isinstance(entry, Value):
@@ -323,7 +327,7 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `entry` is state of a divided parameter, and how it is divided is not known."""
+    """Raise CheckpointError if `entry` is state of a divided parameter, and how the state is divided is not known."""
     match entry:
         case Own(shape=shape):
             is_known = not shape
@@ -338,13 +342,13 @@ def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
 
 def _explain_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str) -> str:
     """The message of an error about state whose placement is not known."""
-    known = "where it lies is known only of scalars and of state like the parameter"
+    known = "how other state is divided among ranks is not known"
     if isinstance(entry, Value):
         what = f"{key!r} of {name!r}, which is a DTensor, has tensors in a {type(entry.value).__name__}"
-        return f"{what}; keep each under its own key, as a DTensor like the parameter: {known}"
+        return f"{what}; keep each under its own key, as a DTensor like the parameter, as {known}"
     shapes = f"shape {entry.shape}, its parameter {tuple(parameter.shape)}"
     fix = "keep a scalar, or a tensor placed like the parameter"
-    return f"{key!r} of {name!r} has {shapes}, or other placements; {fix}: {known}"
+    return f"state {key!r} of {name!r} has {shapes}, or other placements; {fix}, as {known}"
 
 
 def _is_placed_like(value: Tensor, parameter: Tensor) -> bool:

@@ -63,7 +63,7 @@ __all__ = [
 
 
 class ReadJob(NamedTuple):
-    """A tensor to read: its flat name here and in the checkpoint, its layout, and a function that stores it."""
+    """A tensor to read from a checkpoint: its name here and there, its layout, and the function that stores it."""
 
     here: str
     there: str
@@ -75,14 +75,17 @@ class ReadJob(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The memory of optimizers' tensors that shares no byte with another tensor; several options may be one tensor."""
+    """The memory of optimizers' tensors that loaded values can be written into, as no other tensor shares it.
+
+    Several options may be one tensor.
+    """
 
     states: frozenset[MemorySpot]
     options: frozenset[MemorySpot]
 
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
-    """Return the memory of the optimizers' tensors that can be kept and filled, as no other tensor shares it."""
+    """Return the memory of optimizers' tensors that loaded values can be written into, as no other tensor shares it."""
     states = _list_states(goals)
     options = _list_options(goals)
     slots = [slot.local for slot in model.slots.values()]
@@ -149,21 +152,21 @@ def _keeps_memory(held: Tensor, free: frozenset[MemorySpot]) -> bool:
 
 
 def check_fillable(goals: Iterable[Goal]) -> None:
-    """Raise CheckpointError if an optimizer's state is not a mutable dict, before anything is restored."""
+    """Raise CheckpointError if an optimizer keeps state in anything but a mutable dict, which could not be restored."""
     for goal in goals:
         optimizer = goal.group.optimizer
         held = [optimizer.state, *(values for _, _, values in goal.group.states() if values)]
         for state in held:
             if not isinstance(state, MutableMapping):
                 what = f"{type(optimizer).__name__} has state in a {type(state).__name__}"
-                raise CheckpointError(f"{what}, which cannot be filled; keep it in a dict")
+                raise CheckpointError(f"{what}, not in a mutable mapping; keep it in a dict")
 
 
 # Jobs
 
 
 def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[ReadJob]:
-    """Yield a read for each tensor and extra state of the module that the checkpoint has."""
+    """Yield the reads that restore the module: one for each tensor and extra state that the checkpoint has."""
     for name, stored_name in stored.items():
         here = f"model.{name}"
         there = f"model.{stored_name}"
@@ -183,7 +186,7 @@ def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
 def list_state_jobs(
     goals: Sequence[Goal], model: Model, stored: Mapping[str, str], free: Free
 ) -> Iterator[ReadJob]:
-    """Yield a read for each tensor of the optimizers' state."""
+    """Yield the reads that restore optimizers' state: one for each of its tensors that the checkpoint has."""
     for goal in goals:
         for name, entries in goal.entries.items():
             for key, entry in entries.items():
@@ -247,7 +250,7 @@ def _make_state(parameter: Tensor, entry: Like | Own, device: torch.device) -> T
 
 
 class OptionsPlan(NamedTuple):
-    """The assignments that restore groups' options and optimizers' defaults.
+    """The assignments and copies that restore the options of parameter groups, such as learning rates.
 
     `values` are (options or defaults, key, value), `copies` are tensors that keep their memory, each with its value.
     """
@@ -257,7 +260,8 @@ class OptionsPlan(NamedTuple):
 
 
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
-    """Plan how to restore options: tensors keep their memory, unless groups share it and get different values."""
+    """Plan how to restore groups' options: tensors keep their memory, unless groups share one and get different
+    values."""
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():
@@ -388,7 +392,10 @@ def restore(
     options: OptionsPlan,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Store what was loaded, extra states last: set_extra_state may look at the module's weights, and may raise."""
+    """Write the loaded `tensors` into the module and its optimizers, and call each set_extra_state last.
+
+    A module's set_extra_state may look at its weights, and may raise.
+    """
     # Not DTensors on a mesh without this rank.
     loaded = [job for job in jobs if job.here in tensors]
     with torch.no_grad():

@@ -47,7 +47,7 @@ __all__ = ["advise", "tell_among_meshes", "tell_names", "tell_state"]
 
 
 def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Return other ranks' reports on the optimizer state of parameters that only some of the group's ranks hold.
+    """Gather, from ranks that hold them, the optimizer state entries of parameters that not all ranks of `group` hold.
 
     Collective over the group if there are such parameters. Raises CheckpointError on every rank for what
     `describe_optimizers` does.
@@ -58,14 +58,14 @@ def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) 
 
 
 def tell_names(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Return the reports of `tell_state`, reduced to the names of the optimizers' parameters."""
+    """Gather, from ranks that hold them, the names of optimizers' parameters that not all ranks of `group` hold."""
     ranks = (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
     firsts = _find_firsts(model, ranks)
     return _gather_reports(firsts, partial(_report_names, model, optimizer, firsts), group)
 
 
 def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Tensor]) -> Elsewhere:
-    """Return the reports of `tell_state` among the ranks on a mesh of the module whose tensors are `tensors`.
+    """Gather the reports of `tell_state` without a group: among the ranks on the meshes of the module's `tensors`.
 
     Raises CheckpointError if these ranks have no group, and on a rank that is on no mesh.
     """
@@ -73,9 +73,9 @@ def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Ten
     if is_alone() or not ranks:
         return NOWHERE
     if rank_or_0() not in ranks:
-        what = f"rank {rank_or_0()} is on no mesh of the module, whose ranks are {shown(ranks)}"
+        what = f"rank {rank_or_0()} is not on a mesh of the module, whose ranks are {shown(ranks)}"
         fix = "give group= of all ranks that call, this one too"
-        raise CheckpointError(f"{what}, and does not learn what they hold of optimizers; {fix}")
+        raise CheckpointError(f"{what}, so it cannot know their optimizer state; {fix}")
     firsts = _find_firsts(model, ranks)
     if not firsts:
         return NOWHERE
@@ -93,15 +93,16 @@ def _find_group(ranks: Sequence[int], tensors: Iterable[Tensor]) -> ProcessGroup
             continue
         if set(mesh_of(tensor.device_mesh).ranks) == set(ranks):
             return compat.groups_of_axes(tensor.device_mesh)[0]
-    what = f"ranks {shown(absent)} are on no mesh of the module, and the others, {shown(list(ranks))}, have"
-    fix = (
-        "give group=, of the ranks that call: one of these others, or torch.distributed.group.WORLD"
+    what = (
+        f"ranks {shown(absent)} are not on a mesh of the module, and no mesh of one axis has just"
     )
-    raise CheckpointError(f"{what} no mesh of one axis on which to report their optimizers; {fix}")
+    why = f"the others, {shown(list(ranks))}, on which to exchange their optimizer state"
+    fix = "give group= of the ranks that call: of these others, or torch.distributed.group.WORLD"
+    raise CheckpointError(f"{what} {why}; {fix}")
 
 
 def _find_firsts(model: Model, ranks: Sequence[int]) -> dict[str, int | None]:
-    """The first of the ranks that holds each tensor that not all of them hold; None if none of them does."""
+    """The first rank that holds each tensor that not all of `ranks` hold, by name; None if none of them does."""
     meshes = {slot.layout.mesh for slot in model.slots.values()}
     on_mesh = {mesh: [rank for rank in ranks if rank in mesh] for mesh in meshes}
     firsts = {}
@@ -117,7 +118,7 @@ def _gather_reports(
     make_report: Callable[[], dict[str, Any]],
     group: ProcessGroup | None,
 ) -> Elsewhere:
-    """The joined reports of all ranks."""
+    """Gather the reports of all ranks in the group, and join them."""
     if is_alone() or not firsts:
         return NOWHERE
     # A separate step name: a rank that found other meshes is in another step, which raises at once.
@@ -134,7 +135,7 @@ def _gather_reports(
 def _report_state(
     model: Model, optimizer: Optimizers, firsts: Mapping[str, int | None]
 ) -> dict[str, Any]:
-    """Entries and groups, as JSON, of the parameters that this rank reports."""
+    """The state entries and groups, as JSON, of the parameters that this rank reports to others."""
     held = describe_optimizers(model, optimizer)
     entries = {name: each for name, each in held.entries.items() if _is_reporter(name, firsts)}
     groups = _keep_reported(held.groups or (), firsts)
@@ -167,11 +168,11 @@ def _is_reporter(name: str, firsts: Mapping[str, int | None]) -> bool:
 
 
 BY_RANK = (
-    "where each rank has the state of some parameters, give every rank an optimizer of all of them, and all of their "
+    "if each rank has the state of some parameters, give every rank an optimizer of all of them, and all of their "
     "state before each save, by broadcasts from the rank that has it; or divide the parameters by FSDP2"
 )
 
 
 def advise(what: str) -> str:
-    """Return the fix to show if ranks differ in `what`, as they may have divided optimizer state among them."""
+    """Return the advice that ends an error about ranks that differ in `what`: they may have divided optimizer state."""
     return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

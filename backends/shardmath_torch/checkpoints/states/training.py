@@ -93,7 +93,7 @@ def state_of(
     mesh: Mesh | None = None,
     group: Group | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
-    """Return the training state as `save` takes it: this rank's tensors, and the layouts of all ranks, by flat name.
+    """Return a module's and its optimizer's state as `save` takes it: local tensors, and layouts on all ranks, by name.
 
     Tensors that are not DTensors, and do not say which part they are (`checkpointable`), are assumed the same on all
     ranks of `mesh`, by default the largest mesh of the DTensors, or the ranks of the group. Give `mesh` if some ranks
@@ -124,8 +124,10 @@ def state_of(
 
 
 class _State(NamedTuple):
-    """What is saved: names of the optimizers' parameters (None without an optimizer), and by flat name this rank's
-    tensors, the layouts of all ranks, and the paths under which torch's own tools nest each."""
+    """The training state to save, by name: this rank's tensors, all ranks' layouts, and paths for torch's own tools.
+
+    `trained` has the names of the optimizers' parameters; it is None without an optimizer.
+    """
 
     trained: tuple[str, ...] | None
     tensors: dict[str, Tensor]
@@ -133,7 +135,7 @@ class _State(NamedTuple):
     paths: dict[str, tuple[str, ...]]
 
     def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
-        """Add `tensor`, or bytes if `layout` is None, under the keys `path` that lead to it.
+        """Add `tensor`, or bytes if `layout` is None, under the keys `path`, which joined with dots are its name.
 
         A DTensor on a mesh without this rank, for which it has an empty tensor, adds only a layout.
         """
@@ -177,7 +179,9 @@ def save_state(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save a module and its optimizer: `save` of `state_of`. Collective over the group, by default all ranks.
+    """Save a module's weights and its optimizer's state at `path`, to be loaded under any parallelism.
+
+    This is `save` of `state_of`. Collective over the group, by default all ranks.
 
     Each rank's optimizer may have the parameters of all meshes of the module, or only of the rank's mesh, as under
     pipeline stages on separate meshes. A parameter's options come from the ranks that hold it.
@@ -194,7 +198,7 @@ def save_state(
 
 
 def _claim_state(state: _State) -> dict[str, str]:
-    """What must be the same on all ranks: the layouts, and which parameters have an optimizer."""
+    """Facts about the state that must be the same on all ranks: layouts, and which parameters have an optimizer."""
     claims = _claim_trained(state.trained)
     for name, layout in state.layouts.items():
         claims[repr(name)] = "bytes" if layout is None else describe_form(layout)
@@ -213,7 +217,7 @@ def _claim_trained(trained: Iterable[str] | None) -> dict[str, str]:
 
 
 class _Restoration(NamedTuple):
-    """A restoration, planned once names are matched."""
+    """The steps of a load, planned once names are matched: tensors to read, and options to set."""
 
     unmatched: Unmatched
     goals: list[Goal]
@@ -234,7 +238,7 @@ def load_state(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> Unmatched:
-    """Restore in place what `save_state` saved of a module with the same names, whatever the parallelism of either.
+    """Restore a module and its optimizer in place from what `save_state` wrote, under the same or another parallelism.
 
     The optimizer may be fresh. Its groups take the options of the groups that their parameters were in. Parameters may
     be grouped otherwise than before, if all of a group that are on this rank had the same options. Without an
@@ -272,9 +276,8 @@ def load_state(
 def _open_state(path: str | os.PathLike[str]) -> Checkpoint:
     checkpoint = open_checkpoint(path)
     if INDEX not in checkpoint:
-        raise CheckpointError(
-            f"{path} was not written by save_state; fill the module's weights with load_weights"
-        )
+        what = f"{path} was not written by save_state: it has no {INDEX!r}"
+        raise CheckpointError(f"{what}; fill the module's weights with load_weights")
     return checkpoint
 
 
@@ -306,7 +309,7 @@ def _match_state(
 
 
 def _claim_match(matched: _Restoration) -> dict[str, str]:
-    """What must be the same on all ranks: the stored name of every tensor, and the names of only one side."""
+    """Facts about a load that must be the same on all ranks: stored names, and names that only one side has."""
     claims = _claim_trained(matched.trained)
     for job in matched.jobs:
         claims[f"the source of {job.here!r}"] = repr(job.there)

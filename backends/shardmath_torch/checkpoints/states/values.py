@@ -70,14 +70,14 @@ NUMBERS = (
 
 
 class Kinded(NamedTuple):
-    """An Enum or a namedtuple, as the name of its class, which a checkpoint cannot make, and its plain value."""
+    """An Enum member or a namedtuple: the name of its class, which a checkpoint cannot make, and its plain value."""
 
     kind: str
     plain: object
 
 
 def plain_of(value: object) -> object:
-    """Return the value of an Enum, the tuple of a namedtuple, or any other `value` itself."""
+    """Return the value of an Enum member, the plain tuple of a namedtuple, or any other `value` itself."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -86,14 +86,16 @@ def plain_of(value: object) -> object:
 
 
 def check_depth(what: str, depth: int) -> None:
-    """Raise CheckpointError, calling the value `what`, if `depth` is too deep, as in a value that contains itself."""
+    """Raise CheckpointError if the value that errors call `what` is nested deeper than allowed, at `depth`. A value
+    that contains itself is."""
     if depth > MOST_DEPTH:
         fault = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
-        raise CheckpointError(f"{fault}; give a value that is flatter")
+        raise CheckpointError(f"{fault}; replace it by a flatter value")
 
 
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
-    """Return `value` as JSON. Raises CheckpointError, naming the value as `what`, if JSON cannot express it.
+    """Return an option or state `value` as JSON lists and dicts. Raises CheckpointError, naming it `what`, if JSON
+    cannot express it.
 
     `kinded` allows Enums and namedtuples: whatever takes the value holds some in the same places.
     """
@@ -128,11 +130,13 @@ def _code_parts(
 
 
 def _explain_uncodable(value: object, what: str) -> str:
-    """The message of an error about a value that would come back as another, or not at all."""
+    """The error message for a value that would be loaded as another type, or that JSON cannot hold."""
     kind = type(value)
     for base in (int, float, str, list, tuple, dict):
         if isinstance(value, base) and kind is not base:
-            fault = f"{what} is {shown(value)}, a {kind.__qualname__}, which would come back as"
+            fault = (
+                f"{what} is {shown(value)}, a {kind.__qualname__}, but would be loaded as a plain"
+            )
             return f"{fault} {base.__name__}; {CODABLE}, of exactly these types"
     return f"{what} is {shown(value)}, which JSON cannot store; {CODABLE}"
 
@@ -154,10 +158,10 @@ def _is_printable(number: int) -> bool:
 
 
 def _code_tensor(tensor: Tensor, what: str) -> list[Any]:
-    """The dtype and the nested lists of elements, and the shape of a tensor without elements."""
+    """The dtype of a tensor and its elements as nested lists; also its shape, if it has no elements."""
     unreadable = _explain_unreadable(tensor)
     if unreadable:
-        raise CheckpointError(f"{what} {unreadable}; give a plain tensor on memory that is there")
+        raise CheckpointError(f"{what} {unreadable}; replace it by a plain tensor with memory")
     dtype = str(tensor.dtype).removeprefix("torch.")
     items = plain(tensor).detach().tolist()
     if tensor.numel():
@@ -208,7 +212,8 @@ def _decode_array(coded: object) -> object:
             return _decode_tensor(dtype, items)
         case {"tensor": [str(dtype), list(), list(shape)]} if dtype in ITEMSIZE:
             return _decode_tensor(dtype, [], shape)
-    raise ValueError(f"{shown(coded)} is not a coded value")
+    what = "not a value that save_state writes"
+    raise ValueError(f"{shown(coded)} is {what}; save it again")
 
 
 def _decode_tensor(dtype: str, items: object, shape: list[Any] | None = None) -> Tensor:
@@ -217,18 +222,21 @@ def _decode_tensor(dtype: str, items: object, shape: list[Any] | None = None) ->
         tensor = torch.tensor(items, dtype=dtype_of(dtype), device="cpu")
         return tensor if shape is None else tensor.reshape(shape)
     except (TypeError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{shown(items)} are not elements of {dtype}: {error}") from error
+        what = f"{shown(items)} are not elements of a tensor of {dtype}: {error}"
+        raise ValueError(f"{what}; save it again") from error
 
 
 def _decode_number(dtype: str, number: float) -> object:
     try:
         return np.dtype(dtype).type(number)
     except (OverflowError, ValueError) as error:
-        raise ValueError(f"{shown(number)} is not a number of {dtype}: {error}") from error
+        what = f"{shown(number)} is not a number of {dtype}: {error}"
+        raise ValueError(f"{what}; save it again") from error
 
 
 def rebuild(like: object, items: object) -> Any:
-    """Return a value of the class of `like` with other `items`. Raises whatever the class raises for such items."""
+    """Return a list, tuple, namedtuple or Enum of the same class as `like`, made of `items`. Raises whatever the class
+    raises for such items."""
     kind: Any = type(like)
     # the class of a namedtuple takes its items one by one
     make = getattr(kind, "_make", kind)
@@ -271,7 +279,7 @@ def as_bytes(tensor: Tensor) -> bytes:
 
 
 class StateKind(NamedTuple):
-    """A kind of extra state: its Python types, and a function that restores it from a tensor of bytes."""
+    """A kind of extra state that a module may have: its Python types, and the function that restores it from bytes."""
 
     types: tuple[type, ...]
     restore: Callable[[Tensor], object]
@@ -287,7 +295,7 @@ KINDS = {
 
 
 class Extra(NamedTuple):
-    """A module's extra state: the result of get_extra_state as bytes, and the kind of its value, a key of KINDS."""
+    """A module's extra state: the value that get_extra_state returned, as bytes, and its kind, a key of KINDS."""
 
     module: nn.Module
     kind: str
@@ -295,16 +303,18 @@ class Extra(NamedTuple):
 
 
 def pack_extra(module: nn.Module, name: str, value: object) -> Extra:
-    """Return the extra state `value` of `module` as bytes. Raises CheckpointError, with `name`, if it is not bytes."""
+    """Return the extra state `value` of `module` as bytes, with its kind. Raises CheckpointError, with `name`, if it is
+    not bytes."""
     kind = _kind_of(value)
     if kind is None:
-        what = f"extra state {name!r} is of type {type(value).__name__}"
-        raise CheckpointError(f"{what}; return bytes, a BytesIO, or a 1-d tensor of uint8")
+        what = f"extra state {name!r} is of type {type(value).__name__}, but must be bytes"
+        fix = "return bytes, a BytesIO, or a 1-d tensor of uint8 from get_extra_state"
+        raise CheckpointError(f"{what}; {fix}")
     return Extra(module, kind, as_tensor(name, b"" if value is None else value))
 
 
 def _kind_of(value: object) -> str | None:
-    """The word for a value's kind; None for a value that is not bytes."""
+    """The kind of an extra state, a key of KINDS; None for a value that is not bytes."""
     if isinstance(value, Tensor) and (value.dtype != torch.uint8 or value.ndim != 1):
         return None
     for word, kind in KINDS.items():

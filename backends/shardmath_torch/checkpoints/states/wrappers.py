@@ -176,7 +176,7 @@ def _get_own_dict(value: object) -> dict[str, object]:
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError if saving the state of `optimizer` would lose something.
+    """Raise CheckpointError if `optimizer` keeps state that would be lost if its state and groups were saved.
 
     It raises for an optimizer that has inner optimizers with separate state that are not `given`, for one that makes
     its state again at each access, and if the state dict of the optimizer, or of an inner one that shares its state,
@@ -201,9 +201,9 @@ def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
 def _check_keeps_state(optimizer: Optimizer) -> None:
     """Raise CheckpointError for an optimizer that makes its state at each access: nothing could be restored into it."""
     if optimizer.state is not optimizer.state:
-        what = f"{type(optimizer).__name__} makes its state again whenever it is asked for it"
-        fix = "keep the state in one dict that its attribute state always gives, or in a plain optimizer"
-        raise CheckpointError(f"{what}, and nothing that is loaded would stay in it; {fix}")
+        what = f"the attribute state of {type(optimizer).__name__} is another object at each access"
+        fix = "give the same dict there each time, or give a plain optimizer"
+        raise CheckpointError(f"{what}, so state that is loaded into it would be lost; {fix}")
 
 
 def _explain_apart(optimizer: Optimizer, apart: Sequence[Inner]) -> str:
@@ -223,7 +223,9 @@ def _explain_apart(optimizer: Optimizer, apart: Sequence[Inner]) -> str:
         "optimizer of all parameters"
     )
     give = _advise_giving(optimizer, apart, listed)
-    return f"{what}, which would be lost; {give}, where every rank holds all of that state, else {other}"
+    return (
+        f"{what}, which would be lost; {give}, if every rank holds all of that state, else {other}"
+    )
 
 
 def _advise_giving(optimizer: Optimizer, apart: Sequence[Inner], listed: str) -> str:
@@ -276,10 +278,12 @@ def _check_adds_nothing(optimizer: Optimizer, spelled: str, wrapped: str) -> Non
     kind = type(optimizer).__name__
     keys = ", ".join(map(repr, extra))
     if wrapped:
-        what = f"{kind} keeps {keys} beside the state of its {wrapped.removeprefix('optimizer.')!r}"
+        what = (
+            f"{kind} keeps {keys} besides the state of its {wrapped.removeprefix('optimizer.')!r}"
+        )
         fix = f"give {wrapped}, and keep the rest as an option of a group in its param_groups"
     else:
-        what = f"{kind} keeps {keys} in its state dict beside 'state' and 'param_groups'"
+        what = f"{kind} keeps {keys} in its state dict besides 'state' and 'param_groups'"
         fix = f"keep the rest as an option of a group in its param_groups, and {_advise_plain(spelled)}"
     raise CheckpointError(f"{what}, which would be lost; {fix}")
 
@@ -295,10 +299,11 @@ def _list_extra_keys(optimizer: Optimizer, spelled: str) -> list[str]:
         kind = type(optimizer).__name__
         what = f"{kind}.state_dict() raises {word_error(error)}"
         fix = _advise_plain(spelled)
-        raise CheckpointError(f"{what}, and what it keeps is not known; {fix}") from error
+        raise CheckpointError(f"{what}, so the state that it keeps is not known; {fix}") from error
     if not isinstance(found, Mapping):
         what = f"{type(optimizer).__name__}.state_dict() gives {type(found).__name__}, not a dict"
-        raise CheckpointError(f"{what}, and what it keeps is not known; {_advise_plain(spelled)}")
+        unknown = "so the state that it keeps is not known"
+        raise CheckpointError(f"{what}, {unknown}; {_advise_plain(spelled)}")
     return sorted(str(key) for key in found if key not in STANDARD)
 
 

@@ -26,7 +26,7 @@ __all__ = ["add_converted"]
 def add_converted(
     checkpoint: Checkpoint, module: nn.Module, shapes: Shapes, format: Format | None
 ) -> Checkpoint:
-    """Return `checkpoint` plus the module's tensors of these `shapes` that it stores in parts.
+    """Return `checkpoint` plus the tensors of `module` that it stores in parts, such as a stack of experts.
 
     Raises CheckpointError for parts that are missing, have another shape or dtype, or are archives of torch.save;
     StoreError if transformers computes with parts; FormatError if two parts share a block of the format.
@@ -63,15 +63,15 @@ def _join_tensor_and_scales(
 
 
 def _join_parts(checkpoint: Checkpoint, name: str, parts: Sequence[SavedPart]) -> StoredTensor:
-    """The tensor, stored in the boxes of its parts."""
+    """The tensor `name` that is stored in the boxes of its parts, such as the experts of a stack."""
     first = checkpoint[parts[0].name]
     boxes: list[StoredBox] = []
     for part in parts:
         stored = checkpoint[part.name]
         if (stored.shape, stored.dtype) != (part.shape, first.dtype):
             what = f"{part.name!r} is stored as {stored.dtype}{list(stored.shape)}"
-            wanted = f"{name!r} takes {first.dtype}{list(part.shape)} of it"
-            raise CheckpointError(f"{what}, and {wanted}; give the checkpoint of this model")
+            wanted = f"as a part of {name!r} it must be {first.dtype}{list(part.shape)}"
+            raise CheckpointError(f"{what}, but {wanted}; give the checkpoint of this model")
         boxes += _to_larger(checkpoint, part, stored.pieces)
     shape = tuple(max(part.box[d][1] for part in parts) for d in range(len(parts[0].box)))
     return StoredTensor(shape, first.dtype, tuple(boxes))
@@ -83,8 +83,9 @@ def _to_larger(
     """The stored boxes of a part as boxes of the larger tensor, with the same bytes."""
     for piece in pieces:
         if piece.archive:
-            what = f"{checkpoint.path} has {part.name!r} in archives of torch.save"
-            raise CheckpointError(f"{what}, which are not stacked; save it as safetensors")
+            what = f"{checkpoint.path} has {part.name!r}, a part of {part.tensor!r}, in archives"
+            why = "of torch.save, but only parts in safetensors can be joined"
+            raise CheckpointError(f"{what} {why}; save the checkpoint as safetensors")
         offsets = [start for start, _ in part.box]
         sizes = [1] * len(part.box)
         for d, offset, n in zip(part.kept, piece.offsets, piece.sizes, strict=True):
@@ -105,8 +106,8 @@ def _join_scales(
     for part in parts:
         scales = find_scales(checkpoint, part.name)
         if scales is None:
-            what = f"{part.name!r} has no scales, and other parts of {part.tensor!r} have"
-            raise CheckpointError(f"{what}; give the checkpoint of this model")
+            what = f"{part.name!r} has no scales, but other parts of {part.tensor!r} have"
+            raise CheckpointError(f"{what}; give a checkpoint with the scales of all parts")
         index = tuple(slice(start, stop) for start, stop in part.box)
         block_slices = format.blocks.scale_slice(index, tensor.shape, part.name)
         box = tuple((cut.start, cut.stop) for cut in block_slices if isinstance(cut, slice))

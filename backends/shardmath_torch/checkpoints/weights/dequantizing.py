@@ -29,7 +29,7 @@ __all__ = ["dequantize"]
 
 
 def dequantize(one: QuantizedRead, data: Tensor, scales: Tensor, rank: int) -> Tensor:
-    """Return the local tensor of `rank`, in the module's dtype, from the `data` and `scales` that it has read."""
+    """Return the local tensor of `rank` in the module's dtype, dequantized from the stored `data` and `scales`."""
     out = make_zeros(one.layout, rank)
     factors = _convert_scales(scales, one.format.parts[1].dtype)
     shape = one.layout.shape

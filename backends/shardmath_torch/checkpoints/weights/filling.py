@@ -49,8 +49,10 @@ __all__ = ["load_weights"]
 
 
 class _Weights(NamedTuple):
-    """What to read: the checkpoint, and by name in the module, layouts in stored dtypes, stored names, and tensors with
-    scales. Scales are listed under additional names."""
+    """The tensors to read for a module: the checkpoint, and by name in the module their layouts and stored names.
+
+    Layouts have the stored dtypes; `quantized` has tensors with scales, which are listed under additional names.
+    """
 
     checkpoint: Checkpoint
     layouts: dict[str, Layout]
@@ -58,7 +60,7 @@ class _Weights(NamedTuple):
     quantized: dict[str, QuantizedRead]
 
     def add(self, read: QuantizedRead) -> None:
-        """Add a tensor that is to be read as data and scales."""
+        """Add a quantized tensor, to be read as data and scales."""
         self.quantized[read.name] = read
         self.layouts.update(read.reads())
         self.stored[read.key] = read.stored_scales
@@ -75,7 +77,7 @@ def load_weights(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> None:
-    """Fill the parameters and persistent buffers of `module`, in place, from any checkpoint that `load` reads.
+    """Load the parameters and persistent buffers of `module`, in place, from any checkpoint that `load` reads.
 
     `names` maps names in the module to stored names, if they differ. A parameter with several names is found under any
     of them. Tensors that transformers saves under other names, or unstacked, are found as it saves them. Values are
@@ -109,7 +111,8 @@ def _match_weights(
     names: Mapping[str, str] | None,
     format: Format | None,
 ) -> _Weights:
-    """Plan what to read. Raises CheckpointError for every error that can be found before data are read."""
+    """Find the stored tensor of each of the module's, and plan the reads. Raises CheckpointError for errors found
+    before data are read."""
     check_slots(model)
     check_names(names)
     check_format(format)
@@ -159,7 +162,7 @@ def _find_quantized(
 
 
 def _claim_weights(weights: _Weights) -> dict[str, str]:
-    """What must be the same on all ranks: the checkpoint, stored names, and formats."""
+    """Facts about a load that must be the same on all ranks: the checkpoint, stored names, and formats."""
     claims = {"the checkpoint": weights.checkpoint.digest}
     for name, stored in weights.stored.items():
         claims[f"the source of {name!r}"] = repr(stored)

@@ -34,7 +34,7 @@ NUMBERS = "float32", "bfloat16", "float16", *BYTES
 
 
 class QuantizedRead(NamedTuple):
-    """A tensor to be read as data and scales: its layout in the module, and the layouts in which both are read."""
+    """A quantized tensor to read: its layout in the module, and the layouts in which its data and scales are read."""
 
     name: str
     format: Format
@@ -45,28 +45,27 @@ class QuantizedRead(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name under which the scales are loaded, in addition to the module's names."""
+        """The name under which the tensor's scales are loaded, next to the tensor itself."""
         return f"scales of {self.name}"
 
     def reads(self) -> Iterator[tuple[str, Layout]]:
-        """Yield the layouts of the data and of the scales, with the names under which they are loaded."""
+        """Yield the name and the layout of the data, and then of the scales, as they are loaded."""
         yield self.name, self.data
         yield self.key, self.scales
 
 
 def check_format(format: object) -> None:
-    """Raise CheckpointError unless `format` is a format of data and scales."""
+    """Raise CheckpointError unless `format` is None, or stores a tensor as data and one tensor of scales."""
     if format is None:
         return
     if not isinstance(format, Format):
         fix = "give one of shardmath.formats, such as formats.FP8Blocks()"
-        raise CheckpointError(f"format={shown(format)} is not a format; {fix}")
+        raise CheckpointError(f"format={shown(format)} is not a shardmath Format; {fix}")
     if len(format.parts) != 2:
         names = ", ".join(part.name for part in format.parts)
-        what = (
-            f"{format.name} stores {names}, and a checkpoint's tensor has one of scales beside it"
-        )
-        raise CheckpointError(f"{what}; load them with smt.load, and dequantize")
+        what = f"format {format.name} stores a tensor as {names}, not as data and scales"
+        fix = "load these with shardmath_torch.load, and dequantize them with shardmath_torch.dequantize"
+        raise CheckpointError(f"{what}; {fix}")
 
 
 def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
@@ -80,8 +79,8 @@ def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
 
 
 def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str) -> str:
-    """Return the error message for data that are stored with scales, and loaded without a format."""
-    what = f"{name!r} is {layout.dtype} in the module, and {checkpoint[stored].dtype} in the checkpoint"
+    """Return the error message for a tensor that is stored quantized, with scales, and loaded without a format."""
+    what = f"{name!r} is {layout.dtype} in the module, but {checkpoint[stored].dtype} in the checkpoint"
     fix = "give format=, such as shardmath.formats.FP8Blocks() for tiles of 128 x 128"
     return f"{what}, with scales in {scales!r}; {fix}"
 
@@ -89,21 +88,24 @@ def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, s
 def pair(
     checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str, format: Format
 ) -> QuantizedRead:
-    """Return tensor `name` as a read of data and scales. Raises CheckpointError if they do not fit `format`."""
+    """Return the read of the quantized tensor `name`, as data and scales. Raises CheckpointError if they do not fit
+    `format`."""
     data_part, scale_part = format.parts
     data = checkpoint[stored]
     found = checkpoint[scales]
-    fix = "give the format that the checkpoint has"
+    fix = "give format= as the checkpoint was quantized"
     if not has_same_bytes(data.dtype, data_part.kind):
-        what = f"{name!r} is stored as {data.dtype}, and {format.name} has {data_part.kind}"
+        what = f"{name!r} is stored as {data.dtype}, but format {format.name} has {data_part.kind}"
         raise CheckpointError(f"{what}; {fix}")
     expected = format.scale_shape(data.shape)
     if found.shape != expected:
-        what = f"{scales!r} has shape {found.shape}, and {format.name} has scales {expected}"
+        what = f"{scales!r} has shape {found.shape}, but format {format.name} has scales {expected}"
         raise CheckpointError(f"{what} of a tensor of shape {data.shape}; {fix}")
     as_bytes = scale_part.dtype == "uint8"
     if found.dtype not in (BYTES if as_bytes else NUMBERS):
-        what = f"{scales!r} is stored as {found.dtype}, and {format.name} has {scale_part.kind}"
+        what = (
+            f"{scales!r} is stored as {found.dtype}, but format {format.name} has {scale_part.kind}"
+        )
         raise CheckpointError(f"{what}; {fix}")
     scale_layout = format.scale_layout(layout, name, duplicated=True)
     # Scales that are bytes are read as bytes; others in their stored dtype, and converted later.
