@@ -39,7 +39,7 @@ __all__ = ["Fold", "Keep", "Receive", "Rounds", "Send", "Unpacking"]
 
 
 class Fold(NamedTuple):
-    """A reduction to do: the piece that arrived, the elements `into` which `op` reduces it, and its place in order."""
+    """A reduction to do: combine `piece` into the elements `into` by `op`; reductions run in the order of `addend`."""
 
     addend: int
     op: str

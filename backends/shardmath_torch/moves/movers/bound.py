@@ -39,7 +39,7 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """Return the call's tensors by local buffer key, checked and bound if new. Raises ExchangeError."""
+        """Return the call's source and destination tensors by name, checked if they are new. Raises ExchangeError."""
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors

@@ -22,7 +22,7 @@ __all__ = ["Leaves", "Leaving"]
 
 
 class Leaves(ABC):
-    """A context manager that is closed at the end of its `with` block, and sends an error in it to the other ranks."""
+    """The base class of collective objects that a `with` block closes, reporting an error in it to the other ranks."""
 
     @property
     @abstractmethod
@@ -34,7 +34,7 @@ class Leaves(ABC):
         """Close, and send the reason to the others."""
 
     def close(self) -> None:
-        """End the use of this object on this rank, tell the other ranks, and release memory. Not collective.
+        """Close this object on this rank, report that to the other ranks, and release memory. Not collective.
 
         Calls of other ranks, waiting ones too, raise at once an ExchangeError that names this rank. The group stays
         whole here, and its other movers continue. If this process serves the group's store, it waits at most 1 s for
@@ -67,7 +67,7 @@ class Leaving(Leaves):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises ExchangeError: copies would share bound tensors without knowing of each other."""
-        what = "a mover belongs to its process group on this rank, and cannot be copied or pickled"
+        what = f"{self._name} belongs to its process group, and cannot be copied or pickled"
         raise ExchangeError(f"{what}; use this one, or compile the plan where another is needed")
 
     def _drop(self) -> None:

@@ -51,7 +51,7 @@ def check_progress(progress: object) -> None:
     """Raise ExchangeError if `progress` cannot be called."""
     if progress is not None and not callable(progress):
         what = f"progress={shown(progress)} cannot be called"
-        raise ExchangeError(f"{what}; pass a function of two numbers, or leave it out")
+        raise ExchangeError(f"{what}; pass a function(done, total) of bytes, or leave it out")
 
 
 class Meter:

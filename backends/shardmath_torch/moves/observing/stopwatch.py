@@ -35,7 +35,7 @@ Hear: TypeAlias = Callable[[int, object, float], None]
 
 
 class Ledger:
-    """The record of one mover's calls on this rank: facts that they share, and the latest call.
+    """The record of one mover's calls on this rank: what all calls share, and the latest successful call.
 
     `given` is the plan or program that each call carries out, None for a call within another; `list_rounds` returns
     the rounds that its engine posts. Calls are `logged`.
@@ -121,7 +121,7 @@ class Stopwatch:
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
-        """End the present phase as `lap`, which was about a message, a round by its step, or a vote by its key."""
+        """End the present phase, and record it as `lap` with `about`, the message, round or vote that it was for."""
         now = perf_counter()
         self._lap_seconds[lap] += now - self._lap_began_s
         self._lap_began_s = now
