@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def word_objection(error: BaseException) -> str:
-    """Return the text of an objection because of `error`: its message, after its kind unless a ShardError; never ""."""
+    """Return the text in which a rank objects because of `error`: its message, with its class unless a ShardError."""
     message = message_of(error) if isinstance(error, ShardError) else ""
     return message or word_error(error)
 
@@ -48,7 +48,7 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Return words for the tensor in flight from or to `rank`, or if None, one that the plan moves there."""
+    """Return the error text for `tensor`, which `rank` sends or receives; for None, for a tensor that it moves."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:

@@ -87,13 +87,13 @@ class Party:
         return self.patience + 1.2 * self.grace
 
     def with_own_key(self) -> Party:
-        """Return a copy with another `key`, equal on all ranks since it is their count of votes."""
+        """Return a copy with a new `key`, one per mover, and equal on all ranks since it is their count of votes."""
         return replace(self, key=str(self.turns.votes + 1))
 
     def vote(
         self, mine: Ballot, patience: float | None = None, event: Event = Event.VOTE
     ) -> tuple[Ballot, ...]:
-        """Return all ranks' votes or, by `event`, promises; `mine` is this rank's.
+        """Send this rank's vote `mine` to all ranks (a promise, if `event` says so), and return all ranks' votes.
 
         Raises Refused if any rank objects, PeerFailure if one does not vote.
         """
@@ -261,7 +261,7 @@ class Party:
             raise
 
     def answer_for(self, act: Callable[[], None]) -> None:
-        """Run `act`, on which others rely. If it raises, raises PeerFailure that blames this rank."""
+        """Run `act`, for which other ranks wait; if it raises, raise PeerFailure that blames this rank."""
         try:
             act()
         except PeerFailure:

@@ -24,11 +24,12 @@ TRANSPORTS = {"gloo": "shardmath_gloo", "nccl": "shardmath_nccl"}
 
 
 def package_of(group: compat.Group) -> ModuleType:
-    """Return the transport package that serves the group. Raises ExchangeError if none does."""
+    """Return the transport package for the group's backend, such as shardmath_gloo. Raises ExchangeError if none is."""
     backend = compat.backend_of(group)
     if backend not in TRANSPORTS:
-        known = " or ".join(TRANSPORTS)
-        raise ExchangeError(f"the group's backend is {backend!r}; init_process_group with {known}")
+        known = " or ".join(map(repr, TRANSPORTS))
+        what = f"the process group has backend {backend!r}, where {known} is needed"
+        raise ExchangeError(f"{what}; make a group with that, as by dist.new_group(backend=...)")
     return importlib.import_module(TRANSPORTS[backend])
 
 

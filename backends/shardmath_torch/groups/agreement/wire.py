@@ -63,7 +63,7 @@ def says_ended(text: str) -> bool:
 
 
 class Pending(Protocol):
-    """A message that is in flight, being sent or received."""
+    """A message in flight, being sent or received, that can be waited for."""
 
     def wait(self) -> None:
         """Have later work on the wire's device wait until this message has arrived or left. Raises PeerFailure."""
