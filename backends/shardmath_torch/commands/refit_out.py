@@ -99,12 +99,12 @@ def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> No
             os.fsync(stream.fileno())
     except (OSError, SafetensorError) as error:
         what = f"--out {folder}: {file.name} cannot be written: {error}"
-        raise ShardError(f"{what}; give a folder that can be, with room") from error
+        raise ShardError(f"{what}; give a folder that can be written, with room") from error
 
 
 def finish(folder: Path, ranks: Sequence[int]) -> None:
     """Remove files of other refits, and rename the drafts of `ranks`. Raises ShardError if that fails."""
-    fix = "what has arrived there is not whole: refit again"
+    fix = "some files of this refit are missing there: run it again"
     try:
         _replace(folder, ranks)
     except OSError as error:
