@@ -63,7 +63,7 @@ RULES: dict[str, Chosen] = {
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `buffers` with these arguments, and return the exit status."""
+    """Show a model's flat buffers as `python -m shardmath buffers` with arguments `argv`; return the exit status."""
     parser = _make_parser()
     given = parser.parse_args(argv)
     chosen = RULES[given.rule]

@@ -74,7 +74,7 @@ class Progress:
 
 
 class PeerLost(ExchangeError):
-    """An error of a rank that lost a peer, whose cause is on another rank."""
+    """The error of a rank that lost the connection to another rank, where the cause is."""
 
 
 @dataclass(frozen=True, slots=True)

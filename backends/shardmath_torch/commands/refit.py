@@ -54,7 +54,7 @@ MOST_SECONDS = 10.0**6
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished refit: its job, plan and bounds, and the ranks' measurements."""
+    """A finished refit: its settings, plan, lower bounds, and the measurements of all ranks."""
 
     job: Job
     plan: sm.Plan
@@ -63,7 +63,7 @@ class Result:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `refit` with these arguments, and return the exit status."""
+    """Move a model as `python -m shardmath refit` with arguments `argv`; return the exit status."""
     parser = _make_parser()
     options = parser.parse_args(argv)
     if options.demo:

@@ -89,7 +89,7 @@ def _check_replaceable(folder: Path, file: Path, inputs: Iterable[Place]) -> Non
 
 
 def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write what arrived at `rank` to a draft, on disk. Raises ShardError if it cannot be written."""
+    """Write the tensors that arrived at `rank` to an unfinished file. Raises ShardError if it cannot be written."""
     file = _draft(folder, rank)
     try:
         # Removed, never written to: it may be a link to another file.
@@ -103,7 +103,7 @@ def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def finish(folder: Path, ranks: Sequence[int]) -> None:
-    """Remove files of other refits, and rename the drafts of `ranks`. Raises ShardError if that fails."""
+    """Replace the files of earlier refits in `folder` by the drafts of `ranks`. Raises ShardError if that fails."""
     fix = "some files of this refit are missing there: run it again"
     try:
         _replace(folder, ranks)
@@ -126,7 +126,7 @@ def _replace(folder: Path, ranks: Sequence[int]) -> None:
 
 
 def undo(folder: Path, ranks: Iterable[int]) -> None:
-    """Remove the drafts of `ranks` in `folder`, after a failed refit."""
+    """Remove the unfinished files of `ranks` from `folder`, after a failed refit."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             _draft(folder, rank).unlink(missing_ok=True)

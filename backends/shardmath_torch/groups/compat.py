@@ -106,7 +106,7 @@ def group_of(group: Group | None) -> Group:
 
 
 def is_alone() -> bool:
-    """Whether this process has no default group."""
+    """Whether this process has no default process group."""
     return not dist.is_available() or not dist.is_initialized()
 
 
@@ -117,14 +117,14 @@ def _make_outside_error() -> ExchangeError:
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """Return the ranks that plans name, in the group's order: global ranks, or places in a joint group."""
+    """Return the group's ranks in order, as plans name them: global ranks, or places in a joint group."""
     if isinstance(group, JointGroup):
         return tuple(range(group.size()))
     return tuple(dist.get_process_group_ranks(group))
 
 
 def rank_in(group: Group) -> int:
-    """Return the rank under which plans on the group name this process."""
+    """Return this process's rank as plans on the group name it: its global rank, or place in a joint group."""
     return group.rank() if isinstance(group, JointGroup) else dist.get_rank()
 
 
@@ -342,7 +342,7 @@ def in_backward() -> bool:
 
 
 def hold_nothing(tensor: DTensor) -> None:
-    """Set the local tensor of a DTensor on a mesh without this rank to an empty one of as many dimensions.
+    """Set the local tensor of a DTensor to an empty tensor of as many dimensions, on a rank outside of its mesh.
 
     Torch makes a local tensor of one dimension, with which `to_local` fails in the backward pass (torch 2.13).
     """
@@ -350,7 +350,7 @@ def hold_nothing(tensor: DTensor) -> None:
 
 
 def shape_of_scalar(local: Tensor) -> Tensor:
-    """Return the empty `local` of a rank outside a scalar's mesh with shape (), in the same autograd graph.
+    """Return the empty tensor `local` with shape (), for a rank outside of the mesh of a scalar DTensor.
 
     `DTensor.from_local` ignores `shape=()`, and takes the local tensor's shape (torch 2.13).
     """

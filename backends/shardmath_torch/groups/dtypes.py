@@ -82,7 +82,7 @@ def words(tensor: Tensor) -> Tensor:
 
 
 class Seen:
-    """A NumPy view of a tensor's memory, of elements `kind`; keeps the tensor alive."""
+    """A read-only NumPy view of a tensor's memory, with elements of type `kind`; keeps the tensor alive."""
 
     def __init__(self, tensor: Tensor, kind: str) -> None:
         self._tensor = tensor

@@ -43,7 +43,9 @@ __all__ = [
 
 
 def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
-    """Return trained parameters in forward order, with this rank's shapes; a tied one appears under its first name.
+    """Return a module's trained parameters as Params for flat buffers, in forward order, with local shapes.
+
+    A tied parameter appears once, under its first name.
 
     Embeddings and output layers (`get_output_embeddings`) are not managed by LayerWise optimizers.
     Quantized storage is not detected: set `quantized=` of such a Param.
@@ -134,7 +136,7 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
 def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
-    """Return a buffer layout by parameter, from Megatron-Core or `by_parameter`, converted to names and checked.
+    """Convert a buffer layout by parameter, from Megatron-Core or `by_parameter`, to a layout by name, and check it.
 
     Such a layout does not have the number of ranks that it is for: `data_parallel_world_size` adds
     it.

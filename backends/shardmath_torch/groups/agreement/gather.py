@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 
 
 def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[_T]:
-    """Return every rank's object `mine`, in the group's order, within the group's time limit.
+    """Return every rank's object `mine`, in the order of the group's ranks, within the group's time limit.
 
     `what` names the call and must be equal on all ranks. Raises ExchangeError if a rank is gone, does
     not call, or makes another call.
@@ -165,7 +165,7 @@ def _breaking_on_error(party: Party | None) -> Iterator[None]:
 
 
 def mark_told(error: BaseException, group: Group | None) -> None:
-    """Mark `error` as known to all ranks, for the current call of several steps on the group only."""
+    """Mark `error` as known to all ranks, so that it does not break the group in the current call."""
     if TOLD not in getattr(error, "__notes__", ()):
         error.add_note(TOLD)
     if not compat.is_alone():
@@ -174,7 +174,7 @@ def mark_told(error: BaseException, group: Group | None) -> None:
 
 @contextmanager
 def in_step(group: Group | None) -> Iterator[None]:
-    """Mark the `with` block as this rank's local step in a longer call. Raises ExchangeError inside another step."""
+    """Mark the `with` block as a local step of a longer call. Raises ExchangeError inside another step."""
     if compat.is_alone():
         yield
         return

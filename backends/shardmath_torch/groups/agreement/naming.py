@@ -31,7 +31,7 @@ def word_objection(error: BaseException) -> str:
 
 
 def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
-    """Return `make()` and "", or None and an objection if it raises, since others wait for this rank's vote."""
+    """Return `make()` and "", or, if it raises, None and an objection, the text for this rank's vote."""
     try:
         return make(), ""
     except Exception as error:

@@ -82,7 +82,7 @@ class Party:
 
     @property
     def timeout(self) -> float:
-        """The seconds that a call may take: to wait for a peer, and then to find out who failed."""
+        """The seconds that a call may take: to wait for another rank, and then to find out which rank failed."""
         # An extra fifth of the grace is for reporting the failure.
         return self.patience + 1.2 * self.grace
 
@@ -121,7 +121,7 @@ class Party:
         self.wire.begin(number + mark, unasked.patience)
 
     def go_on(self, unasked: Unasked) -> None:
-        """Begin an operation on which ranks agreed earlier, without a vote; others rely on this rank from here on."""
+        """Begin an operation on which ranks agreed earlier, without a vote; other ranks now wait for this rank."""
         self.turns.unasked = unasked
         self._begin()
         self.turns.agreed()
@@ -180,7 +180,7 @@ class Party:
             yield
 
     def listen(self) -> None:
-        """Watch from now on for ranks that leave the group. Call it after the group's first vote."""
+        """Start to watch the store for ranks that leave the group. Call it after the group's first vote."""
         turns = self.turns
         store = compat.store_of(self.group)
         if store is not None:
@@ -270,7 +270,7 @@ class Party:
             raise PeerFailure(self.rank, word_error(error)) from error
 
     def leave(self, error: BaseException) -> None:
-        """Break the group, because `error` ended a call on it in the middle."""
+        """Break the group, since `error` ended a call on it in the middle, and report that to the other ranks."""
         self.give_up(f"it was left in the middle by {word_error(error)}")
 
     def give_up(self, cause: str) -> None:

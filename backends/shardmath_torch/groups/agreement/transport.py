@@ -34,7 +34,7 @@ def package_of(group: compat.Group) -> ModuleType:
 
 
 def join(group: compat.Group, patience: float, grace: float) -> Party:
-    """Return this rank's `Party` in the group, with the times `patience` and `grace` in seconds. Sends nothing."""
+    """Return this rank's connections in the group (`Party`), with time limits in seconds. Sends nothing."""
     wire = package_of(group).open_wire(group, patience)
     rank = compat.rank_in(group)
     ranks = compat.ranks_of(group)
@@ -42,7 +42,7 @@ def join(group: compat.Group, patience: float, grace: float) -> Party:
 
 
 def join_within(group: compat.Group, limit: float) -> Party:
-    """Return this rank's `Party` for calls of `limit` seconds, at most a fifth of them to find out who failed."""
+    """Return this rank's connections in the group (`Party`) for calls of at most `limit` seconds."""
     grace = min(LONGEST_GRACE_S, limit / 5)
     # An extra fifth of the grace is for reporting the failure.
     return join(group, limit - 1.2 * grace, grace)

@@ -47,7 +47,7 @@ LOOK_AGAIN_S = 0.001
 
 
 class Refused(ExchangeError):
-    """An objection to an operation, known to all ranks: nothing was done, and the group can be used again."""
+    """The error if a rank objects to an operation: raised on all ranks; nothing was done, the group stays usable."""
 
 
 class Unasked(NamedTuple):
@@ -190,7 +190,7 @@ class Turns:
         return self.votes
 
     def agreed(self) -> None:
-        """Record that the vote is over, without an objection."""
+        """Record that the vote has ended without an objection."""
         self.protocol.note(Event.AGREE)
 
     @property
@@ -200,7 +200,7 @@ class Turns:
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank has begun to vote, so that others may rely on it."""
+        """Whether this rank has begun to vote, so that other ranks may wait for it."""
         return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
@@ -217,7 +217,7 @@ class Turns:
 
     @contextmanager
     def alone(self, patience: float) -> Iterator[None]:
-        """Keep other calls on the group out of this process during the `with` block, even on a broken group.
+        """Keep other calls of this process off the group during the `with` block, even if the group is broken.
 
         Waits for background moves, and at most `patience` seconds for other threads. Raises ExchangeError inside of a
         call, and if another thread keeps the turn.
@@ -300,7 +300,7 @@ class Turns:
     def listen(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
     ) -> None:
-        """Watch from now on for ranks that leave, by `Goodbyes` of the arguments. Later calls change nothing."""
+        """Start to watch the store for ranks that leave the group. Later calls change nothing."""
         if self.goodbyes is not None or len(ranks) == 1:
             return
         self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
@@ -382,7 +382,7 @@ def turns_of(group: Group) -> Turns:
 
 
 def in_thread(given: str | None) -> str:
-    """Return " in thread NAME", for the name `given` or the calling thread's, to end a claim; "" in the main thread."""
+    """Return " in thread NAME", for the name `given` or the calling thread's; "" in the main thread."""
     # Autograd's threads are not Python's, and have no names.
     if given is None and _is_thread_of_autograd():
         return " in a thread of autograd"

@@ -72,12 +72,12 @@ class Seat(NamedTuple):
     run: str = ""
 
     def word(self) -> str:
-        """Return the arguments that must be equal on all ranks, in words."""
+        """Return the process's `size` and `backend`, which must be equal on all ranks, as a text for errors."""
         return f"rank {self.rank} gives size={self.size} and backend={self.backend!r}"
 
 
 class Met(NamedTuple):
-    """The name of the meeting in which all ranks found each other, and the name of its run."""
+    """The name of the rendezvous in which all ranks found each other, and the name of its run."""
 
     meeting: str
     run: str
@@ -127,7 +127,7 @@ def meet(seat: Seat) -> Steps[Met]:
 
 
 def call_off(why: str) -> Steps[None]:
-    """Make processes that wait for others, or come later, raise ExchangeError with the text `why`."""
+    """Make processes that wait for other ranks, or come later, raise ExchangeError with the text `why`."""
     reason = json.dumps(why)
     expected: str | None = None
     # Overwrites any earlier reason, since a swap answers with the note that was there instead.

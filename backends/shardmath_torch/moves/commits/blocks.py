@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class Member(NamedTuple):
-    """A mover as seen by the block of a `commit`: its group, a key unique in the group, and its name.
+    """The facts about a mover that a `commit` block uses: its process group, unique key, name and options.
 
     `timeout` is the one it was compiled with, in seconds. If `agrees_once`, ranks may move by it without a vote.
     """
@@ -80,7 +80,7 @@ class CommitBlock:
 
     @property
     def was_refused(self) -> bool:
-        """Whether all ranks in the block know that none of its moves will be committed."""
+        """Whether a call in the block failed on all ranks, so that none of its moves will be committed."""
         heard = self._turns.heard
         # A rank that left before any move does not vote at the block's end; one that left later does.
         lacks_rank = heard.goodbyes != self._goodbyes and not self.entries
@@ -100,7 +100,7 @@ class CommitBlock:
             raise ExchangeError(f"{what}; compile the plan once more for the second")
 
     def add(self, member: Member, entry: Entry) -> None:
-        """Add to the block a move of `member` whose bytes have arrived."""
+        """Add a move of `member`, whose bytes have arrived, to the moves that the block commits."""
         self._keys.add(member.key)
         self._agrees_once |= member.agrees_once
         self._timeouts.append(member.timeout)
@@ -155,7 +155,7 @@ _this_thread = _ThreadBlocks()
 
 
 def block_of(group: compat.Group) -> CommitBlock | None:
-    """Return the calling thread's `commit` block on the group, if any. Raises ExchangeError if a call has ended it."""
+    """Return the group's `commit` block that the calling thread is in, if any. Raises ExchangeError if it failed."""
     block = _this_thread.blocks.get(group)
     if block is not None and block.was_refused:
         raise ExchangeError(

@@ -69,7 +69,7 @@ class Landing:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """Return the state in which this mover continues after a replan: same version, no longer in doubt.
+        """Return the state in which this mover continues with another plan: the same version, no longer in doubt.
 
         The doubt is resolved: the others have at most version `former`.
         """

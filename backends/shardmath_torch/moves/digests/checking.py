@@ -72,7 +72,7 @@ class Check:
         self._shares: list[int] = []
 
     def begin(self) -> None:
-        """Compute the source's digests, before the move."""
+        """Compute the digests of the source tensors, before the move."""
         self._shares = self._src.list_shares()
 
     def end(self) -> None:

@@ -59,7 +59,7 @@ class StridedView(NamedTuple):
 
 
 class Endpoint(NamedTuple):
-    """One end of a message: the views of this rank's tensors that it is read from or written to.
+    """One end of a message: the views of this rank's tensors that the message is read from or written to.
 
     `contiguous` is the views joined into one; if None, the message goes through staging, from byte
     `start` on. `folds` is whether some pieces are reduced into the destination.

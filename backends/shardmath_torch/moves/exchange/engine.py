@@ -93,7 +93,7 @@ class Exchange:
         self._held_tensors = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
-        """Return a copy for `task`, without sends to the ranks in `gone`, bound to the tensors of this engine.
+        """Return a copy of the engine for `task`, on the same tensors, without sends to the ranks in `gone`.
 
         Raises torch's error if memory is short.
         """

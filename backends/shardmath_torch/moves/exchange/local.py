@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
-    """Return the tensors that `rank` passes to a move of the plan: for the source, and for the destination."""
+    """Return the tensors that `rank` must pass to a move of the plan: for the source, and for the destination."""
     sides = []
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):
         tensors = {}

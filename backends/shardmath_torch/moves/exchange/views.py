@@ -131,7 +131,7 @@ class Staged:
 
 
 class MoveViews:
-    """The views of one move's tensors and staging, kept for the next move if tensors are `held`."""
+    """The views of one move's tensors and staging; with `held`, later moves of the same tensors reuse them."""
 
     def __init__(self, src: Tensors, dst: Tensors, staged: Staged, held: bool = False) -> None:
         self._src = Typed(src)
@@ -265,14 +265,14 @@ class MoveViews:
 
 
 def fill(work: CellWork, tensors: Tensors) -> None:
-    """Set the elements in the boxes of `work` to its value."""
+    """Set the elements in the boxes of `work` to `work.value`, as before a sum."""
     tensor = tensors[work.key].detach()
     for box in work.boxes:
         dtypes.fill(tensor[box], work.value)
 
 
 def divide(work: CellWork, tensors: Tensors) -> None:
-    """Divide the elements in the boxes of `work` by its value."""
+    """Divide the elements in the boxes of `work` by `work.value`, as for an average."""
     tensor = tensors[work.key].detach()
     # The value is complex by its type, but a divisor is a count of addends.
     divisor = int(work.value.real)

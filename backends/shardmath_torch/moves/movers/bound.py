@@ -29,7 +29,7 @@ class _HeldTensors(NamedTuple):
 
 
 class BoundTensors:
-    """The tensors that a rank passed to moves by a plan, checked once and bound for later moves."""
+    """The tensors that a rank passed to a mover, checked once, so that moves of the same tensors skip the check."""
 
     def __init__(self, plan: Movable, rank: int) -> None:
         self._wanted = wanted(plan, rank)
@@ -55,5 +55,5 @@ class BoundTensors:
         return tensors
 
     def let_go(self) -> None:
-        """Drop all bound tensors, so that the next move checks the tensors that it is given."""
+        """Release all tensors; the next move checks its tensors again."""
         self._checked = self._held = None

@@ -89,14 +89,14 @@ class Call(NamedTuple):
         return self._replace(src=keep(self.src), out=keep(self.out))
 
     def kind(self, word: str, in_block: bool) -> CallKind:
-        """Return the options on which ranks vote. Invalid ones count as not given: the vote has an objection then."""
+        """Return the options of the call on which ranks vote; invalid options count as not given."""
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
         return CallKind(word, acknowledge, check, in_block)
 
 
 class Checked(NamedTuple):
-    """A call after its checks: its tensors by local buffer key, the objection, and `out` as the caller passed it."""
+    """A call after its checks: its tensors by name, the objection, and `out` as the caller passed it."""
 
     src: Tensors
     dst: Tensors

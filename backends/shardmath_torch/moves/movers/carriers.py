@@ -38,18 +38,18 @@ class Carrier(Protocol):
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The rounds of a move of all bytes, with messages as the engine posts them."""
+        """The rounds of a move of all bytes, with the messages that this rank sends and receives in each."""
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes of staging memory held between moves."""
+        """The bytes of staging memory that stay allocated between moves."""
 
     @property
     def shadow_bytes(self) -> int:
-        """The bytes of memory next to the destination (shadows) held between moves."""
+        """The bytes of shadows (memory next to destinations) that stay allocated between moves."""
 
     def word(self, how: object) -> str:
-        """Return the verb that names a move with the option `how`, which may be invalid, in votes."""
+        """Return the verb for a move with the carrier's option `how`, for the text on which ranks vote."""
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
         """Allocate memory for moves of tensors with the strides and device of `src` and `dst`.
@@ -154,6 +154,6 @@ class Whole:
 
 
 def make_shadows(part: RankProgram, own: frozenset[str]) -> Shadows:
-    """Return shadows (extra memory) for a rank's destinations, except those in `own`, private memory of stages."""
+    """Return staging copies (shadows) for a rank's destinations, except for `own`, private memory of stages."""
     layouts = {key: stored.layout for key, stored in part.destinations.items() if key not in own}
     return Shadows(layouts, part.rank)

@@ -103,7 +103,7 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Return why a move of the calling thread cannot run in the background; "" if it can."""
+    """Return why a move by the calling thread cannot run in the background; "" if it can."""
     if not isinstance(async_op, bool):
         return f"async_op={shown(async_op)} is not a bool; pass True or False"
     if not compat.has_own_connections(party.group):
@@ -119,7 +119,7 @@ def find_objection(party: Party, thread: str | None, async_op: object) -> str:
 
 
 def start(party: Party, act: Callable[[], None]) -> Handle:
-    """Start the move `act` in the background, after the group's earlier background moves, and return its handle."""
+    """Start the move `act` in a background thread, after the group's earlier background moves; return its handle."""
     handle = Handle(party, act)
     handle._errand.start()
     return handle

@@ -56,7 +56,7 @@ class Leaves(ABC):
 
 
 class Leaving(Leaves):
-    """The base class of movers: an object bound to its process group on this rank, until it is closed."""
+    """The base class of movers: objects that use a process group on this rank until they are closed."""
 
     _party: Party
     _landing: Landing
@@ -78,7 +78,7 @@ class Leaving(Leaves):
             stage.let_go()
 
     def let_go(self, besides: Callable[[], None] = lambda: None) -> None:
-        """Release held tensors and extra memory, which the next move allocates again. Not collective.
+        """Release the mover's tensors and extra memory, which the next move allocates again. Not collective.
 
         After that a mover of changes objects to all calls until one with `whole=True`. `besides` drops the caller's own
         references. Raises ExchangeError in the middle of a move, and while moved bytes wait for the end of a

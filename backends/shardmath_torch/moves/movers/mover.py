@@ -91,7 +91,7 @@ class Mover(Leaving):
 
     @property
     def thread(self) -> str | None:
-        """The thread name by which ranks pair the mover's calls, as passed to `compile`; None if none was passed."""
+        """The name, as passed to `compile`, under which ranks pair the mover's calls; None if none was passed."""
         return self._ready.thread
 
     @property
@@ -104,7 +104,7 @@ class Mover(Leaving):
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes of memory next to this rank's destinations, held from the first move on; 0 without commit="all"."""
+        """Bytes of memory next to this rank's destinations, kept from the first move on; 0 without commit="all"."""
         return self._carrier.shadow_bytes
 
     @property

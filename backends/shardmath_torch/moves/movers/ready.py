@@ -72,7 +72,7 @@ class Former(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The parts of a mover on this rank, made after all ranks agreed on its plan.
+    """The parts of a mover on this rank: the plan, connections, settings and memory on which all ranks agreed.
 
     `peers` is the most of any rank, and `version` the most moves committed before on any rank. `keeps_bound` is whether
     the carrier is bound to the previous one's tensors. `again` makes another plan ready.

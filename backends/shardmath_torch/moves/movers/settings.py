@@ -66,7 +66,7 @@ class Settings(NamedTuple):
 
     @property
     def patience(self) -> float:
-        """The seconds to wait for a peer; the rest of the timeout is for finding out who failed."""
+        """The seconds to wait for another rank; the rest of the timeout is for finding out who failed."""
         # An extra fifth of the grace is for closing connections and raising the error.
         return self.timeout - 1.2 * self.grace
 

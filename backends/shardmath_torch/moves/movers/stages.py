@@ -36,7 +36,7 @@ class Stage:
         return src, out
 
     def begin(self) -> None:
-        """Begin the move, once all ranks have agreed on it."""
+        """Do the stage's work before the first byte moves, once all ranks have agreed on the move."""
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
         """Return pairs (tensor, values) to write in addition, computed from the `arrived` tensors."""
@@ -47,10 +47,10 @@ class Stage:
         return arrived
 
     def end(self) -> None:
-        """End the move, once its values are in place."""
+        """Do the stage's work after the move, once its values are in place."""
 
     def let_go(self) -> None:
-        """Drop the bound tensors, and the memory for moves, until the next move."""
+        """Release the tensors of the last move, and extra memory, until the next move."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """Return the caller's destinations that are torn (neither old nor new) if `keys` of the plan are."""
@@ -74,7 +74,7 @@ def begin(stages: Stages) -> None:
 
 
 def finish(stages: Stages, arrived: Tensors) -> Iterable[Pair]:
-    """Yield (tensor, values) to store of all stages, one at a time, so that only one takes memory."""
+    """Yield pairs (tensor, values) to write, of all stages, one at a time to save memory."""
     for stage in reversed(stages):
         yield from stage.finish(arrived)
         arrived = stage.unfold(arrived)

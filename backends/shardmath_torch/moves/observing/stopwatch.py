@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes of a call that moves all bytes, per peer."""
+        """The messages and bytes that a move of all bytes sends to and receives from each peer."""
         if self._traffic is None:
             self._traffic = count_traffic(self._list_rounds())
         return self._traffic
@@ -71,7 +71,7 @@ class Ledger:
         return None if self._last_call is None else self._last_call.sum_up()
 
     def time(self, label: object, progress: object) -> Stopwatch:
-        """Return the stopwatch of a new call. Invalid arguments are ignored here: another check rejects them."""
+        """Return a stopwatch for a new call. Invalid arguments are ignored here: another check rejects them."""
         return Stopwatch(self, label, progress)
 
     def note_last(self, call: Stopwatch) -> None:
@@ -178,7 +178,7 @@ class Stopwatch:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes of the call per peer: as set by `say_traffic`, or else the ledger's."""
+        """The messages and bytes of the call per peer: as set by `say_traffic`, or else as in every move."""
         return self._ledger.traffic if self._call_traffic is None else self._call_traffic
 
     def say_traffic(self, traffic: Traffic) -> None:
