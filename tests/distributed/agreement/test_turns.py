@@ -35,7 +35,7 @@ def test_a_move_that_is_left_breaks_the_group_on_all_ranks(kind: str, at: str) -
         "is broken: rank 0 (this one) failed" in said and why in said for said in mine[1:]
     ), mine
     told = others[1:] if at == "data" and not others[0] else others
-    assert told[0].startswith("rank 0 failed while the tensor was to "), told
+    assert told[0].startswith("rank 0 failed while the tensor had to be "), told
     assert all("is broken: rank 0 failed" in said for said in told[1:]), told
     assert all(why in said for said in told), told
 
@@ -86,7 +86,7 @@ def test_half_a_message_is_no_reason_to_wait(victim: int) -> None:
     (answer,) = alone(2, breaks.half_moved, victim, 30.0, gone=(victim,))
     assert not isinstance(answer, Lost)
     said, took = answer
-    assert f"rank {victim} failed while the tensor was to" in said
+    assert f"rank {victim} failed while the tensor had to be" in said
     assert took < 12.0
 
 

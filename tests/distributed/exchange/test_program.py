@@ -442,7 +442,7 @@ def test_a_rank_that_dies_passing_on() -> None:
         answers = workers.attempt(dies_passing_on, case, victim, 5.0, ranks=started, timeout=20)
         assert any(first for first, _ in answers)
         for first, again in answers:
-            told = f"rank {victim} failed while tensor 'w' was to come from it: "
+            told = f"rank {victim} failed while tensor 'w' had to be sent by it: "
             assert first.startswith(told) if first else again.startswith(told), (first, again)
             assert not first or again == f"this mover is broken: {first}"
     finally:

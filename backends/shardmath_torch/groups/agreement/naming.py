@@ -56,10 +56,10 @@ def describe_crossing(given: object, tensor: str | None, rank: int | None) -> st
         received = _list_crossing(given, rank, "receive")
         tensor = next(itertools.chain(sent, received), None)
     if tensor is None:
-        return "no tensor was on its way from or to it"
+        return "it had no tensor to send or receive"
     name = f"tensor {tensor!r}" if tensor else "the tensor"
     is_sent = rank is not None and tensor in _list_crossing(given, rank, "send")
-    return f"{name} was to {'come from' if is_sent else 'go to'} it"
+    return f"{name} had to be {'sent' if is_sent else 'received'} by it"
 
 
 def _list_crossing(plan: Plan | Transposed | Program, rank: int, way: _Way) -> Iterator[str]:

@@ -31,11 +31,9 @@ from shardmath_torch.groups.stores import serves_store
 
 __all__ = ["Party", "is_time", "word_bad_time"]
 
-FIX = (
-    "this process group is broken: make a new one, in which movers go on by replan(plan, group=...)"
-)
+FIX = "this process group is broken: make another, and continue in it by mover.replan(plan, group=...)"
 
-GO_ON = "the others go on in another process group, by replan(plan, group=...)"
+GO_ON = "continue on the other ranks in another process group, by mover.replan(plan, group=...)"
 """The fix once a rank has left."""
 
 LONGEST_S = 1e9
@@ -308,7 +306,7 @@ class Party:
         if report.is_goodbye:
             return report.cause
         if first_failed == self.rank:
-            what = f"rank {first_failed} (this one) failed or was given up by the others"
+            what = f"rank {first_failed} (this one) failed, or the others stopped waiting for it"
             return f"{what}: {_word_fix(report.cause)}"
         reported = PeerFailure(report.blames, report.cause, report.tensor)
         if first_failed is not None:
@@ -339,5 +337,7 @@ class Party:
 def _word_fix(cause: str) -> str:
     """The cause with its fix, and the fix for the group."""
     # A late rank may have made another call, or none.
-    calls = "; see that it makes the calls that the others make" if cause == LATE else ""
+    calls = ""
+    if cause == LATE:
+        calls = "; make the same calls on it as on the other ranks, or pass a longer timeout="
     return f"{cause}{calls}; {FIX}"
