@@ -76,7 +76,7 @@ def test_blocks(pool: Pool) -> None:
         "last_left_out": "ranks disagree",
         "error_between": "rank 1: left smt.commit by ValueError: mine",
         "error_at_the_end": "rank 1: left smt.commit by ValueError: mine",
-        "swallowed": "a call in this smt.commit block failed",
+        "swallowed": "call in this smt.commit block failed",
         "no_block": "ranks disagree",
         "twice": "moves twice in one smt.commit",
         "directly": "compile it with commit='all'",
