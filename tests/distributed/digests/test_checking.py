@@ -31,7 +31,7 @@ def test_what_goes_wrong_is_named(pool: Pool) -> None:
         "ranks 0-7: check='sum' is unknown; pass 'digest', or leave it out",
         f"ranks 0-7: {what}the tensor is Partial, so that a move reduces it",
         f"ranks 0-7: {what}the adjoint of a plan adds up elements of several ranks",
-        f"ranks 0-7: {what}it holds the tensor in part",
+        f"ranks 0-7: {what}the destination has only a part of the tensor",
         "",
     ]
     for text, start in zip(answers[0], expected, strict=True):

@@ -94,7 +94,7 @@ def test_other_parameters() -> None:
         by_parameter(
             layout, nn.ModuleDict({"embed": nn.Embedding(8, 4), "expert": nn.Linear(4, 2)})
         )
-    with pytest.raises(sm.ParamLayoutError, match=r"not the module's"):
+    with pytest.raises(sm.ParamLayoutError, match=r"that the module lacks"):
         by_name(by_parameter(layout, module), other)
 
 
