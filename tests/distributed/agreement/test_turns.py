@@ -160,7 +160,7 @@ def test_numbers_of_numpy_are_numbers(pool: Pool) -> None:
     """And an engine that is none is an objection on all ranks."""
     for said in pool.run(breaks.odd_numbers):
         assert said[:2] == ["", ""], said
-        assert "rank 3: engine array" in said[2]
+        assert "rank 3: engine=array" in said[2]
         assert said[3] == ""
 
 
