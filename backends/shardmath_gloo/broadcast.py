@@ -63,7 +63,7 @@ class Broadcast:
         """Do nothing: this engine makes no memory before a move."""
 
     def let_go(self) -> None:
-        """Do nothing: no tensor is kept."""
+        """Do nothing: this engine holds no tensor between moves."""
 
     @property
     def posted(self) -> tuple[Round, ...]:

@@ -22,7 +22,7 @@ NO_TAG = 0
 
 
 class WireMessage(NamedTuple):
-    """Bytes to send or to receive; `place` is the other rank's place in the group."""
+    """A message over NCCL: memory to send, or to receive into; `place` is the other rank's place in the group."""
 
     sends: bool
     memory: Tensor

@@ -100,8 +100,8 @@ def _check_handling() -> None:
     """Raise ExchangeError if torch's watchdog would cancel messages in flight, and report them as received."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING"):
         if os.environ.get(name) == "2":
-            what = f"under {name}=2 torch reports cancelled messages as received"
-            fix = "leave it out, or set it to 0, so that errors are raised here"
+            what = f"the environment has {name}=2, with which torch reports cancelled messages as received"
+            fix = "unset it, or set it to 0, before the process starts"
             raise ExchangeError(f"{what}; {fix}")
 
 
@@ -116,7 +116,7 @@ def _check_offered(group: compat.Group) -> None:
 
 
 class NcclWire:
-    """Messages over an NCCL process group; a wait ends if no batch of messages is done within `patience` seconds."""
+    """The connections of an NCCL group; a wait ends if no batch of messages is done within `patience` seconds."""
 
     def __init__(self, group: compat.Group, patience: float) -> None:
         _check_handling()

@@ -36,7 +36,9 @@ __all__ = ["RULES", "Chosen", "command"]
 
 
 class Chosen(NamedTuple):
-    """A rule of buffers, its options, and when experts have separate ones: `always`, `asked` (`--expert-dp`), `never`.
+    """A rule of flat buffers, and which options the command takes with it.
+
+    `experts`: experts have separate buffers `always`, if `asked` (`--expert-dp`), or `never`.
 
     `sharded` says whether ranks divide its buffers.
     """
@@ -61,12 +63,12 @@ RULES: dict[str, Chosen] = {
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `buffers` with these arguments, and return the exit status."""
+    """Show a model's flat buffers as `python -m shardmath buffers` with arguments `argv`; return the exit status."""
     parser = _make_parser()
     given = parser.parse_args(argv)
     chosen = RULES[given.rule]
     for option in _list_unsupported(given, chosen):
-        parser.error(f"{option}: rule {given.rule} takes none")
+        parser.error(f"{option} does not apply to rule {given.rule}; leave it out")
     return run_command("buffers", lambda: _show(given, chosen))
 
 
@@ -177,7 +179,7 @@ def _write(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        fix = "give a file in a folder that is there"
+        fix = "give a path in an existing folder in which you may write"
         raise ShardError(f"cannot write {file}: {error.strerror or error}; {fix}") from error
 
 

@@ -29,7 +29,7 @@ def read_count(text: str) -> int:
 
 
 def run_command(command: str, work: Callable[[], object]) -> int:
-    """Call `work`, the work of `command`, and return the exit status."""
+    """Call a command's function `work`, print its error to stderr, and return the exit status."""
     try:
         work()
     except ShardError as error:

@@ -74,7 +74,7 @@ class Progress:
 
 
 class PeerLost(ExchangeError):
-    """An error of a rank that lost a peer, whose cause is on another rank."""
+    """The error of a rank that lost the connection to another rank, where the cause is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ def _find_cause(job: _Job[R], silent: list[int]) -> ShardError:
     if not silent or not isinstance(nearest, PeerLost):
         return nearest
     phases = {rank: job.progress[rank].phase for rank in silent}
-    stalled = ", ".join(f"rank {rank} stalled in {phase!r}" for rank, phase in phases.items())
+    stalled = ", ".join(f"rank {rank} stalled in phase {phase!r}" for rank, phase in phases.items())
     fix = "give a longer timeout if it was only slow"
     return ExchangeError(f"{stalled} until the others gave up ({nearest}); {fix}")
 
@@ -290,18 +290,18 @@ def _describe_death(job: _Job[R], child: _Child) -> ShardError:
     cause = f"exit code {code}"
     if code is not None and code < 0:
         cause = f"signal {signal.Signals(-code).name}"
-    hint = "see what it printed above"
+    hint = "read the cause in what it printed above"
     if code == -signal.SIGKILL:
-        hint = "it may have run out of memory"
+        hint = "it may have run out of memory: give fewer ranks, or a smaller model"
     phase = job.progress[child.rank].phase
-    what = f"rank {child.rank} ended with {cause} while in {phase!r}, without a word"
+    what = f"rank {child.rank} ended with {cause} in phase {phase!r}, without reporting an error"
     return ExchangeError(f"{what}; {hint}")
 
 
 def _describe_silence(job: _Job[R], seconds: float, ranks: list[int]) -> ShardError:
     """The error for a job whose ranks are all silent."""
     phases = {rank: job.progress[rank].phase for rank in ranks}
-    where = ", ".join(f"rank {rank} in {phase!r}" for rank, phase in phases.items())
+    where = ", ".join(f"rank {rank} in phase {phase!r}" for rank, phase in phases.items())
     what = f"no rank sent a message for {seconds:.0f} s: {where}"
     return ExchangeError(f"{what}; give a longer timeout, or fewer ranks")
 

@@ -54,7 +54,7 @@ MOST_SECONDS = 10.0**6
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished refit: its job, plan and bounds, and the ranks' measurements."""
+    """A finished refit: its settings, plan, lower bounds, and the measurements of all ranks."""
 
     job: Job
     plan: sm.Plan
@@ -63,7 +63,7 @@ class Result:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run `refit` with these arguments, and return the exit status."""
+    """Move a model as `python -m shardmath refit` with arguments `argv`; return the exit status."""
     parser = _make_parser()
     options = parser.parse_args(argv)
     if options.demo:
@@ -112,7 +112,7 @@ def _read_bytes(text: str) -> int:
     """A size such as 64MB, in bytes."""
     found = read_bytes(text)
     if not found:
-        fix = "write bytes, or a unit: 64MB, 1GiB"
+        fix = "give a number of bytes above 0, or one with a unit: 64MB, 1GiB"
         raise argparse.ArgumentTypeError(f"{text!r} is not a size; {fix}")
     return found
 
@@ -170,11 +170,11 @@ def _count_ranks(src: Side, dst: Side) -> int:
     ranks = set(src.mesh.ranks) | set(dst.mesh.ranks)
     idle = set(range(max(ranks) + 1)) - ranks
     if idle:
-        what = f"rank {min(idle)} is on neither side ({src.mesh}, {dst.mesh})"
+        what = f"rank {min(idle)} is in neither mesh, {src.mesh} or {dst.mesh}"
         raise sm.MeshError(f"{what}; number ranks from 0 without gaps")
     if len(ranks) > MOST_RANKS:
-        what = f"{len(ranks)} ranks ({src.mesh}, {dst.mesh}), at most {MOST_RANKS} here"
-        raise sm.MeshError(f"{what}; give smaller meshes")
+        what = f"the meshes {src.mesh} and {dst.mesh} have {len(ranks)} ranks"
+        raise sm.MeshError(f"{what}, above the limit of {MOST_RANKS}; give smaller meshes")
     return len(ranks)
 
 

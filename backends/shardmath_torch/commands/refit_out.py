@@ -89,7 +89,7 @@ def _check_replaceable(folder: Path, file: Path, inputs: Iterable[Place]) -> Non
 
 
 def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write what arrived at `rank` to a draft, on disk. Raises ShardError if it cannot be written."""
+    """Write the tensors that arrived at `rank` to an unfinished file. Raises ShardError if it cannot be written."""
     file = _draft(folder, rank)
     try:
         # Removed, never written to: it may be a link to another file.
@@ -99,12 +99,12 @@ def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> No
             os.fsync(stream.fileno())
     except (OSError, SafetensorError) as error:
         what = f"--out {folder}: {file.name} cannot be written: {error}"
-        raise ShardError(f"{what}; give a folder that can be, with room") from error
+        raise ShardError(f"{what}; give a folder that can be written, with room") from error
 
 
 def finish(folder: Path, ranks: Sequence[int]) -> None:
-    """Remove files of other refits, and rename the drafts of `ranks`. Raises ShardError if that fails."""
-    fix = "what has arrived there is not whole: refit again"
+    """Replace the files of earlier refits in `folder` by the drafts of `ranks`. Raises ShardError if that fails."""
+    fix = "some files of this refit are missing there: run it again"
     try:
         _replace(folder, ranks)
     except OSError as error:
@@ -126,7 +126,7 @@ def _replace(folder: Path, ranks: Sequence[int]) -> None:
 
 
 def undo(folder: Path, ranks: Iterable[int]) -> None:
-    """Remove the drafts of `ranks` in `folder`, after a failed refit."""
+    """Remove the unfinished files of `ranks` from `folder`, after a failed refit."""
     for rank in ranks:
         with contextlib.suppress(OSError):
             _draft(folder, rank).unlink(missing_ok=True)

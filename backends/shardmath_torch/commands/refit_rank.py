@@ -47,7 +47,10 @@ POISON = 0xA5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of every rank; `timeout` in seconds, `out` a folder for what arrives, `digest` the proved plan's."""
+    """The work of every rank in a refit: the model's weights, both sides, and the number of timed moves.
+
+    `timeout` is in seconds, `out` a folder for the arrived tensors, `digest` the digest of the proved plan.
+    """
 
     weights: Weights
     src: Side

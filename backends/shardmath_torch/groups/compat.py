@@ -76,8 +76,9 @@ os.register_at_fork(after_in_child=_note_fork)
 def check_not_forked(group: Group) -> None:
     """Raise ExchangeError if the group was made by the process that this one was forked from."""
     if group in _forked:
-        what = "this process was forked from the one whose process group this is"
-        raise ExchangeError(f"{what}; start each rank as its own process")
+        what = "this process was forked from a rank, and cannot use that rank's process group"
+        fix = "make the call in the rank's process, or start this process as its own rank"
+        raise ExchangeError(f"{what}; {fix}")
 
 
 def group_of(group: Group | None) -> Group:
@@ -105,25 +106,25 @@ def group_of(group: Group | None) -> Group:
 
 
 def is_alone() -> bool:
-    """Whether this process has no default group."""
+    """Whether this process has no default process group."""
     return not dist.is_available() or not dist.is_initialized()
 
 
 def _make_outside_error() -> ExchangeError:
     """The error on a rank that is not in the group."""
-    fix = "call compile only on the ranks of the group"
-    return ExchangeError(f"rank {dist.get_rank()} is not in the group; {fix}")
+    fix = "make this call only on ranks of the group, or pass another group="
+    return ExchangeError(f"rank {dist.get_rank()} is not in the process group; {fix}")
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """Return the ranks that plans name, in the group's order: global ranks, or places in a joint group."""
+    """Return the group's ranks in order, as plans name them: global ranks, or places in a joint group."""
     if isinstance(group, JointGroup):
         return tuple(range(group.size()))
     return tuple(dist.get_process_group_ranks(group))
 
 
 def rank_in(group: Group) -> int:
-    """Return the rank under which plans on the group name this process."""
+    """Return this process's rank as plans on the group name it: its global rank, or place in a joint group."""
     return group.rank() if isinstance(group, JointGroup) else dist.get_rank()
 
 
@@ -145,19 +146,21 @@ def check_there(group: Group) -> None:
     if isinstance(group, JointGroup):
         group.channel  # noqa: B018
     elif not is_there(group):
-        raise ExchangeError("the process group was destroyed; make another")
+        fix = "make another, as by torch.distributed.new_group, and pass it as group="
+        raise ExchangeError(f"the process group was destroyed; {fix}")
 
 
 def word_gone(group: Group) -> str:
-    """Return the word for how the group ended: disconnected or destroyed."""
+    """Return "disconnected" or "destroyed", the word for how the group ended."""
     return "disconnected" if isinstance(group, JointGroup) else "destroyed"
 
 
 def check_registered(group: Group | None, what: str) -> None:
     """Raise ExchangeError for a joint group, since the call named `what` works only on groups of one job."""
     if isinstance(group, JointGroup):
-        fix = f"{what} on a group of the job's own, as the default one"
-        raise ExchangeError(f"{group!r} is of several jobs, which do not {what} together; {fix}")
+        why = f"{group!r} has ranks of several jobs, which cannot {what} together"
+        fix = "pass a group of one job as group=, or leave it out for the job's default group"
+        raise ExchangeError(f"{why}; {fix}")
 
 
 def my_rank() -> int:
@@ -167,7 +170,7 @@ def my_rank() -> int:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """Return the group of all ranks of `mesh`; None if there is none and none can be made.
+    """Return the process group of all ranks of `mesh`; None if there is none and torch cannot make one.
 
     A mesh of one axis has a group. For a part of a mesh of all ranks, its flattened axes give one:
     all ranks make the groups of all such parts together.
@@ -234,7 +237,7 @@ def backend_of(group: Group) -> str:
 
 
 def time_limit_of(group: Group) -> float:
-    """Return for how many seconds the group's collectives wait for a rank."""
+    """Return the timeout of the group's collectives, in seconds."""
     device = "cuda" if backend_of(group) == "nccl" else "cpu"
     backend = channel_of(group)._get_backend(torch.device(device))
     limit: timedelta = backend.options._timeout
@@ -307,7 +310,7 @@ def has_own_connections(group: Group) -> bool:
 
 
 class Spec(NamedTuple):
-    """A DTensor's placements, and how they may be read.
+    """A DTensor's placements, and the order in which mesh dimensions divide the tensor.
 
     `order` lists the dividing mesh dimensions, first to last, None if they divide left to right; `readings` are the
     possible meanings of the placements.
@@ -319,7 +322,7 @@ class Spec(NamedTuple):
 
 
 def spec_of(tensor: DTensor) -> Spec:
-    """Return the DTensor's placements and how they may be read (torch 2.13: DTensorSpec.shard_order)."""
+    """Return the DTensor's placements and the order in which they divide it (torch 2.13: DTensorSpec.shard_order)."""
     spec = tensor._spec
     placements = tuple(spec.placements)
     if any(isinstance(p, _StridedShard) for p in placements):
@@ -339,7 +342,7 @@ def in_backward() -> bool:
 
 
 def hold_nothing(tensor: DTensor) -> None:
-    """Set the local tensor of a DTensor on a mesh without this rank to an empty one of as many dimensions.
+    """Set the local tensor of a DTensor to an empty tensor of as many dimensions, on a rank outside of its mesh.
 
     Torch makes a local tensor of one dimension, with which `to_local` fails in the backward pass (torch 2.13).
     """
@@ -347,7 +350,7 @@ def hold_nothing(tensor: DTensor) -> None:
 
 
 def shape_of_scalar(local: Tensor) -> Tensor:
-    """Return the empty `local` of a rank outside a scalar's mesh with shape (), in the same autograd graph.
+    """Return the empty tensor `local` with shape (), for a rank outside of the mesh of a scalar DTensor.
 
     `DTensor.from_local` ignores `shape=()`, and takes the local tensor's shape (torch 2.13).
     """

@@ -63,7 +63,8 @@ def dtype_of(name: str) -> torch.dtype:
     """Return torch's type of this canonical `name`. Raises LayoutError if torch lacks it (bcomplex32 before 2.14)."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise LayoutError(f"torch {torch.__version__} has no type {name}; install a later one")
+        what = f"torch {torch.__version__} has no dtype {name}"
+        raise LayoutError(f"{what}; install a later torch, or use another dtype")
     return dtype
 
 
@@ -81,7 +82,7 @@ def words(tensor: Tensor) -> Tensor:
 
 
 class Seen:
-    """A NumPy view of a tensor's memory, of elements `kind`; keeps the tensor alive."""
+    """A read-only NumPy view of a tensor's memory, with elements of type `kind`; keeps the tensor alive."""
 
     def __init__(self, tensor: Tensor, kind: str) -> None:
         self._tensor = tensor

@@ -53,7 +53,7 @@ _alive: WeakSet[JointGroup] = WeakSet()
 
 
 class JointGroup(ProcessGroup):
-    """A process group over ranks of several jobs, all in one named run.
+    """A process group over processes of several jobs, as `smt.connect` returns it.
 
     - `leave`: removes this rank's notes from the store.
     - `serves_store`: whether this process serves the store; None if not known.
@@ -138,7 +138,7 @@ def list_joint() -> list[JointGroup]:
 def make_channel(
     backend: str, store: Store, rank: int, size: int, seconds: float, name: str
 ) -> ProcessGroup:
-    """Connect a group that torch does not register, in `seconds`. Raises RuntimeError if ranks cannot be reached."""
+    """Connect a process group that torch does not register. Raises RuntimeError if ranks cannot be reached."""
     channel = ProcessGroup(store, rank, size)
     BACKENDS[backend](channel, store, timedelta(seconds=seconds))
     channel._set_group_name(GroupName(name))

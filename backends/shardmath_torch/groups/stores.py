@@ -26,7 +26,7 @@ _idle: WeakKeyDictionary[Store, socket.socket | None] = WeakKeyDictionary()
 
 
 def apart_from(store: Store) -> Store:
-    """Return the store through a second connection: torch's is locked while a call on it waits for other ranks.
+    """Return the store through a second connection, since torch's is locked while a call on it waits.
 
     The first call connects, and waits until the store answers. Raises as `check_served` does.
     """
@@ -50,7 +50,7 @@ def connect_anew(store: Store) -> Store:
 
 
 def check_served(store: Store) -> None:
-    """Raise RuntimeError if the process that serves the store has ended."""
+    """Raise RuntimeError if the process that serves the key-value store has ended."""
     if store not in _idle:
         _idle[store] = _connect(store)
     connection = _idle[store]

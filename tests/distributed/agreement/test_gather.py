@@ -99,4 +99,4 @@ def test_threads_never_take_each_others_words(tmp_path: Path, kind: str, alike: 
 def test_a_forked_child_makes_no_device_mesh() -> None:
     """It is refused at once, and takes nothing from its parent's connections."""
     said, _ = alone(2, gathers.forked)
-    assert said.startswith("this process was forked from the one whose process group this is")
+    assert said.startswith("this process was forked from a rank")

@@ -295,10 +295,13 @@ def test_configs_that_make_no_model(
         ("--dp 0", "'0' is not a number of 1 or more"),
         ("--dp 2 --bucket-size many", "'many' is not a number of 1 or more"),
         ("--dp 2 --rule adam", "invalid choice: 'adam'"),
-        ("--dp 2 --rule zero --bucket-size 4", "--bucket-size: rule zero takes none"),
-        ("--dp 2 --rule megatron_fsdp --busbw", "--busbw: rule megatron_fsdp takes none"),
-        ("--dp 2 --rule zero --expert-dp 1", "--expert-dp: rule zero takes none"),
-        ("--dp 2 --rule data_parallel --expert-dp 1", "--expert-dp: rule data_parallel takes none"),
+        ("--dp 2 --rule zero --bucket-size 4", "--bucket-size does not apply to rule zero"),
+        ("--dp 2 --rule megatron_fsdp --busbw", "--busbw does not apply to rule megatron_fsdp"),
+        ("--dp 2 --rule zero --expert-dp 1", "--expert-dp does not apply to rule zero"),
+        (
+            "--dp 2 --rule data_parallel --expert-dp 1",
+            "--expert-dp does not apply to rule data_parallel",
+        ),
     ],
 )
 def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], line: str, message: str) -> None:

@@ -251,8 +251,8 @@ def test_the_demo_s_rules_divide_attention_and_ffn() -> None:
             r"does not fit tensor 'layers.0.norm.weight' of shape \(3,\)",
         ),
         (["--src", "tp=2", "--dst", "tp=2: * (tp n"], r"expected '\)'"),
-        (["--src", "tp=2", "--dst", "tp=2 ranks=3:5"], "rank 2 is on neither side"),
-        (["--src", "tp=2", "--dst", "tp=64"], "66 ranks .* at most 64"),
+        (["--src", "tp=2", "--dst", "tp=2 ranks=3:5"], "rank 2 is in neither mesh"),
+        (["--src", "tp=2", "--dst", "tp=64"], "66 ranks, above the limit of 64"),
         (
             ["--src", "dp=2 tp=2: * ... {sum: dp}", "--dst", "tp=2"],
             "is Partial .* a file holds whole values",
@@ -353,7 +353,9 @@ def test_a_refit_that_is_interrupted_between_two_names(
     monkeypatch.setattr(os, "replace", replace)
     assert refit(2.0) == 130
     said = capsys.readouterr().err
-    assert f"refit: interrupted; --out {tmp_path}: what has arrived there is not whole" in said
+    assert (
+        f"refit: interrupted; --out {tmp_path}: some files of this refit are missing there" in said
+    )
     found = {file.name: load_file(file)["w"].tolist() for file in tmp_path.glob("*.safetensors")}
     assert found == {"rank0.safetensors": [2.0, 2.0]}
     assert refit(3.0) == 0
@@ -440,9 +442,11 @@ def test_failures_of_ranks(tasks: Path) -> None:
     )
     assert other.endswith("... ZeroDivisionError: division by zero")
     assert killed.startswith(
-        "killed rank 1 ended with signal SIGKILL while in 'work', without a word; it may have run"
+        "killed rank 1 ended with signal SIGKILL in phase 'work', without reporting an error; it may have run"
     )
-    assert silent.startswith("silent rank 1 stalled in 'work' until the others gave up (rank ")
+    assert silent.startswith(
+        "silent rank 1 stalled in phase 'work' until the others gave up (rank "
+    )
     pids = [int(pid) for pid in re.findall(r"^\d+$", done.stderr, re.MULTILINE)]
     assert len(pids) == 3 * len(hows)
     assert not any(alive(pid) for pid in pids)

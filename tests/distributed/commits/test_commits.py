@@ -61,7 +61,7 @@ def test_what_a_mover_says(pool: Pool) -> None:
         assert said[:3] + said[4:7] == [""] * 6
         assert "rank 1: OutOfMemoryError: no room for a shadow\nnothing was moved" in said[3]
         assert "ranks disagree" in said[7]
-        assert "rank 1: commit='most'; pass 'direct' or 'all'" in said[8]
+        assert "rank 1: commit='most' is unknown; pass 'direct' or 'all'" in said[8]
         assert "rank 1: the source tensor is missing" in said[9]
 
 
@@ -72,18 +72,18 @@ def test_threads_of_one_name_commit_together(pool: Pool) -> None:
 def test_blocks(pool: Pool) -> None:
     """All moves of a block are in place on all ranks, or none is on any; and the group goes on."""
     why = {
-        "left_out": "which did not move in it",
+        "left_out": "but its block ended without that move",
         "last_left_out": "ranks disagree",
         "error_between": "rank 1: left smt.commit by ValueError: mine",
         "error_at_the_end": "rank 1: left smt.commit by ValueError: mine",
-        "swallowed": "a call in this smt.commit was refused",
+        "swallowed": "call in this smt.commit block failed",
         "no_block": "ranks disagree",
         "twice": "moves twice in one smt.commit",
         "directly": "compile it with commit='all'",
-        "another": "give it that, too",
-        "unmoved": "which did not move in it",
-        "nested": "leave that one first",
-        "planned_anew": "has moved in a smt.commit that this or another thread has not left",
+        "another": "pass this mover to smt.commit, too",
+        "unmoved": "but its block ended without that move",
+        "nested": "inside of another smt.commit block",
+        "planned_anew": "has moved in a smt.commit block that has not ended",
         "freed": "destination tensor 'w' was freed or moved in smt.commit",
         "elsewhere": "destination tensor 'w' was freed or moved in smt.commit",
     }
@@ -122,7 +122,7 @@ def test_survivors_have_one_version_always(phase: str, way: str, victim: int) ->
     assert not any(one.in_doubt for one in ends)
     if phase in DECIDED:
         assert end.version == 2
-        assert all(not one.said or "the new is in place here" in one.said for one in ends)
+        assert all(not one.said or "is in place here" in one.said for one in ends)
     elif phase in PHASES[:3]:
         assert end.version == 1
         assert all("nothing was committed" in one.said for one in ends)

@@ -23,15 +23,15 @@ def test_what_goes_wrong_is_named(pool: Pool) -> None:
     expected = [
         "",
         # Rank 5 is dp=2 tp=1 and has rows 12 and 13.
-        "tensor 'w' arrived with other bits in [13:14, 1:6] than its source has, which is as it was before the move",
+        "tensor 'w' differs from its source in [13:14, 1:6] after the move, and the source has not changed",
         "some replicas of the destination are wrong: tensor 'norm': rank 5 holds other bits in [2:4]",
         "the source of tensor 'w' changed while it was moved: rank 5 has other bits than before in [8:12, 3:6]",
-        "before the move, too, replicas of the source differ: tensor 'norm': rank 5 holds other bits in [3:4]",
+        "replicas of the source differed before the move already: tensor 'norm': rank 5 holds other bits in [3:4]",
         "ranks disagree",
         "ranks 0-7: check='sum' is unknown; pass 'digest', or leave it out",
         f"ranks 0-7: {what}the tensor is Partial, so that a move reduces it",
-        f"ranks 0-7: {what}an adjoint adds up what several ranks hold",
-        f"ranks 0-7: {what}it holds the tensor in part",
+        f"ranks 0-7: {what}the adjoint of a plan adds up elements of several ranks",
+        f"ranks 0-7: {what}the destination has only a part of the tensor",
         "",
     ]
     for text, start in zip(answers[0], expected, strict=True):

@@ -56,25 +56,25 @@ MOVES = [
         SAME,
         "src dict",
         (2,),
-        "rank 2: the source is a dict with 'w'; the plan has one tensor: pass it without a dict",
+        "rank 2: the source is a dict with 'w', but the plan has one tensor; pass that tensor without a dict",
     ),
     (
         SAME,
         "src list",
         (2,),
-        "rank 2: the source is list; pass a tensor, a dict of tensors, or None",
+        "rank 2: the source is of type list; pass a torch.Tensor, a dict of tensors by name, or None",
     ),
     (
         SAME,
         "src sparse",
         (2,),
-        "rank 2: the source tensor is stored as torch.sparse_coo; pass a plain strided tensor",
+        "rank 2: the source tensor is stored as torch.sparse_coo, where a move takes torch.strided",
     ),
     (
         SAME,
         "dst expanded",
         (2,),
-        "rank 2: the destination tensor has shape (8, 2) and strides (0, 1), which put several elements into one cell",
+        "rank 2: the destination tensor has shape (8, 2) and strides (0, 1), which put several elements at one address",
     ),
     (
         SAME,
@@ -115,15 +115,15 @@ MOVES = [
         TREE,
         "src extra",
         (1,),
-        "rank 1: source tensor 'zz' is not one that this rank stores; pass 'v', 'w'",
+        "rank 1: source tensor 'zz' is given, but the plan has no such tensor on rank 1; pass 'v', 'w'",
     ),
     (
         TREE,
         "src bare",
         (1,),
-        "rank 1: the source is one tensor; the plan has names: pass a dict with 'v', 'w'",
+        "rank 1: the source is one tensor, but the plan has tensors by name; pass a dict with 'v', 'w' on rank 1",
     ),
-    (TREE, "src number", (1,), "rank 1: source tensor 'v' is int; pass a torch.Tensor"),
+    (TREE, "src number", (1,), "rank 1: source tensor 'v' is of type int; pass a torch.Tensor"),
     (TREE, "src dtype", (2,), "rank 2: source tensor 'v' has dtype float64"),
 ]
 
@@ -163,7 +163,7 @@ def test_ranks_that_the_plan_does_not_name_pass_none(pool: Pool) -> None:
         bad = type(case)(case.plan, **{"src": case.src, "dst": case.dst, **given})
         answers = pool.attempt(bad_move, bad, (), "")
         assert all(
-            f"rank {rank}: the {side} tensor is given, but this rank is not on the {side} side; pass None"
+            f"rank {rank}: the {side} tensor is given, but rank {rank} is not on the plan's {side} side; pass None"
             in a.text
             for a in answers
         )
@@ -184,7 +184,7 @@ def test_ranks_that_the_plan_does_not_name_pass_none(pool: Pool) -> None:
         (
             [{"engine": "fast"}],
             [
-                "ranks 0-7: engine 'fast' is unknown on gloo; use one of 'auto', 'exchange', 'broadcast'"
+                "ranks 0-7: engine='fast' is unknown on gloo; pass one of 'auto', 'exchange', 'broadcast'"
             ],
         ),
         ([{"timeout": 0}], ["timeout=0 is not a time to wait; pass seconds > 0"]),
@@ -216,19 +216,22 @@ def test_plans_that_differ(pool: Pool) -> None:
         )
         assert "rank 6: compile(plan " + APART.digest[:24] in error
     for error in pool.run(compile_with, [SAME] * 7 + [None], [{}], tuple(range(8))):
-        assert "rank 7: compile takes a Plan, got NoneType; pass shardmath.plan(src, dst)" in error
+        assert (
+            "rank 7: compile takes a Plan or Program, got NoneType; pass shardmath.plan(src, dst)"
+            in error
+        )
     layouts = {"w": sm.Layout((8,), sm.Mesh(tp=8), "(tp n)")}
     transformed = sm.transforms.transformed(layouts, layouts, {"w": transforms.Cast("bfloat16")})
     for error in pool.run(compile_with, [SAME] * 7 + [transformed], [{}], tuple(range(8))):
-        assert "rank 7: compile takes a Plan, got Transformed; pass" in error
-        assert "compile_transformed takes a Transformed" in error
+        assert "rank 7: compile takes a Plan or Program, got Transformed; pass" in error
+        assert "a Transformed to compile_transformed" in error
 
 
 def test_a_program_of_more_messages_than_a_group_takes(pool: Pool) -> None:
     """NCCL hangs on many thousands: rounds are to be cut where all ranks know it, which is in the program."""
     program = sm.schedule(SAME, max_ops_per_group=8001)
     for error in pool.run(compile_with, [program], [{}], tuple(range(8))):
-        assert "ranks 0-7: the program has up to 8001 messages of a rank in a round" in error
+        assert "ranks 0-7: the program has max_ops_per_group=8001, where at most" in error
         assert "schedule the plan with max_ops_per_group=8000 or less" in error
 
 
@@ -240,7 +243,7 @@ def test_a_group_without_a_rank_of_the_plan(pool: Pool) -> None:
         for r in (0, 1, 2, 3, 5)
     )
     for rank, error in enumerate(pool.run(outsider, APART, (0, 1, 2, 3, 5))):
-        assert rank in (0, 1, 2, 3, 5) or f"rank {rank} is not in the group" in error
+        assert rank in (0, 1, 2, 3, 5) or f"rank {rank} is not in the process group" in error
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])

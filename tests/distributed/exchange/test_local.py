@@ -44,7 +44,7 @@ def test_a_tensor_that_overlaps_itself() -> None:
     windows = torch.zeros(5).as_strided((4,), (1,)).as_strided((2, 2), (1, 1))
     layouts = [{"a": sm.Layout((2, 2), MESH, text)} for text in ("(tp n) h", "n h")]
     with pytest.raises(
-        sm.ExchangeError, match=r"strides \(1, 1\), which put several elements into one cell"
+        sm.ExchangeError, match=r"strides \(1, 1\), which put several elements at one address"
     ):
         _check(*layouts, {"a": windows})
 

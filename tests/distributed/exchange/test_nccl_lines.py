@@ -100,7 +100,7 @@ def test_what_fails(pool: Pool) -> None:
             "PeerFailure: connection closed",
             "closed on [device(type='cpu')]",
         )
-        assert "reports cancelled messages as received; leave it out, or set it to 0" in refused
+        assert "reports cancelled messages as received; unset it, or set it to 0" in refused
 
 
 class Channel:

@@ -375,7 +375,7 @@ def test_other_limits_on_one_rank(pool: Pool) -> None:
 
 def test_a_limit_that_is_not_the_programs(pool: Pool) -> None:
     """`max_inflight_bytes` is part of a program: leave it out, or pass the same."""
-    shown = "ranks 0-7: max_inflight_bytes=4096, the program has its own, 1073741824; leave it out, or schedule"
+    shown = "ranks 0-7: max_inflight_bytes=4096, but the program has 1073741824; leave it out, or pass it to"
     for error in pool.run(compile_with, [PROG], [{"max_inflight_bytes": 4096}], tuple(range(8))):
         assert error.startswith(shown)
     same = {"max_inflight_bytes": PROG.max_inflight_bytes}
@@ -442,7 +442,7 @@ def test_a_rank_that_dies_passing_on() -> None:
         answers = workers.attempt(dies_passing_on, case, victim, 5.0, ranks=started, timeout=20)
         assert any(first for first, _ in answers)
         for first, again in answers:
-            told = f"rank {victim} failed while tensor 'w' was to come from it: "
+            told = f"rank {victim} failed while tensor 'w' had to be sent by it: "
             assert first.startswith(told) if first else again.startswith(told), (first, again)
             assert not first or again == f"this mover is broken: {first}"
     finally:

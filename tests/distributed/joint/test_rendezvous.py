@@ -208,7 +208,9 @@ def test_who_has_time_left_meets_in_the_next_meeting() -> None:
     """Rank 0 gives up, and another comes in its place; rank 1 has waited all the time."""
     comers = Comers()
     comers.come(seat(1, "b"), 0.0, LONG_S)
-    with pytest.raises(ExchangeError, match="rank 2 of 3 ranks did not come in time; see that"):
+    with pytest.raises(
+        ExchangeError, match=r"rank 2 of 3 ranks did not call smt\.connect in time; start"
+    ):
         carry_out(meet(seat(0, "a")), comers.store, time.monotonic() + 0.5)
     comers.come(seat(0, "c"), 0.0, LONG_S)
     comers.come(seat(2, "d"), 0.0, LONG_S)
@@ -278,7 +280,10 @@ def test_a_process_of_an_earlier_run_joins_where_no_run_is_given() -> None:
     assert [_name_all(seats) for seats in comers.met.values()] == [["a", "c", "stale"]]
     said = {one.token: text for one, text in comers.said}
     # Whether the rank 0 that has gone on is still heard depends on how late this one is.
-    late = ("rank 0 of 3 ranks did not come in time", "the others have a group in which another")
+    late = (
+        "rank 0 of 3 ranks did not call smt.connect in time",
+        "the others have a group in which another",
+    )
     assert said["b"].startswith(late)
 
 

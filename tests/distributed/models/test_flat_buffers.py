@@ -94,7 +94,7 @@ def test_other_parameters() -> None:
         by_parameter(
             layout, nn.ModuleDict({"embed": nn.Embedding(8, 4), "expert": nn.Linear(4, 2)})
         )
-    with pytest.raises(sm.ParamLayoutError, match=r"not the module's"):
+    with pytest.raises(sm.ParamLayoutError, match=r"that the module lacks"):
         by_name(by_parameter(layout, module), other)
 
 
@@ -148,7 +148,7 @@ def test_views_are_the_array() -> None:
         (torch.zeros(3), "ends at"),
         (torch.zeros(256, dtype=torch.float64), "the array is float64"),
         (torch.zeros(16, 16), "give a flat one"),
-        ({"other": torch.zeros(256)}, "no array 'shard'"),
+        ({"other": torch.zeros(256)}, "lies in array 'shard'"),
     ],
 )
 def test_arrays_that_do_not_fit(array: Any, said: str) -> None:

@@ -32,9 +32,9 @@ def test_ranks_pair_threads_by_name(pool: Pool) -> None:
 
 REFUSED = [
     "rank 1: the source tensor has shape",
-    "rank 1: async_op=1; pass True or False",
+    "rank 1: async_op=1 is not a bool; pass True or False",
     "rank 1: async_op=True on the default process group",
-    "rank 1: in smt.commit moves follow each other",
+    "rank 1: async_op=True in smt.commit, where moves run one after another",
     "in the middle of a save, load or export",
     "rank 1: the source tensor has shape",
     "timeout=-1.0 is not a time to wait",
@@ -65,7 +65,7 @@ def test_a_wait_may_be_left(pool: Pool) -> None:
 def test_what_waits_in_a_block_is_not_overwritten(pool: Pool) -> None:
     """By another thread's move of the same mover, which would receive into the same memory."""
     for meanwhile, held, block, after, end in pool.run(beside.two_threads):
-        assert "another thread has not left" in meanwhile
+        assert "smt.commit block that has not ended" in meanwhile
         assert (held, block, after, end) == (OLD, "", "", NEW)
 
 

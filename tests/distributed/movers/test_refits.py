@@ -64,7 +64,7 @@ def test_changes_that_come_to_nothing_are_sent_again(pool: Pool) -> None:
 
 def test_what_a_comparison_finds_is_repaired(pool: Pool) -> None:
     for said, *after in pool.run(refitted.found_wrong):
-        assert "arrived with other bits" in said
+        assert "differs from its source" in said
         assert after == ["", ""]
 
 

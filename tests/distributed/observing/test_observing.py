@@ -172,7 +172,7 @@ def test_a_program_and_its_model_have_the_same_messages(pool: Pool, tmp_path: Pa
 def test_moves_of_every_kind_are_in_a_trace(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(work.traced, str(tmp_path / "move.json"))
     trace = merge(tmp_path)
-    assert all("this process is in a smt.trace" in one["nested"] for one in told)
+    assert all("inside of another smt.trace of this process" in one["nested"] for one in told)
     for rank in RANKS:
         moves = [s for s in trace.spans if s.place == (rank, False) and s.track == "moves"]
         kinds = [re.sub(r"[0-9a-f]{24}|\(mover \d+\)|\d+", "", s.name).split() for s in moves]

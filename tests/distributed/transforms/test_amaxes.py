@@ -115,7 +115,7 @@ WRONG = {
     "shape": "shape (2, 3), the plan's layout stores (2, 64) there",
     "dtype": "dtype float64, the plan's layout has float32",
     "missing": "the source tensor is missing",
-    "mapping": "pass it without a dict",
+    "mapping": "pass that tensor without a dict",
     "count": "out= has 1 tensor, where 2 are needed; pass the tensors data, scales",
     "alone": "out= is Tensor, where a tuple of tensors is needed; pass the tensors data, scales",
     "scales": "destination tensor 'scales' has dtype float64",

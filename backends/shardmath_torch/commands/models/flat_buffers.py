@@ -43,7 +43,9 @@ __all__ = [
 
 
 def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
-    """Return trained parameters in forward order, with this rank's shapes; a tied one appears under its first name.
+    """Return a module's trained parameters as Params for flat buffers, in forward order, with local shapes.
+
+    A tied parameter appears once, under its first name.
 
     Embeddings and output layers (`get_output_embeddings`) are not managed by LayerWise optimizers.
     Quantized storage is not detected: set `quantized=` of such a Param.
@@ -119,7 +121,7 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
     named = dict(module.named_parameters())
     unknown = [name for name, _ in layout.placed if name not in named]
     if unknown:
-        fix = "lay out those of `params_of(module)`"
+        fix = "make the layout from params_of(module)"
         what = f"the module lacks {plural(unknown, 'parameter')} of the layout: {unknown[:8]}"
         raise ParamLayoutError(f"{what}; {fix}")
     return ParamLayout(
@@ -134,7 +136,7 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
 def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
-    """Return a buffer layout by parameter, from Megatron-Core or `by_parameter`, converted to names and checked.
+    """Convert a buffer layout by parameter, from Megatron-Core or `by_parameter`, to a layout by name, and check it.
 
     Such a layout does not have the number of ranks that it is for: `data_parallel_world_size` adds
     it.
@@ -147,7 +149,8 @@ def by_name(
     unknown = [tuple(p.shape) for p, _ in placed if id(p) not in names]
     if unknown:
         what = f"the layout has {plural(unknown, 'parameter')}, of shapes {unknown[:8]}"
-        raise ParamLayoutError(f"{what}, that are not the module's; give the module's own layout")
+        fix = "pass the module for which the layout was made"
+        raise ParamLayoutError(f"{what}, that the module lacks; {fix}")
     return buffers.PerBufferParamLayout(
         [(names[id(p)], at) for p, at in placed],
         layout.bucket_indices,
@@ -213,8 +216,8 @@ def _view_in(place: Place, local: str, layout: Layout, arrays: Mapping[str, Tens
     array = arrays.get(place.buffer)
     if array is None:
         known = ", ".join(map(repr, arrays)) or "none"
-        what = f"there is no array {place.buffer!r}, where {local!r} lies; the arrays are {known}"
-        raise StoreError(f"{what}: give that one too")
+        what = f"tensor {local!r} lies in array {place.buffer!r}, and the arrays are {known}"
+        raise StoreError(f"{what}; pass array {place.buffer!r}, too")
     if array.ndim != 1 or place.end > array.numel() or array.dtype != dtype_of(layout.dtype):
         what = f"{place} of {local!r} ends at {place.end} and is {layout.dtype}"
         given = f"the array is {str(array.dtype).removeprefix('torch.')}{list(array.shape)}"

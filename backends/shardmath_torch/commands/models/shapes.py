@@ -197,8 +197,8 @@ def _build(config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"), _bound_modules():
             return _make_network(config)
     except Exception as error:  # the settings are the user's, and what takes them transformers'
-        what = f"{type(config).__name__} builds no model: {word_error(error)}"
-        fix = "give a transformers config, with what its architecture needs"
+        what = f"no model can be made of {type(config).__name__}: {word_error(error)}"
+        fix = "give a config of which transformers' AutoModel.from_config makes a model"
         raise ShardError(f"{what}; {fix}") from error
 
 
@@ -332,7 +332,7 @@ def _split_stack(
     count = len(rule.parts)
     if rows % count:
         what = f"{name!r} of shape {shape} does not fall into {count} equal parts"
-        fix = "UNSTACK[model_type] is wrong for this version of transformers"
+        fix = "install transformers 5.23, or change UNSTACK for this model type"
         raise ShardError(f"{what} along dimension 1; {fix}")
     cut = (rows // count, *rest)
     for part in rule.parts:

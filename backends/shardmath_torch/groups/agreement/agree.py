@@ -70,7 +70,7 @@ class Ballot(NamedTuple):
 
 
 def encode(ballot: Ballot) -> bytes:
-    """Return the vote `ballot` as RECORD bytes.
+    """Return the vote `ballot` as RECORD bytes, to send to the other ranks; longer texts are cut.
 
     >>> ballot = Ballot("move 1", objection="no", peers=7, said=b"xyz")
     >>> decode(encode(ballot)) == ballot
@@ -133,7 +133,7 @@ def decode(record: bytes) -> Ballot:
 def vote(
     wire: Wire, ranks: Sequence[int], mine: Ballot, patience: float | None = None
 ) -> tuple[Ballot, ...]:
-    """Return all ranks' votes, in the order of `ranks`; waits `patience` seconds, None for the wire's default.
+    """Return all ranks' votes, in the order of `ranks`; wait `patience` seconds, None for the connections' default.
 
     Raises Refused on every rank if any rank objects or intends something else, PeerFailure if one
     does not vote.

@@ -53,7 +53,7 @@ _reporters: WeakKeyDictionary[Store, list[_Reporter]] = WeakKeyDictionary()
 
 
 def stop_asking(store: Store) -> None:
-    """End the threads that report failures, so that nothing more is written into `store`, whose group ends here.
+    """End the threads that report failures in `store`, before its process group ends.
 
     First gives each its patience, at most a grace period, so that other ranks can read a store that is served here.
     """
@@ -97,7 +97,7 @@ def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) ->
 
 @dataclass(slots=True)
 class FailureDetector:
-    """The exchange of failure reports among a group's ranks, in `store` under `key`, in at most `grace` seconds.
+    """The exchange of failure reports among a group's ranks, which finds out which rank failed first.
 
     `host` is the rank whose process serves the store, None if no rank of the group does, or
     UNTOLD. `answered` is whether the store ever answered.

@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 
 
 def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[_T]:
-    """Return every rank's object `mine`, in the group's order, within the group's time limit.
+    """Return every rank's object `mine`, in the order of the group's ranks, within the group's time limit.
 
     `what` names the call and must be equal on all ranks. Raises ExchangeError if a rank is gone, does
     not call, or makes another call.
@@ -79,7 +79,7 @@ def _gather(party: Party, item: _T, what: str) -> list[_T]:
     except ExchangeError as error:
         objection = message_of(error)
     except Exception as error:
-        objection = f"its object cannot be pickled: {word_error(error)}"
+        objection = f"its object cannot be pickled: {word_error(error)}; pass a value that can be"
     content = LENGTH.pack(len(pickled)) + pickled
     mine_ballot = Ballot(what + in_thread(None), objection=objection, said=content)
     # A wait with an explicit time reacts to Ctrl-C: a rank may wait long for a late one.
@@ -113,7 +113,8 @@ def _unpickle(pickled: bytes) -> Any:
         return pickle.loads(pickled)
     except Exception as error:
         what = f"a rank's object cannot be read here: {word_error(error)}"
-        raise ExchangeError(f"{what}; run the same versions on all ranks") from error
+        fix = "run the same versions of Python and all packages on all ranks"
+        raise ExchangeError(f"{what}; {fix}") from error
 
 
 def _gather_by_torch(mine: _T, group: Group, what: str) -> list[_T]:
@@ -164,7 +165,7 @@ def _breaking_on_error(party: Party | None) -> Iterator[None]:
 
 
 def mark_told(error: BaseException, group: Group | None) -> None:
-    """Mark `error` as known to all ranks, for the current call of several steps on the group only."""
+    """Mark `error` as known to all ranks, so that it does not break the group in the current call."""
     if TOLD not in getattr(error, "__notes__", ()):
         error.add_note(TOLD)
     if not compat.is_alone():
@@ -173,7 +174,7 @@ def mark_told(error: BaseException, group: Group | None) -> None:
 
 @contextmanager
 def in_step(group: Group | None) -> Iterator[None]:
-    """Mark the `with` block as this rank's local step in a longer call. Raises ExchangeError inside another step."""
+    """Mark the `with` block as a local step of a longer call. Raises ExchangeError inside another step."""
     if compat.is_alone():
         yield
         return
@@ -191,5 +192,5 @@ def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError
     party = party_of(compat.group_of(group))
     if party is None:
         lost = f"a rank is gone, or did not {what}: {message_of(error)}"
-        return ExchangeError(f"{lost}; see which ended first, and start the ranks again")
+        return ExchangeError(f"{lost}; start all ranks again, and make this call on each")
     return party.break_by(PeerFailure(None, message_of(error)), _make_describe(what))

@@ -49,7 +49,7 @@ SOON_S = 0.01
 
 
 class Goodbye(NamedTuple):
-    """A notice that `rank` left mover `key` after vote number `after`; if it `lingers`, it waits for readers."""
+    """A notice that `rank` closed the mover `key`, or left its group, after vote number `after`."""
 
     rank: int
     key: str
@@ -59,7 +59,7 @@ class Goodbye(NamedTuple):
 
 
 class Goodbyes:
-    """The notices of ranks that left (goodbyes) in one group's store, under `name`, as far as this rank has read them.
+    """The notices of ranks that left a mover or the group (goodbyes), in the group's store under `name`.
 
     `serves` is whether this process serves the store.
     """
@@ -110,7 +110,7 @@ class Goodbyes:
         return has_left or rank == self._rank or store.check([self._key(f"heard/{number}/{rank}")])
 
     def look(self, limit: float) -> None:
-        """Read the new notices of ranks that left, in at most `limit` seconds."""
+        """Read the new notices of ranks that left, waiting at most `limit` seconds for the store."""
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:

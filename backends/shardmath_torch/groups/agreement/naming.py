@@ -25,13 +25,13 @@ _T = TypeVar("_T")
 
 
 def word_objection(error: BaseException) -> str:
-    """Return the text of an objection because of `error`: its message, after its kind unless a ShardError; never ""."""
+    """Return the text in which a rank objects because of `error`: its message, with its class unless a ShardError."""
     message = message_of(error) if isinstance(error, ShardError) else ""
     return message or word_error(error)
 
 
 def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
-    """Return `make()` and "", or None and an objection if it raises, since others wait for this rank's vote."""
+    """Return `make()` and "", or, if it raises, None and an objection, the text for this rank's vote."""
     try:
         return make(), ""
     except Exception as error:
@@ -48,7 +48,7 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Return words for the tensor in flight from or to `rank`, or if None, one that the plan moves there."""
+    """Return the error text for `tensor`, which `rank` sends or receives; for None, for a tensor that it moves."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:
@@ -56,10 +56,10 @@ def describe_crossing(given: object, tensor: str | None, rank: int | None) -> st
         received = _list_crossing(given, rank, "receive")
         tensor = next(itertools.chain(sent, received), None)
     if tensor is None:
-        return "no tensor was on its way from or to it"
+        return "it had no tensor to send or receive"
     name = f"tensor {tensor!r}" if tensor else "the tensor"
     is_sent = rank is not None and tensor in _list_crossing(given, rank, "send")
-    return f"{name} was to {'come from' if is_sent else 'go to'} it"
+    return f"{name} had to be {'sent' if is_sent else 'received'} by it"
 
 
 def _list_crossing(plan: Plan | Transposed | Program, rank: int, way: _Way) -> Iterator[str]:

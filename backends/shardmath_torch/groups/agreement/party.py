@@ -31,11 +31,9 @@ from shardmath_torch.groups.stores import serves_store
 
 __all__ = ["Party", "is_time", "word_bad_time"]
 
-FIX = (
-    "this process group is broken: make a new one, in which movers go on by replan(plan, group=...)"
-)
+FIX = "this process group is broken: make another, and continue in it by mover.replan(plan, group=...)"
 
-GO_ON = "the others go on in another process group, by replan(plan, group=...)"
+GO_ON = "continue on the other ranks in another process group, by mover.replan(plan, group=...)"
 """The fix once a rank has left."""
 
 LONGEST_S = 1e9
@@ -82,18 +80,18 @@ class Party:
 
     @property
     def timeout(self) -> float:
-        """The seconds that a call may take: to wait for a peer, and then to find out who failed."""
+        """The seconds that a call may take: to wait for another rank, and then to find out which rank failed."""
         # An extra fifth of the grace is for reporting the failure.
         return self.patience + 1.2 * self.grace
 
     def with_own_key(self) -> Party:
-        """Return a copy with another `key`, equal on all ranks since it is their count of votes."""
+        """Return a copy with a new `key`, one per mover, and equal on all ranks since it is their count of votes."""
         return replace(self, key=str(self.turns.votes + 1))
 
     def vote(
         self, mine: Ballot, patience: float | None = None, event: Event = Event.VOTE
     ) -> tuple[Ballot, ...]:
-        """Return all ranks' votes or, by `event`, promises; `mine` is this rank's.
+        """Send this rank's vote `mine` to all ranks (a promise, if `event` says so), and return all ranks' votes.
 
         Raises Refused if any rank objects, PeerFailure if one does not vote.
         """
@@ -121,7 +119,7 @@ class Party:
         self.wire.begin(number + mark, unasked.patience)
 
     def go_on(self, unasked: Unasked) -> None:
-        """Begin an operation on which ranks agreed earlier, without a vote; others rely on this rank from here on."""
+        """Begin an operation on which ranks agreed earlier, without a vote; other ranks now wait for this rank."""
         self.turns.unasked = unasked
         self._begin()
         self.turns.agreed()
@@ -180,7 +178,7 @@ class Party:
             yield
 
     def listen(self) -> None:
-        """Watch from now on for ranks that leave the group. Call it after the group's first vote."""
+        """Start to watch the store for ranks that leave the group. Call it after the group's first vote."""
         turns = self.turns
         store = compat.store_of(self.group)
         if store is not None:
@@ -261,7 +259,7 @@ class Party:
             raise
 
     def answer_for(self, act: Callable[[], None]) -> None:
-        """Run `act`, on which others rely. If it raises, raises PeerFailure that blames this rank."""
+        """Run `act`, for which other ranks wait; if it raises, raise PeerFailure that blames this rank."""
         try:
             act()
         except PeerFailure:
@@ -270,7 +268,7 @@ class Party:
             raise PeerFailure(self.rank, word_error(error)) from error
 
     def leave(self, error: BaseException) -> None:
-        """Break the group, because `error` ended a call on it in the middle."""
+        """Break the group, since `error` ended a call on it in the middle, and report that to the other ranks."""
         self.give_up(f"it was left in the middle by {word_error(error)}")
 
     def give_up(self, cause: str) -> None:
@@ -308,7 +306,7 @@ class Party:
         if report.is_goodbye:
             return report.cause
         if first_failed == self.rank:
-            what = f"rank {first_failed} (this one) failed or was given up by the others"
+            what = f"rank {first_failed} (this one) failed, or the others stopped waiting for it"
             return f"{what}: {_word_fix(report.cause)}"
         reported = PeerFailure(report.blames, report.cause, report.tensor)
         if first_failed is not None:
@@ -339,5 +337,7 @@ class Party:
 def _word_fix(cause: str) -> str:
     """The cause with its fix, and the fix for the group."""
     # A late rank may have made another call, or none.
-    calls = "; see that it makes the calls that the others make" if cause == LATE else ""
+    calls = ""
+    if cause == LATE:
+        calls = "; make the same calls on it as on the other ranks, or pass a longer timeout="
     return f"{cause}{calls}; {FIX}"

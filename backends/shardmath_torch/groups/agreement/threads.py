@@ -100,7 +100,7 @@ def _nothing() -> None:
 
 
 class Errand:
-    """A background job in a thread that others wait for; `act` handles its own errors, and `call_off` ends it early."""
+    """A background job in a thread that other threads wait for; `act` is its work, `call_off` ends it early."""
 
     def __init__(self, act: Callable[[], None], call_off: Callable[[], None] = _nothing) -> None:
         self.is_over = False

@@ -24,16 +24,17 @@ TRANSPORTS = {"gloo": "shardmath_gloo", "nccl": "shardmath_nccl"}
 
 
 def package_of(group: compat.Group) -> ModuleType:
-    """Return the transport package that serves the group. Raises ExchangeError if none does."""
+    """Return the transport package for the group's backend, such as shardmath_gloo. Raises ExchangeError if none is."""
     backend = compat.backend_of(group)
     if backend not in TRANSPORTS:
-        known = " or ".join(TRANSPORTS)
-        raise ExchangeError(f"the group's backend is {backend!r}; init_process_group with {known}")
+        known = " or ".join(map(repr, TRANSPORTS))
+        what = f"the process group has backend {backend!r}, where {known} is needed"
+        raise ExchangeError(f"{what}; make a group with that, as by dist.new_group(backend=...)")
     return importlib.import_module(TRANSPORTS[backend])
 
 
 def join(group: compat.Group, patience: float, grace: float) -> Party:
-    """Return this rank's `Party` in the group, with the times `patience` and `grace` in seconds. Sends nothing."""
+    """Return this rank's connections in the group (`Party`), with time limits in seconds. Sends nothing."""
     wire = package_of(group).open_wire(group, patience)
     rank = compat.rank_in(group)
     ranks = compat.ranks_of(group)
@@ -41,7 +42,7 @@ def join(group: compat.Group, patience: float, grace: float) -> Party:
 
 
 def join_within(group: compat.Group, limit: float) -> Party:
-    """Return this rank's `Party` for calls of `limit` seconds, at most a fifth of them to find out who failed."""
+    """Return this rank's connections in the group (`Party`) for calls of at most `limit` seconds."""
     grace = min(LONGEST_GRACE_S, limit / 5)
     # An extra fifth of the grace is for reporting the failure.
     return join(group, limit - 1.2 * grace, grace)

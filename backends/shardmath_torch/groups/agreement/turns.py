@@ -47,7 +47,7 @@ LOOK_AGAIN_S = 0.001
 
 
 class Refused(ExchangeError):
-    """An objection to an operation, known to all ranks: nothing was done, and the group can be used again."""
+    """The error if a rank objects to an operation: raised on all ranks; nothing was done, the group stays usable."""
 
 
 class Unasked(NamedTuple):
@@ -78,7 +78,7 @@ def _nobody() -> None:
 class _Seat:
     """A fair lock that survives exceptions: one thread at a time holds it, others wait in order of arrival.
 
-    `activity` completes the sentence "thread has ... of this process group".
+    `activity` completes the sentence "thread has been in ... on this process group".
     """
 
     def __init__(self, activity: str) -> None:
@@ -98,9 +98,10 @@ class _Seat:
         while (blocker := self._claim(turn)) is not None:
             left = until - time.monotonic()
             if left <= 0:
-                activity = f"{blocker.thread.name} has {self._activity} of this process group"
+                activity = f"thread {blocker.thread.name!r} has been in {self._activity}"
+                what = f"{activity} on this process group for {patience:.1f} s"
                 fix = "give each thread its own group, dist.new_group()"
-                raise ExchangeError(f"{activity} for {patience:.1f} s; {fix}")
+                raise ExchangeError(f"{what}; {fix}")
             # Looking again needs no lock of Event or Condition, which an exception may leave held.
             time.sleep(min(left, LOOK_AGAIN_S))
 
@@ -175,9 +176,9 @@ class Turns:
         self.goodbyes: Goodbyes | None = None
         self.give_up: Callable[[], None] | None = None
         self.giving_up = threading.Lock()
-        self._turn = _Seat("had the turn")
-        self._call = _Seat("been in a call of several steps")
-        self._step = _Seat("been in a step")
+        self._turn = _Seat("a call")
+        self._call = _Seat("a call of several steps")
+        self._step = _Seat("a step of a call")
         self.told: BaseException | None = None
         self._names: dict[str, weakref.ref[threading.Thread]] = {}
         self._queue = threading.Lock()
@@ -189,7 +190,7 @@ class Turns:
         return self.votes
 
     def agreed(self) -> None:
-        """Record that the vote is over, without an objection."""
+        """Record that the vote has ended without an objection."""
         self.protocol.note(Event.AGREE)
 
     @property
@@ -199,7 +200,7 @@ class Turns:
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank has begun to vote, so that others may rely on it."""
+        """Whether this rank has begun to vote, so that other ranks may wait for it."""
         return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
@@ -216,7 +217,7 @@ class Turns:
 
     @contextmanager
     def alone(self, patience: float) -> Iterator[None]:
-        """Keep other calls on the group out of this process during the `with` block, even on a broken group.
+        """Keep other calls of this process off the group during the `with` block, even if the group is broken.
 
         Waits for background moves, and at most `patience` seconds for other threads. Raises ExchangeError inside of a
         call, and if another thread keeps the turn.
@@ -288,7 +289,7 @@ class Turns:
 
     @contextmanager
     def ending(self, patience: float, cause: str) -> Iterator[None]:
-        """Reserve the group for its last operation, like `alone`; after it none can begin. Others are sent `cause`."""
+        """Reserve the group for its last operation, like `alone`; later calls raise. Other ranks are sent `cause`."""
         with self.alone(patience):
             self.part(WHOLE_GROUP, cause)
             self.broken = self.broken or cause
@@ -299,7 +300,7 @@ class Turns:
     def listen(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
     ) -> None:
-        """Watch from now on for ranks that leave, by `Goodbyes` of the arguments. Later calls change nothing."""
+        """Start to watch the store for ranks that leave the group. Later calls change nothing."""
         if self.goodbyes is not None or len(ranks) == 1:
             return
         self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
@@ -327,21 +328,18 @@ class Turns:
     def refuse_nested(self) -> None:
         """Raise ExchangeError if the calling thread is in an operation on the group: it would wait for itself."""
         if self._turn.is_mine():
-            what = "this thread is in the middle of a move or a compile, and calls another one"
-            fix = "call it after the first has ended"
-            raise ExchangeError(f"{what}, as a signal handler may; {fix}")
+            what = "this thread is in the middle of a move or a compile on this process group"
+            where = "and made another call on it, as in a signal handler or progress callback"
+            raise ExchangeError(f"{what}, {where}; call it after the first has ended")
         self._refuse_in_step()
 
     def _refuse_in_step(self) -> None:
         """Raise ExchangeError inside of a step, whose result the other ranks wait for."""
         if self._step.is_mine():
-            what = (
-                "this thread is in the middle of a save, load or export, and calls something else"
-            )
+            what = "this thread is in the middle of a save, load or export on this process group"
+            where = "and made another call on it, as in a progress callback"
             fix = "call it after the first has ended, or on another group"
-            raise ExchangeError(
-                f"{what} on the same process group, as a progress callback may; {fix}"
-            )
+            raise ExchangeError(f"{what}, {where}; {fix}")
 
     def _check_not_broken(self, what: str, let_go: Callable[[], None]) -> None:
         """Raise ExchangeError if the group is broken, and `what` with it."""
@@ -350,7 +348,9 @@ class Turns:
             self.protocol.note(Event.LEAVE)
         # The cause was lost if an exception came while another was being handled.
         if self.protocol.state is not State.IDLE and not self.broken:
-            self.broken = "a move or a compile was left in the middle; make a new group"
+            self.broken = (
+                "an exception ended a move or a compile in the middle; make a new process group"
+            )
             let_go()
         if self.broken:
             raise ExchangeError(f"this {what} is broken: {self.broken}")
@@ -382,7 +382,7 @@ def turns_of(group: Group) -> Turns:
 
 
 def in_thread(given: str | None) -> str:
-    """Return " in thread NAME", for the name `given` or the calling thread's, to end a claim; "" in the main thread."""
+    """Return " in thread NAME", for the name `given` or the calling thread's; "" in the main thread."""
     # Autograd's threads are not Python's, and have no names.
     if given is None and _is_thread_of_autograd():
         return " in a thread of autograd"

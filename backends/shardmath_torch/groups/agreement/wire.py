@@ -40,7 +40,7 @@ class PeerFailure(Exception):
 
 
 def check_is_torchs(error: BaseException, *files: str) -> None:
-    """Raise `error` again unless torch raised it, called from one of `files`.
+    """Raise `error` again unless it comes from torch, called from one of `files`.
 
     Otherwise an error of a signal handler, raised during the call, would be taken for the network's.
     """
@@ -63,21 +63,21 @@ def says_ended(text: str) -> bool:
 
 
 class Pending(Protocol):
-    """A message that is in flight, being sent or received."""
+    """A message in flight, being sent or received, that can be waited for."""
 
     def wait(self) -> None:
         """Have later work on the wire's device wait until this message has arrived or left. Raises PeerFailure."""
 
 
 class Wire(Protocol):
-    """The connections of one process group over a transport; ranks have the numbers that plans use."""
+    """The connections of one process group, over which a rank sends bytes, receives bytes and gathers records."""
 
     @property
     def device(self) -> torch.device:
-        """The device on which tensors must be."""
+        """The device on which tensors to send or receive must be."""
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Mark messages from now on with the number `turn` of the operation they belong to, as by `Turns.next`.
+        """Mark later messages with `turn`, the number of the operation that they belong to.
 
         Their waits take at most `patience` seconds; None for the wire's default.
         """
@@ -95,7 +95,7 @@ class Wire(Protocol):
         """Wait until all started messages have been sent and received. Raises PeerFailure."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Return every rank's `record`, in the group's order; all records have one size.
+        """Return every rank's `record`, in the order of the group's ranks; all records have one size.
 
         Waits at most `patience` seconds; None for the turn's. Raises PeerFailure.
         """

@@ -142,9 +142,9 @@ def _check_rank(rank: object, size: object) -> tuple[int, int]:
     """Both as ints. Raises ExchangeError for a rank outside of the group, or more ranks than torch can count."""
     number = as_integer(size, "size", ExchangeError)
     place = as_integer(rank, "rank", ExchangeError)
-    if number > MOST:
-        what = f"size={number} is above {MOST}, the most ranks of a torch group"
-        raise ExchangeError(f"{what}; give fewer")
+    if not 0 < number <= MOST:
+        what = f"size={number} is not a number of ranks from 1 to {MOST}, the most of a torch group"
+        raise ExchangeError(f"{what}; pass how many processes connect")
     if not 0 <= place < number:
         fix = f"give this process's place in the group, 0 to {number - 1}"
         raise ExchangeError(f"rank={place} is not in a group of size={number}; {fix}")
@@ -155,18 +155,18 @@ def _check_backend(backend: str) -> None:
     """Raises ExchangeError for an unknown backend, or one that this process cannot use."""
     if known(backend, tuple(BACKENDS)) is None:
         ways = " or ".join(map(repr, BACKENDS))
-        raise ExchangeError(f"backend={shown(backend)}; pass {ways}")
+        raise ExchangeError(f"backend={shown(backend)} is unknown; pass {ways}")
     if backend == "nccl" and not (dist.is_nccl_available() and torch.cuda.is_available()):
         what = "torch was built without NCCL, or finds no GPU in this process"
         raise ExchangeError(
-            f"backend='nccl', but {what}; pass 'gloo', or use a torch with NCCL, and a GPU"
+            f"backend='nccl', but {what}; pass 'gloo', or run on a GPU with a torch that has NCCL"
         )
 
 
 def _check_text(argument: str, text: object) -> None:
     """Raises ExchangeError for a text that cannot be part of a store's key."""
     if not isinstance(text, str):
-        raise ExchangeError(f"{argument}={shown(text)} is not a text; pass one, or leave it out")
+        raise ExchangeError(f"{argument}={shown(text)} is not a str; pass a str, or leave it out")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -185,8 +185,8 @@ def _connect(store: Store, seat: Seat, left: float, label: str) -> dist.ProcessG
     try:
         return threads.within(left + GRACE_S, make)
     except RuntimeError as error:
-        what = f"ranks met, and {_word_lost(store, seat)}"
-        fix = "see that they run and have a network interface in common, and connect again"
+        what = f"all ranks called smt.connect, and then {_word_lost(store, seat)}"
+        fix = "start them again on hosts that reach each other by network, and connect again"
         raise ExchangeError(f"{what}: {error}; {fix}") from error
 
 
@@ -244,8 +244,9 @@ def disconnect(group: dist.ProcessGroup) -> None:
     thread's call lasts longer than the group's time limit.
     """
     if not isinstance(group, JointGroup):
-        fix = "pass what smt.connect returned, and end others by torch.distributed.destroy_process_group"
-        raise ExchangeError(f"{shown(group)} is not a joint group; {fix}")
+        what = f"group={shown(group)} was not made by smt.connect"
+        fix = "pass a group that smt.connect returned; torch.distributed.destroy_process_group ends others"
+        raise ExchangeError(f"{what}; {fix}")
     if not group.is_open:
         return
     compat.check_not_forked(group)

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 
 class Address(NamedTuple):
-    """The host and port of a served store."""
+    """The host and port at which a key-value store is served."""
 
     host: str
     port: int
@@ -48,7 +48,7 @@ class Address(NamedTuple):
 
 
 def read_where(where: object) -> Address | Store:
-    """Return `where` as an address, from "host:port", or as the store that it is. Raises ExchangeError for others."""
+    """Convert `where` to an Address if it is "host:port"; return a store unchanged. Raises ExchangeError for others."""
     if isinstance(where, Store):
         return where
     if isinstance(where, str):
@@ -57,7 +57,7 @@ def read_where(where: object) -> Address | Store:
         if _is_host(host) and _is_port(port):
             return Address(host, int(port))
     fix = "pass 'host:port', where rank 0 serves a store, or a torch.distributed.Store"
-    raise ExchangeError(f"where={shown(where)} is not a place to meet; {fix}")
+    raise ExchangeError(f"where={shown(where)} is neither an address nor a store; {fix}")
 
 
 def _is_host(text: str) -> bool:
@@ -76,7 +76,7 @@ def _is_port(text: str) -> bool:
 
 
 def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[Store], _T]) -> _T:
-    """Return `meet(store)`, called again until the time `until` if a store at an address is lost.
+    """Open the store at `where`, and return `meet(store)`; until the time `until`, try again if the store is lost.
 
     Raises ExchangeError if the store cannot be served, or is not there in time, and any exception of `meet`.
     """
@@ -103,8 +103,9 @@ def _meet_in(given: Store, until: float, meet: Callable[[Store], _T]) -> _T:
     try:
         return meet(threads.within(seconds_left + GRACE_S, partial(connect_anew, given)))
     except RuntimeError as error:
-        what = f"the store in which ranks meet is lost: {error}"
-        raise ExchangeError(f"{what}; see that its process runs, and connect again") from error
+        what = f"the store passed as where= is lost: {error}"
+        fix = "start its process again, and connect again on all ranks"
+        raise ExchangeError(f"{what}; {fix}") from error
 
 
 def _open(address: Address, serves: bool, until: float) -> Store:
@@ -164,9 +165,9 @@ def _make_serving_error(address: Address, error: Exception) -> ExchangeError:
 
 
 def _make_lost_error(address: Address, error: Exception) -> ExchangeError:
-    what = f"rank 0 did not come in time, or does not serve a store at {address}"
-    fix = "see that it runs, and connects to the same address"
-    return ExchangeError(f"{what} ({_first_line(error)}); {fix}")
+    what = f"no store answers at {address}, where rank 0 serves one ({_first_line(error)})"
+    fix = f"call smt.connect({str(address)!r}, 0, ...) in time in the process of rank 0"
+    return ExchangeError(f"{what}; {fix}")
 
 
 def _first_line(error: Exception) -> str:

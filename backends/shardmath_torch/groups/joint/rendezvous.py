@@ -60,7 +60,10 @@ OBJECTS = "!"
 
 
 class Seat(NamedTuple):
-    """A process as it enters itself for a group; `token` is unique to the process, and `run` is "" if not given."""
+    """A process's entry in a rendezvous: rank, group size, backend, a `token` unique to the process, and its run.
+
+    `run` is "" if not given.
+    """
 
     rank: int
     size: int
@@ -69,12 +72,12 @@ class Seat(NamedTuple):
     run: str = ""
 
     def word(self) -> str:
-        """Return the arguments that must be equal on all ranks, in words."""
+        """Return the process's `size` and `backend`, which must be equal on all ranks, as a text for errors."""
         return f"rank {self.rank} gives size={self.size} and backend={self.backend!r}"
 
 
 class Met(NamedTuple):
-    """The name of the meeting in which all ranks found each other, and the name of its run."""
+    """The name of the rendezvous in which all ranks found each other, and the name of its run."""
 
     meeting: str
     run: str
@@ -115,7 +118,7 @@ def _parse(text: str | None) -> _Log:
 
 
 def meet(seat: Seat) -> Steps[Met]:
-    """Find the other ranks, and return the meeting that has all of them.
+    """Find the processes of all other ranks through the store, and return the name of their rendezvous.
 
     Raises ExchangeError naming the ranks that did not come, for two processes of one rank, for ranks that give
     different sizes, backends or runs, and if the meeting is called off.
@@ -124,7 +127,7 @@ def meet(seat: Seat) -> Steps[Met]:
 
 
 def call_off(why: str) -> Steps[None]:
-    """Make processes that wait for others, or come later, raise ExchangeError with the text `why`."""
+    """Make processes that wait for other ranks, or come later, raise ExchangeError with the text `why`."""
     reason = json.dumps(why)
     expected: str | None = None
     # Overwrites any earlier reason, since a swap answers with the note that was there instead.
@@ -385,7 +388,8 @@ RUN_FIX = "end processes of an earlier run, or give all the same run="
 def _word_end(log: _Log, seat: Seat) -> str:
     """Why a meeting ended without this process; "" if that is not known."""
     if log.state == FULL:
-        return f"the others have a group in which another process is rank {seat.rank}"
+        what = f"the others have a group in which another process is rank {seat.rank}"
+        return f"{what}; give each process its own rank"
     if log.state == OPEN:
         return _word_absent(log, seat)
     return str(json.loads(log.detail)) if log.detail else ""
@@ -415,9 +419,10 @@ def _find_gaps(present: Iterable[int], size: int) -> list[range]:
 def _word_ranks(absent: list[range], size: int) -> str:
     among = plural(size, "rank")
     if not absent:
-        return f"the group of {among} was given up as the last came; connect again"
-    fix = "see that they run, and connect to the same address with the same size and name"
-    return f"{show_ranks(absent)} of {among} did not come in time; {fix}"
+        what = f"the time was over just as the last of {among} called smt.connect"
+        return f"{what}; connect again on all ranks"
+    fix = "start them with the same where, size and name, or pass a longer timeout="
+    return f"{show_ranks(absent)} of {among} did not call smt.connect in time; {fix}"
 
 
 def _word_foreign(key: str, text: str) -> str:

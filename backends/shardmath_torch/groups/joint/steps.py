@@ -86,11 +86,11 @@ class Pause(NamedTuple):
 
 
 class Linger(NamedTuple):
-    """A step: give other processes time to read this process's last text."""
+    """A step: wait, so that other processes can read this process's last text."""
 
 
 class Quit(Exception):
-    """The exception that makes steps undo what they did, since the process has to stop."""
+    """The exception that makes a generator of steps undo its changes, since the process has to stop."""
 
 
 Step: TypeAlias = Read | Swap | Add | Drop | Purge | Pause | Linger

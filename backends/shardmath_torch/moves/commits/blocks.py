@@ -39,7 +39,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class Member(NamedTuple):
-    """A mover as seen by the block of a `commit`: its group, a key unique in the group, and its name.
+    """The facts about a mover that a `commit` block uses: its process group, unique key, name and options.
 
     `timeout` is the one it was compiled with, in seconds. If `agrees_once`, ranks may move by it without a vote.
     """
@@ -53,15 +53,18 @@ class Member(NamedTuple):
 
 
 class HasMember(Protocol):
-    """A mover, or an object that moves tensors by one, such as a Refit: an argument of `commit`."""
+    """The interface of arguments of `commit`: a mover, or an object that moves tensors by a mover, such as a Refit."""
 
     @property
     def member(self) -> Member:
-        """The mover as seen by the block of a `commit`."""
+        """The mover's group, name and options, which a `commit` block checks."""
 
 
 class CommitBlock:
-    """The moves of one `commit` on this rank. Every mover in `named` must move; if there are none, any may."""
+    """The moves inside one `with commit(...)` block on this rank, which are put in place together at its end.
+
+    Every mover in `named` must move in it; if `named` is empty, any mover of the group may.
+    """
 
     def __init__(self, turns: Turns, named: dict[str, Member]) -> None:
         self._turns = turns
@@ -77,28 +80,27 @@ class CommitBlock:
 
     @property
     def was_refused(self) -> bool:
-        """Whether all ranks in the block know that none of its moves will be committed."""
+        """Whether a call in the block failed on all ranks, so that none of its moves will be committed."""
         heard = self._turns.heard
         # A rank that left before any move does not vote at the block's end; one that left later does.
         lacks_rank = heard.goodbyes != self._goodbyes and not self.entries
         return heard.refusals != self._refusals or lacks_rank
 
     def check(self, member: Member) -> None:
-        """Raise ExchangeError if the mover `member` cannot move in the block."""
+        """Raise ExchangeError if the mover `member` cannot move in the block, as after a first move in it."""
         if not member.is_beside:
-            what = f"{member.name} writes to its destination as it moves"
-            raise ExchangeError(f"{what}; compile it with commit='all' to move in smt.commit")
+            what = f"{member.name} was compiled with commit='direct' and cannot move in smt.commit"
+            raise ExchangeError(f"{what}; compile it with commit='all'")
         if self._named and member.key not in self._named:
             names = ", ".join(named.name for named in self._named.values())
-            raise ExchangeError(
-                f"smt.commit is given {names}, and {member.name} moves in it; give it that, too"
-            )
+            what = f"{member.name} moves in a smt.commit that was given only {names}"
+            raise ExchangeError(f"{what}; pass this mover to smt.commit, too")
         if member.key in self._keys:
             what = f"{member.name} moves twice in one smt.commit"
             raise ExchangeError(f"{what}; compile the plan once more for the second")
 
     def add(self, member: Member, entry: Entry) -> None:
-        """Add to the block a move of `member` whose bytes have arrived."""
+        """Add a move of `member`, whose bytes have arrived, to the moves that the block commits."""
         self._keys.add(member.key)
         self._agrees_once |= member.agrees_once
         self._timeouts.append(member.timeout)
@@ -110,13 +112,13 @@ class CommitBlock:
         return max(self._timeouts, default=DEFAULT_TIMEOUT_S)
 
     def close(self) -> None:
-        """End the block, and release its moves."""
+        """Mark the block as ended, and drop its moves, so that their tensors can be freed."""
         self.is_open = False
         self.entries = []
 
     @property
     def may_be_unheard(self) -> bool:
-        """Whether others may be in a move without a vote, in which this rank's objection does not reach them."""
+        """Whether other ranks may be in a move without a vote, and so would not receive this rank's objection."""
         return self._agrees_once and (not self._named or bool(self._list_missing()))
 
     def _list_missing(self) -> list[str]:
@@ -127,14 +129,17 @@ class CommitBlock:
         """Return why the block cannot be committed, as an objection for the vote; "" if it can."""
         missing = self._list_missing()
         if missing and not self.objection:
-            return f"smt.commit is given {', '.join(missing)}, which did not move in it"
+            what = (
+                f"smt.commit was given {', '.join(missing)}, but its block ended without that move"
+            )
+            return f"{what}; call each mover in the block, or do not pass it to smt.commit"
         # Since their moves the caller may have freed destinations.
         lost = (entry.find_lost() for entry in self.entries)
         return self.objection or next(filter(None, lost), "")
 
     @property
     def claim(self) -> str:
-        """The moves to commit, in words, which must be equal on all ranks."""
+        """The text that names the moves to commit; ranks compare it when they vote."""
         moves = "; ".join(entry.claim for entry in self.entries) or f"none{in_thread(None)}"
         return f"commit {plural(self.entries, 'move')}: {moves}"
 
@@ -150,12 +155,12 @@ _this_thread = _ThreadBlocks()
 
 
 def block_of(group: compat.Group) -> CommitBlock | None:
-    """Return the calling thread's `commit` block on the group, if any. Raises ExchangeError if a call has ended it."""
+    """Return the group's `commit` block that the calling thread is in, if any. Raises ExchangeError if it failed."""
     block = _this_thread.blocks.get(group)
     if block is not None and block.was_refused:
         raise ExchangeError(
-            "a call in this smt.commit was refused, so that nothing in it is committed; leave it, "
-            "and begin another on all ranks"
+            "an earlier call in this smt.commit block failed, so that nothing in it is committed; "
+            "leave the block, and begin another on all ranks"
         )
     return block
 
@@ -173,7 +178,8 @@ def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Ite
     if timeout is not None and not is_time(timeout):
         raise ExchangeError(word_bad_time(timeout))
     if group in _this_thread.blocks:
-        raise ExchangeError("this thread is in a smt.commit of the group; leave that one first")
+        fault = "smt.commit was called inside of another smt.commit block of the same process group"
+        raise ExchangeError(f"{fault}; end that block first, or use another group")
     turns = turns_of(group)
     # Before the block begins, since leaving it by this error would break the group in the middle of the move.
     turns.refuse_nested()
@@ -201,7 +207,8 @@ def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dic
     """The arguments of `commit` as a group and its named movers by key. Raises ExchangeError."""
     if not what or isinstance(what[0], compat.Group):
         if len(what) > 1:
-            raise ExchangeError("smt.commit takes one group, or movers; give only the movers")
+            fault = f"smt.commit got {len(what)} arguments, the first one a process group"
+            raise ExchangeError(f"{fault}; pass only the group, or only movers")
         return compat.group_of(what[0] if what else None), {}  # type: ignore[arg-type]
     named: dict[str, Member] = {}
     groups = set()
@@ -209,13 +216,13 @@ def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dic
         member = getattr(mover, "member", None)
         if not isinstance(member, Member):
             raise ExchangeError(
-                f"smt.commit takes movers, got {shown(mover)}; give what smt.compile returns"
+                f"smt.commit got {shown(mover)}, which is not a mover; pass what smt.compile returns"
             )
         named[member.key] = member
         groups.add(member.group)
     if len(groups) > 1:
-        fault = "the movers are of several process groups, which do not decide together"
-        raise ExchangeError(f"{fault}; compile them on one")
+        fault = f"smt.commit got movers of {len(groups)} process groups, where one is needed"
+        raise ExchangeError(f"{fault}; compile all of them with the same group=")
     return compat.group_of(groups.pop()), named
 
 
@@ -227,7 +234,7 @@ def _leave(party: Party, block: CommitBlock, error: BaseException) -> None:
         party.leave(error)
         return
     if not block.objection:
-        block.objection = f"left smt.commit by {word_error(error)}"
+        block.objection = f"left smt.commit by {word_error(error)}; begin another on all ranks"
     try:
         _end(party, block)
     except ExchangeError as refusal:
@@ -238,8 +245,8 @@ def _leave(party: Party, block: CommitBlock, error: BaseException) -> None:
 def _end(party: Party, block: CommitBlock) -> None:
     """Promise the block's moves, and put them in place."""
     if block.was_refused:
-        what = "a call in this smt.commit was refused: nothing in it is committed"
-        raise ExchangeError(f"{what}; begin another on all ranks")
+        what = "a call in this smt.commit block failed, so that nothing in it is committed"
+        raise ExchangeError(f"{what}; begin another block on all ranks")
     promise = Ballot(block.claim, objection=block.object())
     versions = [entry.standing.version for entry in block.entries]
     try:

@@ -26,7 +26,7 @@ MOST_ERRORS = 8
 
 
 def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
-    """Vote a promise, and call `place` if all ranks have promised, again after an error.
+    """Vote that this rank has all its bytes, and call `place` once all ranks voted so; after an error, call it again.
 
     Raises Refused if a rank objects, PeerFailure if the group is broken, and else the first error.
     """
@@ -84,5 +84,5 @@ def _propose(party: Party, proposal: Event) -> Event:
 def _word_verdict(protocol: Protocol) -> str:
     """Why the group is broken if nothing failed on this rank."""
     if protocol.verdict is Event.LOSE:
-        return "the group's store, which has what was decided, does not answer"
-    return "a rank gave up before all had read that everything arrived"
+        return "the process group's store, which has the ranks' decision, does not answer"
+    return "a rank failed before every rank knew that all bytes had arrived"

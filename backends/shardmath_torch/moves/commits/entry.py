@@ -35,7 +35,7 @@ class Standing:
 
 
 class Entry(NamedTuple):
-    """A move that is to be committed: its claim in words, its destinations, and the version that it makes.
+    """A move whose bytes have arrived and wait to be put in place: its claim (name), destinations and version.
 
     `put` puts it in place, and may be repeated; `end` is called once all of the commit is in place. `find_lost` tells
     why the move can no longer be put in place; "" if it can.
@@ -77,7 +77,7 @@ def _note_end(party: Party, entries: Sequence[Entry]) -> None:
 
 
 def word_torn(keys: tuple[str, ...]) -> str:
-    """Return words for destinations that are neither old nor new, with at most MOST_NAMES of their names."""
+    """Return the error text for destinations that may be neither old nor new, with at most MOST_NAMES names."""
     names = "the destination tensor"
     if keys != ("",):
         names = f"destination tensors {', '.join(map(repr, keys[:MOST_NAMES]))}"
@@ -87,13 +87,16 @@ def word_torn(keys: tuple[str, ...]) -> str:
 
 
 def word_end(standing: Standing, former: int) -> str:
-    """Return words for the state of destinations after an exception ended a commit begun at version `former`."""
+    """Return the text that says, after a failed commit, whether this rank's destinations are old, new or torn.
+
+    `former` is the version before the commit.
+    """
     if standing.in_doubt:
-        why = "the group's store, which has what was decided, does not answer"
+        why = "the process group's store, which has the ranks' decision, does not answer"
         here = f"here all is as it was, version {standing.version}"
         return f"unknown whether the others have the new version: {why}; {here}"
     if standing.torn:
         return f"all ranks committed, and this one could not: {word_torn(standing.torn)}"
     if standing.version > former:
-        return f"all ranks committed: the new is in place here, version {standing.version}"
+        return f"all ranks committed: the new version {standing.version} is in place here"
     return f"nothing was committed: here all is as it was, version {standing.version}"

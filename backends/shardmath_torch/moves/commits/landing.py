@@ -41,7 +41,10 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Landing:
-    """One mover's commits on this rank; `former` is the number of moves that others committed before it joined."""
+    """The state of one mover's destinations on this rank: committed version, torn tensors, and a waiting commit.
+
+    `former` is the number of moves that others committed before this mover joined.
+    """
 
     is_beside: bool = False
     standing: Standing = field(default_factory=Standing)
@@ -56,8 +59,8 @@ class Landing:
         other = self._block
         if other is None or other is block or not other.is_open:
             return ""
-        what = "this mover has moved in a smt.commit that this or another thread has not left"
-        return f"{what}; go on after it, or compile the plan once more"
+        what = "this mover has moved in a smt.commit block that has not ended, here or in another thread"
+        return f"{what}; call it again after the block, or compile the plan once more"
 
     def check_free(self, block: CommitBlock | None) -> None:
         """Raise ExchangeError if bytes of the mover wait for the end of another `commit` block."""
@@ -66,7 +69,7 @@ class Landing:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """Return the state in which this mover continues after a replan: same version, no longer in doubt.
+        """Return the state in which this mover continues with another plan: the same version, no longer in doubt.
 
         The doubt is resolved: the others have at most version `former`.
         """
@@ -110,7 +113,7 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Add the destination's state on this rank to an error that breaks the group in the block, and later ones."""
+        """Add the state of this rank's destinations to errors that break the group in the `with` block or later."""
         was_broken = turns.broken
         former = self.standing.version
         try:

@@ -28,7 +28,10 @@ __all__ = ["Record"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The stored decision on a commit, of the group `key` after vote `number`; the one after `former` is obsolete."""
+    """The decision of a group's ranks to commit or abort a move, written once in the group's key-value store.
+
+    `key` names the group, `number` the vote to decide on, and `former` the vote whose record is deleted.
+    """
 
     store: Store | None
     key: str
@@ -36,7 +39,7 @@ class Record:
     former: int | None = None
 
     def ask(self, proposal: Event, limit: float) -> Event:
-        """Propose COMMIT or ABORT, and return the first proposal of any rank, or LOSE after `limit` seconds."""
+        """Propose COMMIT or ABORT, and return the first proposal of any rank; LOSE if that takes `limit` seconds."""
         answers: list[bytes] = []
 
         def propose() -> None:

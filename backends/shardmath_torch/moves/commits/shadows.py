@@ -40,7 +40,7 @@ Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Shadows:
-    """Memory next to a mover's destinations (shadows) that receives bytes until the commit, by local buffer key."""
+    """Staging copies (shadows) of a mover's destinations, by name, which receive bytes until they are committed."""
 
     def __init__(self, layouts: Mapping[str, Layout], rank: int) -> None:
         self._shapes = {key: layout.local_shape(rank) for key, layout in layouts.items()}
@@ -54,13 +54,13 @@ class Shadows:
         )
 
     def select(self, tensors: Tensors) -> Tensors:
-        """Return the tensors that have shadows, by key; `tensors` itself if all of them have."""
+        """Return the tensors that have shadows (staging copies), by key; `tensors` itself if all do."""
         if tensors.keys() <= self._shapes.keys():
             return tensors
         return {key: tensor for key, tensor in tensors.items() if key in self._shapes}
 
     def receive_into(self, dst: Tensors) -> Tensors:
-        """Return the shadows of the tensors `dst`, allocated if needed on their device. Raises torch's errors."""
+        """Return the shadows for the tensors `dst`; allocate them if `dst` is on another device than the last time."""
         devices = {tensor.device for tensor in dst.values()}
         if devices and {self._device} != devices:
             # First release the old shadows, since both may not fit.
@@ -77,7 +77,10 @@ class Shadows:
         self._device = None
 
     def pair(self, dst: Tensors, held: bool = False) -> list[Pair]:
-        """Return (destination, shadow) for each box of `dst`; if `held`, the pairs are kept for later calls with it."""
+        """Return the (destination, shadow) pairs of views to copy at the commit of `dst`.
+
+        If `held`, the pairs are kept for later calls with the same mapping.
+        """
         if self._held_pairs is not None and self._held_pairs[0] is dst:
             return self._held_pairs[1]
         pairs: list[Pair] = []
@@ -95,7 +98,7 @@ def _make_beside(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def put_in_place(pairs: Iterable[Pair]) -> None:
-    """Write all pairs (destination, values) in one call."""
+    """Copy the values of all `pairs` (destination, values) into the destinations, by one call of torch."""
     into: list[Tensor] = []
     out_of: list[Tensor] = []
     for destination, values in pairs:

@@ -45,21 +45,21 @@ def check_checkable(check: object, plan: Movable) -> None:
     why = _find_change_of_content(plan)
     if why:
         what = "check='digest' compares the destination with the source"
-        fix = "leave check out, and compare what should be alike by smt.digest"
+        fix = "leave check= out; smt.digest compares tensors that should be equal"
         raise ExchangeError(f"{what}, but {why}; {fix}")
 
 
 def _find_change_of_content(plan: Movable) -> str:
     """Why the plan's destination differs from its source in content; "" if it does not."""
     if isinstance(plan, Transposed):
-        return "an adjoint adds up what several ranks hold"
+        return "the adjoint of a plan adds up elements of several ranks"
     for side in (plan.src, plan.dst):
         for name, windows in side.items():
             for layout in windows:
                 if layout.partial:
                     return f"{label(name)} is Partial, so that a move reduces it: {layout}"
     for name in plan.in_part:
-        return f"it holds {label(name)} in part: {plan.dst[name][0]}"
+        return f"the destination has only a part of {label(name)}: {plan.dst[name][0]}"
     return ""
 
 
@@ -72,7 +72,7 @@ class Check:
         self._shares: list[int] = []
 
     def begin(self) -> None:
-        """Compute the source's digests, before the move."""
+        """Compute the digests of the source tensors, before the move."""
         self._shares = self._src.list_shares()
 
     def end(self) -> None:
@@ -81,14 +81,17 @@ class Check:
         self._shares += self._dst.list_shares()
 
     def compare(self, party: Party) -> str:
-        """Return the fault of the move, in the same words on all ranks; "" if there is none. Raises PeerFailure."""
+        """Return the error text for tensors that changed or arrived wrong, the same on all ranks; "" if none did.
+
+        Raises PeerFailure.
+        """
         before, after, arrived = self._gather(party)
         changed = _find_changed(self._src.windows, before, after)
         if changed:
             return changed
         difference = find_odd_replica(party, self._src, after)
         if difference:
-            return f"before the move, too, replicas of the source differ: {difference}"
+            return f"replicas of the source differed before the move already: {difference}"
         return self._find_wrong(party, after, arrived)
 
     def _gather(self, party: Party) -> tuple[AllShares, AllShares, AllShares]:
@@ -110,10 +113,10 @@ class Check:
             if add_patches(windows, source[name]) != add_patches(dst_windows, arrived[name]):
                 box = bound_sides(party, name, (self._src, self._dst))
                 return (
-                    f"{label(name)} arrived with other bits in {show_box(box)} than its source has, "
-                    f"which is as it was before the move: something wrote it, or bytes came wrong; move it again"
+                    f"{label(name)} differs from its source in {show_box(box)} after the move, and the source has "
+                    f"not changed: something wrote to the destination, or bytes arrived wrong; move it again"
                 )
-        fix = "something wrote them, or bytes came wrong; move it again"
+        fix = "something wrote to them, or bytes arrived wrong; move it again"
         difference = find_odd_replica(party, self._dst, arrived, fix)
         return f"some replicas of the destination are wrong: {difference}" if difference else ""
 
@@ -127,7 +130,7 @@ def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShar
             box = hull(list_patches(windows)[patches[0][1]])
             return (
                 f"the source of {label(name)} changed while it was moved: {show_ranks(ranks)} has "
-                f"other bits than before in {show_box(box)}; let nothing write it during a move"
+                f"other bits than before in {show_box(box)}; do not write to it during a move"
             )
     return ""
 

@@ -34,7 +34,7 @@ _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
 def find_odd_replica(
     party: Party, side: DigestSide, shares: Mapping[str, Shares], fix: str = MAKE_ALIKE
 ) -> str:
-    """Return the error for the first tensor whose replicas differ; "" if none differ. Raises PeerFailure."""
+    """Return the error text for the first tensor whose replicas differ; "" if none differ. Raises PeerFailure."""
     for name, windows in side.windows.items():
         unlike = find_unlike(windows, shares[name])
         if unlike is not None:

@@ -52,7 +52,7 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """Return, for each of `boxes`, the weighted sum of its elements that these `portions` of tensor `name` have."""
+        """Return, for each of `boxes`, the weighted sum of the elements of tensor `name` in it and in `portions`."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)
@@ -75,7 +75,7 @@ def count_shares(side: Mapping[str, Windows], rank: int) -> int:
 
 
 def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int]]) -> AllShares:
-    """Return by tensor and rank the numbers that ranks add to digests, taken in order from each rank's iterator."""
+    """Divide each rank's numbers in `unread`, a sequence for all tensors, into lists by tensor name and rank."""
     by_name: AllShares = {}
     for name, windows in side.items():
         by_rank = {}
@@ -88,7 +88,7 @@ def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int
 def gather_numbers(
     party: Party, own_numbers: Sequence[int], counts: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """Return every rank's numbers `mine`; `counts` has how many each rank gives. Raises PeerFailure."""
+    """Return every rank's `own_numbers`, by rank; `counts` has the length of each rank's list. Raises PeerFailure."""
     # Records of one size: shorter ones are padded.
     nbytes = 8 * max(counts.values(), default=0)
     record = np.array(own_numbers, np.int64).tobytes().ljust(nbytes, b"\0")

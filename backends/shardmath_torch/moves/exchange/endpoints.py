@@ -59,7 +59,7 @@ class StridedView(NamedTuple):
 
 
 class Endpoint(NamedTuple):
-    """One end of a message, in this rank's memory: the views of tensors that its pieces are.
+    """One end of a message: the views of this rank's tensors that the message is read from or written to.
 
     `contiguous` is the views joined into one; if None, the message goes through staging, from byte
     `start` on. `folds` is whether some pieces are reduced into the destination.
@@ -73,7 +73,7 @@ class Endpoint(NamedTuple):
 
 
 class BoundRound(NamedTuple):
-    """A round of a plan's messages with their ends on this rank; `keeps`, which stay here, have both ends."""
+    """A round of messages with the memory that each is sent from or received into; `keeps` are copies on this rank."""
 
     step: Step
     sends: tuple[Endpoint, ...]
@@ -121,7 +121,7 @@ def _is_contiguous(view: StridedView) -> bool:
 
 
 def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRound, ...]:
-    """Return the rounds with their messages' ends in source and destination tensors of these strides."""
+    """Return the rounds with the memory view of each message, in source and destination tensors of these strides."""
     return tuple(_bind_round(unbound, src, dst) for unbound in rounds)
 
 
@@ -136,7 +136,7 @@ def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[Bou
 
 
 def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
-    """Return the rounds with each piece of at least `nbytes` as a separate message; unchanged if it is None."""
+    """Return the rounds with each piece of at least `nbytes` as a separate message; unchanged if `nbytes` is None."""
     if nbytes is None:
         return tuple(rounds)
     return tuple(_separate_large_pieces(whole, nbytes) for whole in rounds)

@@ -37,7 +37,10 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 class Exchange:
-    """The engine "exchange"; pieces of at least `apart` bytes, if given, are separate messages."""
+    """The engine "exchange", which moves a plan's bytes by messages between pairs of ranks.
+
+    Pieces of at least `apart` bytes, if given, are separate messages.
+    """
 
     def __init__(self, task: Task, apart: int | None = None) -> None:
         self._task = task
@@ -65,7 +68,7 @@ class Exchange:
         return self._needed_bytes
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool = False) -> None:
-        """Find both ends of all messages in these tensors, and allocate staging for those that need it.
+        """Find the memory of each message in tensors like `src` and `dst`, and allocate staging for those that need it.
 
         Views of `held` tensors are kept from move to move.
         """
@@ -90,7 +93,7 @@ class Exchange:
         self._held_tensors = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
-        """Return a copy for `task`, without sends to the ranks in `gone`, bound to the tensors of this engine.
+        """Return a copy of the engine for `task`, on the same tensors, without sends to the ranks in `gone`.
 
         Raises torch's error if memory is short.
         """

@@ -51,7 +51,12 @@ MOST_NAMES = 8
 
 
 class Wanted(NamedTuple):
-    """The tensors that a rank must pass for a side: local buffer key -> (local shape, layout); no dict if `single`."""
+    """The tensors that a rank must pass for one side (source or destination): name -> (local shape, layout).
+
+    If `single`, the rank passes one tensor instead of a dict.
+
+    If `single`, the rank passes one tensor instead of a dict.
+    """
 
     side: str
     rank: int
@@ -60,7 +65,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
-    """Return the tensors that `rank` passes to a move of the plan: for the source, and for the destination."""
+    """Return the tensors that `rank` must pass to a move of the plan: for the source, and for the destination."""
     sides = []
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):
         tensors = {}
@@ -75,7 +80,7 @@ def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
 
 
 def by_key(want: Wanted, given: Local) -> Tensors:
-    """Return the tensors `given` for a side by local buffer key, as plain tensors if they have plain memory.
+    """Return the tensors `given` for a side as a dict by name, with tensor subclasses replaced by plain tensors.
 
     Raises ExchangeError for names that are missing or unknown.
     """
@@ -91,15 +96,17 @@ def _name_tensors(want: Wanted, given: Local) -> Tensors:
     if isinstance(given, Tensor):
         if want.single:
             return {"": given}
-        what = f"the {want.side} is one tensor; the plan has names"
-        raise ExchangeError(f"{what}: pass a dict with {_list_names(want.tensors)}")
+        what = f"the {want.side} is one tensor, but the plan has tensors by name"
+        fix = f"pass a dict with {_list_names(want.tensors)}" if want.tensors else "pass None"
+        raise ExchangeError(f"{what}; {fix} on rank {want.rank}")
     if not isinstance(given, Mapping):
         raise ExchangeError(
-            f"the {want.side} is {type(given).__name__}; pass a tensor, a dict of tensors, or None"
+            f"the {want.side} is of type {type(given).__name__}; "
+            "pass a torch.Tensor, a dict of tensors by name, or None"
         )
     if want.single and given:
-        what = f"the {want.side} is a dict with {_list_names(given)}; the plan has one tensor"
-        raise ExchangeError(f"{what}: pass it without a dict")
+        what = f"the {want.side} is a dict with {_list_names(given)}, but the plan has one tensor"
+        raise ExchangeError(f"{what}; pass that tensor without a dict")
     return given
 
 
@@ -115,9 +122,9 @@ def _check_names(want: Wanted, given: Tensors) -> None:
             continue
         label = _label(want.side, key)
         if not want.tensors:
-            what = f"{label} is given, but this rank is not on the {want.side} side"
+            what = f"{label} is given, but rank {want.rank} is not on the plan's {want.side} side"
             raise ExchangeError(f"{what}; {'pass None' if want.single else 'leave it out'}")
-        what = f"{label} is not one that this rank stores"
+        what = f"{label} is given, but the plan has no such tensor on rank {want.rank}"
         raise ExchangeError(f"{what}; pass {_list_names(want.tensors)}")
 
 
@@ -155,11 +162,13 @@ def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> 
 def _check_kind(label: str, tensor: object) -> None:
     """Raise ExchangeError for an object that is not a tensor, and for a DTensor or nested tensor."""
     if not isinstance(tensor, Tensor):
-        raise ExchangeError(f"{label} is {type(tensor).__name__}; pass a torch.Tensor")
+        raise ExchangeError(f"{label} is of type {type(tensor).__name__}; pass a torch.Tensor")
     if isinstance(tensor, DTensor):
-        raise ExchangeError(f"{label} is a DTensor; pass its local tensor, tensor.to_local()")
+        what = f"{label} is a DTensor, where a move takes a rank's local tensor"
+        raise ExchangeError(f"{what}; pass tensor.to_local()")
     if tensor.is_nested:
-        raise ExchangeError(f"{label} is a nested tensor, which has no shape; pass a plain one")
+        what = f"{label} is a nested tensor, where a move takes a tensor of one shape"
+        raise ExchangeError(f"{what}; pass a plain tensor, as from tensor.to_padded_tensor(0.0)")
 
 
 def _check_shape(label: str, tensor: Tensor, shape: tuple[int, ...], layout: Layout) -> None:
@@ -187,11 +196,11 @@ def _check_device(label: str, tensor: Tensor, device: torch.device) -> None:
 def _check_memory(label: str, tensor: Tensor) -> None:
     """Raise ExchangeError if the tensor's bytes are not its elements' bits, or do not exist."""
     if tensor.layout != torch.strided:
-        what = f"{label} is stored as {tensor.layout}"
-        raise ExchangeError(f"{what}; pass a plain strided tensor: .to_dense()")
+        what = f"{label} is stored as {tensor.layout}, where a move takes {torch.strided}"
+        raise ExchangeError(f"{what}; pass tensor.to_dense()")
     if tensor.is_conj() or tensor.is_neg():
-        what = f"{label} is a lazy conjugate or negative"
-        fix = "pass a plain strided tensor: .resolve_conj().resolve_neg()"
+        what = f"{label} is a lazy conjugate or negative, whose memory does not have its values"
+        fix = "pass tensor.resolve_conj().resolve_neg()"
         raise ExchangeError(f"{what}; {fix}")
     fault = missing_memory(tensor)
     if fault:
@@ -208,7 +217,12 @@ def check(
     device: torch.device,
     apart: bool = True,
 ) -> None:
-    """Raise ExchangeError for the first tensor that does not fit its layout or, if `apart`, if sides share memory."""
+    """Raise ExchangeError for the first tensor that does not fit its layout, or that shares memory with another tensor.
+
+    Source and destination may share memory unless `apart`.
+
+    Source and destination may share memory unless `apart`.
+    """
     for want, tensors in zip(wants, given, strict=True):
         fits(want, tensors, device)
     src, dst = given
@@ -225,8 +239,8 @@ def _check_writable(dst: Tensors) -> None:
         if overlaps_itself(tensor):
             label = _label("destination", key)
             what = f"{label} has shape {tuple(tensor.shape)} and strides {tensor.stride()}"
-            fix = "which put several elements into one cell; pass .contiguous() of it"
-            raise ExchangeError(f"{what}, {fix}")
+            why = "which put several elements at one address"
+            raise ExchangeError(f"{what}, {why}; pass a contiguous tensor, tensor.contiguous()")
 
 
 def _check_one_device(src: Tensors, dst: Tensors) -> None:
@@ -246,8 +260,9 @@ def _check_sides_apart(src: Tensors, dst: Tensors) -> None:
     for src_key, dst_key in find_meeting_sides(src, dst):
         if shares_memory(src[src_key], dst[dst_key]):
             what = f"{_label('source', src_key)} and {_label('destination', dst_key)} share memory"
-            why = "arriving bytes would overwrite some that have not left"
-            raise ExchangeError(f"{what}: {why}; pass a clone of one")
+            why = "arriving bytes would overwrite bytes that have not left"
+            fix = "pass a clone of the source, or compile with commit='all'"
+            raise ExchangeError(f"{what}: {why}; {fix}")
 
 
 def _check_destinations_apart(want: Wanted, dst: Tensors) -> None:
@@ -266,7 +281,7 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
 
 
 def witness(*given: Local) -> Callable[[], str]:
-    """Return a function that names the first of these destinations whose memory has changed since; "" if none has."""
+    """Return a function that returns an error text if memory of tensors in `given` was freed or moved, else ""."""
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})
@@ -283,7 +298,7 @@ def witness(*given: Local) -> Callable[[], str]:
 
 
 def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object]]:
-    """Return a value that is equal for tensors of equal memory, shape and type, which need not be checked again."""
+    """Return a value that stays equal while the tensors keep their addresses, shapes, strides and dtypes."""
     src, dst = given
     return _sign_memory(src), _sign_memory(dst)
 

@@ -39,7 +39,7 @@ __all__ = ["Fold", "Keep", "Receive", "Rounds", "Send", "Unpacking"]
 
 
 class Fold(NamedTuple):
-    """A reduction to do: the piece that arrived, the elements `into` which `op` reduces it, and its place in order."""
+    """A reduction to do: combine `piece` into the elements `into` by `op`; reductions run in the order of `addend`."""
 
     addend: int
     op: str
@@ -71,7 +71,7 @@ class Send(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """A message between two tensors of this rank; `unpack` copies its pieces from source to destination."""
+    """A copy between two tensors of this rank; `unpack` copies the message's pieces from source to destination."""
 
     message: Message
     unpack: Unpacking
@@ -107,7 +107,7 @@ class Rounds:
         self._watch.lap(FOLDED, step)
 
     def finish(self) -> None:
-        """Wait until the host may read the received bytes. Raises PeerFailure."""
+        """Wait until the device has done all receives, so that the host may read the bytes. Raises PeerFailure."""
         self._wire.finish()
         if self._wire.device.type != "cpu":
             self._watch.lap(ARRIVED)

@@ -28,7 +28,7 @@ __all__ = ["StagingBlock", "Staging", "staging_of"]
 
 @dataclass(eq=False)
 class StagingBlock:
-    """Staging memory, and an event that completes once the last move no longer uses it; None if no move does."""
+    """A block of staging memory, and an event that completes once no move uses it; None if no move does now."""
 
     memory: Tensor
     used: torch.cuda.Event | None = None
@@ -99,6 +99,6 @@ _of_groups: WeakKeyDictionary[Group, dict[torch.device, Staging]] = WeakKeyDicti
 
 
 def staging_of(group: Group, device: torch.device) -> Staging:
-    """Return the staging of the group on the device, which is freed with the group."""
+    """Return the group's staging memory on the device, which is freed with the group."""
     by_device = _of_groups.setdefault(group, {})
     return by_device.setdefault(device, Staging(device))

@@ -24,7 +24,7 @@ __all__ = ["Engine", "Task", "Transport", "transport_of"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A rank's part of a plan, with the group and the wire over which to move it."""
+    """The work of one rank in a plan, with the process group and the connections (`wire`) over which to move it."""
 
     part: RankProgram
     group: compat.Group
@@ -32,7 +32,7 @@ class Task:
 
 
 class Engine(Protocol):
-    """The interface of engines, which move the bytes of one plan; tensors are checked, by local buffer key."""
+    """The interface of engines, which move the bytes of one plan between ranks; tensors are passed by name."""
 
     @property
     def posted(self) -> Sequence[Round]:
@@ -58,14 +58,14 @@ class Engine(Protocol):
         """Move `src` to `dst`, tensors like those prepared for, and time each phase by `watch`. Raises PeerFailure."""
 
     def let_go(self) -> None:
-        """Drop the tensors that were held; call `prepare` again before the next move."""
+        """Release all references to tensors; call `prepare` again before the next move."""
 
     def keep(self, task: Task, gone: Collection[int]) -> Engine:
         """Return an engine for `task`, which is this engine's task without sends to `gone` ranks. Sends nothing."""
 
 
 class Transport(Protocol):
-    """The interface of a transport package: a function that makes a group's wire, and engines by name."""
+    """The interface of a transport package: a function that opens a group's connections, and engines by name."""
 
     @property
     def ENGINES(self) -> Mapping[str, Callable[[Task], Engine]]:
@@ -77,5 +77,5 @@ class Transport(Protocol):
 
 
 def transport_of(group: compat.Group) -> Transport:
-    """Return the transport package that serves the group. Raises ExchangeError if none does."""
+    """Return the transport package for the group's backend, such as shardmath_gloo. Raises ExchangeError."""
     return cast(Transport, package_of(group))

@@ -48,7 +48,7 @@ class Typed:
         self._elements: dict[str, Tensor] = {}
 
     def bits(self, piece: StridedView) -> Tensor:
-        """Return the piece as a view in a type that torch copies bit by bit."""
+        """Return `piece` of its tensor as a view, in a dtype that torch copies bit by bit."""
         tensor = self._find_bits(piece.key)
         # A piece has the tensor's strides, so a piece of the tensor's shape is the whole tensor.
         return tensor if tensor.shape == piece.shape else select(tensor, piece)
@@ -71,7 +71,7 @@ class Typed:
         return [self._tensors[key] for key in keys]
 
     def elements(self, view: StridedView) -> Tensor:
-        """Return the view in the tensor's own type, without a copy."""
+        """Return `view` of its tensor in the tensor's own dtype, without a copy."""
         if view.key not in self._elements:
             self._elements[view.key] = self._tensors[view.key].detach()
         return select(self._elements[view.key], view)
@@ -106,7 +106,7 @@ class Staged:
         self._view_count = 0
 
     def find(self, endpoint: Endpoint, like: Iterable[Tensor]) -> list[Tensor]:
-        """Return the message end's pieces in staging, each in the type of the tensor at its place in `like`."""
+        """Return the views in staging of the pieces of a message, with the dtypes of the tensors in `like`."""
         views = self._pieces.get(id(endpoint))
         if views is None:
             message = endpoint.message
@@ -131,7 +131,7 @@ class Staged:
 
 
 class MoveViews:
-    """The views of one move's tensors and staging, kept for the next move if tensors are `held`."""
+    """The views of one move's tensors and staging; with `held`, later moves of the same tensors reuse them."""
 
     def __init__(self, src: Tensors, dst: Tensors, staged: Staged, held: bool = False) -> None:
         self._src = Typed(src)
@@ -168,27 +168,27 @@ class MoveViews:
         return self._dst if message.relayed else self._src
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return the receive of the message that ends here, into its destination or into staging."""
+        """Return the receive of the message at `endpoint`, into its destination tensor or into staging."""
         memory = self._find_bytes(endpoint, arriving=True)
         find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
         return Receive(endpoint.message, memory, find)
 
     def send(self, endpoint: Endpoint) -> Send:
-        """Return the send of the message that begins here, from its source or from staging."""
+        """Return the send of the message at `endpoint`, from its source tensor or from staging."""
         memory = self._find_bytes(endpoint, arriving=False)
         pack = None if endpoint.contiguous else partial(self.pack, endpoint)
         return Send(endpoint.message, memory, pack)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """Return the copy of a message from `source` to `target`, both on this rank."""
+        """Return the copy of a message from `source` to `target`, both of which are in this rank's memory."""
         return Keep(source.message, self._find_copies("keep", source, target).run)
 
     def pack(self, endpoint: Endpoint) -> None:
-        """Copy the pieces of the message that begins here into staging."""
+        """Copy the pieces of the message at `endpoint` from tensors into staging."""
         self._find_copies("pack", endpoint).run()
 
     def find_unpacking(self, endpoint: Endpoint) -> Unpacking:
-        """Return a function that copies pieces out of staging, and returns those that remain to be reduced."""
+        """Return a function that copies a message's pieces out of staging, and returns those still to be reduced."""
         return self._find_copies("unpack", endpoint).run
 
     def _find_copies(
@@ -265,14 +265,14 @@ class MoveViews:
 
 
 def fill(work: CellWork, tensors: Tensors) -> None:
-    """Set the elements in the boxes of `work` to its value."""
+    """Set the elements in the boxes of `work` to `work.value`, as before a sum."""
     tensor = tensors[work.key].detach()
     for box in work.boxes:
         dtypes.fill(tensor[box], work.value)
 
 
 def divide(work: CellWork, tensors: Tensors) -> None:
-    """Divide the elements in the boxes of `work` by its value."""
+    """Divide the elements in the boxes of `work` by `work.value`, as for an average."""
     tensor = tensors[work.key].detach()
     # The value is complex by its type, but a divisor is a count of addends.
     divisor = int(work.value.real)

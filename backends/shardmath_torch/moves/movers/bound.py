@@ -29,7 +29,7 @@ class _HeldTensors(NamedTuple):
 
 
 class BoundTensors:
-    """The tensors that a rank passed to moves by a plan, checked once and bound for later moves."""
+    """The tensors that a rank passed to a mover, checked once, so that moves of the same tensors skip the check."""
 
     def __init__(self, plan: Movable, rank: int) -> None:
         self._wanted = wanted(plan, rank)
@@ -39,7 +39,7 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """Return the call's tensors by local buffer key, checked and bound if new. Raises ExchangeError."""
+        """Return the call's source and destination tensors by name, checked if they are new. Raises ExchangeError."""
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors
@@ -55,5 +55,5 @@ class BoundTensors:
         return tensors
 
     def let_go(self) -> None:
-        """Drop all bound tensors, so that the next move checks the tensors that it is given."""
+        """Release all tensors; the next move checks its tensors again."""
         self._checked = self._held = None

@@ -41,7 +41,7 @@ class CallKind(NamedTuple):
     in_block: bool
 
     def claim(self, number: int, what: str) -> str:
-        """Return the claim to vote on: the move's number, its options, and `what`, the words for plan and mover."""
+        """Return the text that ranks compare in a vote: move number, options, and `what`, the plan's name."""
         claim = f"{self.word} {number} of {what}"
         if self.acknowledge:
             claim += ", acknowledged"
@@ -89,14 +89,14 @@ class Call(NamedTuple):
         return self._replace(src=keep(self.src), out=keep(self.out))
 
     def kind(self, word: str, in_block: bool) -> CallKind:
-        """Return the options on which ranks vote. Invalid ones count as not given: the vote has an objection then."""
+        """Return the options of the call on which ranks vote; invalid options count as not given."""
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
         return CallKind(word, acknowledge, check, in_block)
 
 
 class Checked(NamedTuple):
-    """A call after its checks: its tensors by local buffer key, the objection, and `out` as the caller passed it."""
+    """A call after its checks: its tensors by name, the objection, and `out` as the caller passed it."""
 
     src: Tensors
     dst: Tensors
@@ -105,15 +105,19 @@ class Checked(NamedTuple):
 
 
 def check_call(call: Call, plan: Movable, in_block: bool) -> None:
-    """Raise ExchangeError if the call has invalid arguments for the plan, or in a `commit` block."""
+    """Raise ExchangeError if `call` has invalid arguments for the plan or, if `in_block`, for a `commit` block."""
     if not (call.timeout is None or is_time(call.timeout)):
         raise ExchangeError(word_bad_time(call.timeout))
     if not isinstance(call.acknowledge, bool):
-        raise ExchangeError(f"acknowledge={shown(call.acknowledge)}; pass True or False")
+        raise ExchangeError(
+            f"acknowledge={shown(call.acknowledge)} is not a bool; pass True or False"
+        )
     if not isinstance(call.label, str):
-        raise ExchangeError(f"label={shown(call.label)} is not a text; pass one, or leave it out")
+        raise ExchangeError(f"label={shown(call.label)} is not a str; pass a str, or leave it out")
     check_checkable(call.check, plan)
     check_progress(call.progress)
     if in_block and call.check is not None:
-        what = "in smt.commit nothing is in place before the block ends"
-        raise ExchangeError(f"{what}; leave check= out, and compare by smt.digest after it")
+        what = (
+            f"check={call.check!r} in smt.commit, where nothing is in place before the block ends"
+        )
+        raise ExchangeError(f"{what}; leave check= out, and compare by smt.digest after the block")

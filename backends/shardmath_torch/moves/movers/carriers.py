@@ -24,35 +24,38 @@ __all__ = ["Arrived", "Carrier", "Whole", "make_shadows"]
 
 
 class Arrived(NamedTuple):
-    """The tensors that have arrived, by local buffer key, and a function that places them and can be repeated."""
+    """The tensors that have arrived, by name, and a repeatable function that copies them into the destinations."""
 
     tensors: Tensors
     put: Callable[[], None]
 
 
 class Carrier(Protocol):
-    """The interface of the part of a mover that moves bytes: next to the destination if `is_beside`, else into it."""
+    """The interface of carriers, which move a mover's bytes: into memory next to the destination if `is_beside`."""
 
     @property
     def is_beside(self) -> bool: ...
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The rounds of a move of all bytes, with messages as the engine posts them."""
+        """The rounds of a move of all bytes, with the messages that this rank sends and receives in each."""
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes of staging memory held between moves."""
+        """The bytes of staging memory that stay allocated between moves."""
 
     @property
     def shadow_bytes(self) -> int:
-        """The bytes of memory next to the destination (shadows) held between moves."""
+        """The bytes of shadows (memory next to destinations) that stay allocated between moves."""
 
     def word(self, how: object) -> str:
-        """Return the verb that names a move with the option `how`, which may be invalid, in votes."""
+        """Return the verb for a move with the carrier's option `how`, for the text on which ranks vote."""
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Prepare for moves of tensors with these strides and device; `held` ones keep their addresses."""
+        """Allocate memory for moves of tensors with the strides and device of `src` and `dst`.
+
+        If `held`, all moves are between the same tensors.
+        """
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
         """Prepare for one move from `src` to `dst`, with the caller's option `how`."""
@@ -61,10 +64,10 @@ class Carrier(Protocol):
         """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived. Raises PeerFailure."""
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
-        """Return a carrier for the plan `part` on the tensors of this one; None if nothing of this one can be kept."""
+        """Return a carrier for `part`, of another plan, on this carrier's tensors; None if nothing can be reused."""
 
     def let_go(self) -> None:
-        """Drop the tensors that were prepared for, and the memory for moves, until the next move."""
+        """Release the tensors and the memory for moves, until the next move."""
 
     def list_torn(self) -> tuple[str, ...]:
         """Return the keys of destinations that may be neither old nor new, after `carry` raised."""
@@ -77,7 +80,7 @@ class Carrier(Protocol):
 
 
 class Whole:
-    """The carrier that moves all bytes: into shadows for destinations that have them, else into the destinations."""
+    """The carrier that moves all bytes in each move: into shadows if destinations have them, else into destinations."""
 
     def __init__(self, part: RankProgram, engine: Engine, shadows: Shadows | None = None) -> None:
         self._part = part
@@ -151,6 +154,6 @@ class Whole:
 
 
 def make_shadows(part: RankProgram, own: frozenset[str]) -> Shadows:
-    """Return shadows (extra memory) for a rank's destinations, except those in `own`, private memory of stages."""
+    """Return staging copies (shadows) for a rank's destinations, except for `own`, private memory of stages."""
     layouts = {key: stored.layout for key, stored in part.destinations.items() if key not in own}
     return Shadows(layouts, part.rank)

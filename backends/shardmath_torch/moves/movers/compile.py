@@ -75,7 +75,7 @@ MakeCarrier: TypeAlias = Callable[[Task, Engine, Shadows | None], Carrier]
 
 
 def make_whole(task: Task, engine: Engine, shadows: Shadows | None) -> Whole:
-    """Return the carrier that moves all bytes of the task by `engine`."""
+    """Return the carrier that moves all bytes of `task` in each move, by `engine`."""
     return Whole(task.part, engine, shadows)
 
 
@@ -90,7 +90,7 @@ def compile(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> Mover:
-    """Make a mover of the plan or program on this rank. Collective over `group` (default: all ranks).
+    """Return a mover, which moves tensors by the plan or program. Collective over `group` (default: all ranks).
 
     - `timeout`: in seconds.
     - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its
@@ -118,7 +118,7 @@ def make_ready(
     make_carrier: MakeCarrier = make_whole,
     agree_first: AgreeFirst | None = None,
 ) -> Ready:
-    """Agree on a plan, and return the parts of a mover with `stages`. Collective; raises as `compile` does.
+    """Compile a plan with further `stages`, and return the parts of its mover. Collective; raises as `compile` does.
 
     If ranks agreed on something else before, `agree_first` repeats that at each replan.
     """
@@ -363,7 +363,8 @@ def _check_and_outline(party: Party, request: _Request) -> _Proposal:
     if former is not None and former.objection:
         raise ExchangeError(former.objection)
     if former is not None and block_of(party.group) is not None:
-        raise ExchangeError("in smt.commit movers cannot be replanned; leave it, and replan then")
+        what = "replan was called inside of a smt.commit block of the mover's process group"
+        raise ExchangeError(f"{what}; call it after the block")
     if former is not None:
         peers = former.count_peers(plan)
         pace = former.part.pace

@@ -77,12 +77,14 @@ class Handle:
         if timeout is not None and not is_time(timeout):
             raise ExchangeError(word_bad_time(timeout))
         if self._errand.is_mine:
-            raise ExchangeError("a move waits for itself; wait in the thread that called it")
+            what = "handle.wait() was called inside of the move that it would wait for"
+            raise ExchangeError(f"{what}; call it in the thread that started the move")
         if not self._errand.wait(timeout):
             what = f"the move is still in flight after {shown(timeout)} s"
             raise ExchangeError(f"{what}; wait again, and do not touch its tensors until then")
         if not self.done():
-            raise ExchangeError("this process was forked from the one that moves; wait there")
+            what = "handle.wait() was called in a process forked from the one that moves"
+            raise ExchangeError(f"{what}; call it in the process that started the move")
         self._order.follow()
         self._was_awaited = True
         if self._error is not None:
@@ -101,14 +103,14 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Return why a move of the calling thread cannot run in the background; "" if it can."""
+    """Return why a move by the calling thread cannot run in the background; "" if it can."""
     if not isinstance(async_op, bool):
-        return f"async_op={shown(async_op)}; pass True or False"
+        return f"async_op={shown(async_op)} is not a bool; pass True or False"
     if not compat.has_own_connections(party.group):
         what = "async_op=True on the default process group, whose collectives others call meanwhile"
         return f"{what}; compile on a separate group, dist.new_group()"
     if block_of(party.group) is not None:
-        return "in smt.commit moves follow each other; leave async_op out"
+        return "async_op=True in smt.commit, where moves run one after another; leave async_op out"
     try:
         check_thread(party.turns, thread)
     except ExchangeError as error:
@@ -117,7 +119,7 @@ def find_objection(party: Party, thread: str | None, async_op: object) -> str:
 
 
 def start(party: Party, act: Callable[[], None]) -> Handle:
-    """Start the move `act` in the background, after the group's earlier background moves, and return its handle."""
+    """Start the move `act` in a background thread, after the group's earlier background moves; return its handle."""
     handle = Handle(party, act)
     handle._errand.start()
     return handle

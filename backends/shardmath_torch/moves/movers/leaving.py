@@ -22,7 +22,7 @@ __all__ = ["Leaves", "Leaving"]
 
 
 class Leaves(ABC):
-    """A context manager that is closed at the end of its `with` block, and sends an error in it to the other ranks."""
+    """The base class of collective objects that a `with` block closes, reporting an error in it to the other ranks."""
 
     @property
     @abstractmethod
@@ -34,7 +34,7 @@ class Leaves(ABC):
         """Close, and send the reason to the others."""
 
     def close(self) -> None:
-        """End the use of this object on this rank, tell the other ranks, and release memory. Not collective.
+        """Close this object on this rank, report that to the other ranks, and release memory. Not collective.
 
         Calls of other ranks, waiting ones too, raise at once an ExchangeError that names this rank. The group stays
         whole here, and its other movers continue. If this process serves the group's store, it waits at most 1 s for
@@ -56,7 +56,7 @@ class Leaves(ABC):
 
 
 class Leaving(Leaves):
-    """The base class of movers: an object bound to its process group on this rank, until it is closed."""
+    """The base class of movers: objects that use a process group on this rank until they are closed."""
 
     _party: Party
     _landing: Landing
@@ -67,7 +67,7 @@ class Leaving(Leaves):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises ExchangeError: copies would share bound tensors without knowing of each other."""
-        what = "a mover belongs to its process group on this rank, and cannot be copied or pickled"
+        what = f"{self._name} belongs to its process group, and cannot be copied or pickled"
         raise ExchangeError(f"{what}; use this one, or compile the plan where another is needed")
 
     def _drop(self) -> None:
@@ -78,7 +78,7 @@ class Leaving(Leaves):
             stage.let_go()
 
     def let_go(self, besides: Callable[[], None] = lambda: None) -> None:
-        """Release held tensors and extra memory, which the next move allocates again. Not collective.
+        """Release the mover's tensors and extra memory, which the next move allocates again. Not collective.
 
         After that a mover of changes objects to all calls until one with `whole=True`. `besides` drops the caller's own
         references. Raises ExchangeError in the middle of a move, and while moved bytes wait for the end of a

@@ -92,7 +92,7 @@ class Mover(Leaving):
 
     @property
     def thread(self) -> str | None:
-        """The name under which ranks pair the mover's calls, if `compile` was given one."""
+        """The name, as passed to `compile`, under which ranks pair the mover's calls; None if none was passed."""
         return self._ready.thread
 
     @property
@@ -105,7 +105,7 @@ class Mover(Leaving):
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes of memory next to this rank's destinations, held from the first move on; 0 without commit="all"."""
+        """Bytes of memory next to this rank's destinations, kept from the first move on; 0 without commit="all"."""
         return self._carrier.shadow_bytes
 
     @property
@@ -123,12 +123,12 @@ class Mover(Leaving):
 
     @property
     def in_doubt(self) -> bool:
-        """Whether other ranks may have one more version, since the group's store did not answer."""
+        """Whether other ranks may have committed one move more, since the group's store did not answer."""
         return self._landing.standing.in_doubt
 
     @property
     def torn(self) -> tuple[str, ...]:
-        """The local buffer keys of destinations here that may be neither old nor new, after a failed move.
+        """The names of this rank's destinations that may be neither old nor new after a failed move.
 
         The keys are the keys of the dict passed as `out`, or "" for one tensor.
         """
@@ -141,7 +141,7 @@ class Mover(Leaving):
 
     @property
     def member(self) -> Member:
-        """The mover as `commit` uses it. Raises ExchangeError if the mover was closed."""
+        """The mover's group, name and options, which `commit` checks. Raises ExchangeError if the mover was closed."""
         self.check_open()
         party, agrees_once = self._party, self._ready.agree == ONCE
         is_beside = self._landing.is_beside
@@ -188,7 +188,7 @@ class Mover(Leaving):
         group: compat.Group | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Continue with another plan: collective over `group` (default: the mover's own), like compiling it there.
+        """Make later moves follow another `plan`: collective over `group` (default: the mover's own), like `compile`.
 
         Ranks that join compile the plan, with the arguments of this mover's `compile`, while the others call this.
         Unchanged parts are kept: connections, staging, and if ranks of the plan have only left, or come back
@@ -224,8 +224,8 @@ class Mover(Leaving):
         """Make the move as a turn of the group."""
         self.check_open()
         if not compat.is_there(self._party.group):
-            what = f"the process group of this mover was {compat.word_gone(self._party.group)}"
-            raise ExchangeError(f"{what}; compile again on a group that is there")
+            what = f"the process group of {self._name} was {compat.word_gone(self._party.group)}"
+            raise ExchangeError(f"{what}; make a new group, and compile the plan on it")
         block = block_of(self._party.group)
         with self._landing.telling(self._party.turns):
             difference = self._party.together(
@@ -363,12 +363,12 @@ class Mover(Leaving):
 
 
 def forget(mover: Mover) -> None:
-    """Have the mover send all bytes with its next move. Called by all ranks, during a joint operation."""
+    """Make the mover's next move send all bytes, even unchanged ones. Call it on all ranks, in a collective call."""
     mover._carrier.forget()
 
 
 def ask_again(mover: Mover) -> None:
-    """Have ranks vote again on the mover's next move of any kind. Called by all ranks."""
+    """Make ranks vote before the mover's next move, even with agree="once". Call it on all ranks."""
     mover._agreed_kinds.clear()
 
 
@@ -379,7 +379,7 @@ def replan_by(
     timeout: float | None,
     besides: Callable[[], None] = lambda: None,
 ) -> None:
-    """Replan as `Mover.replan` does; `besides` changes the caller's own state once all ranks have agreed."""
+    """Change the mover to another plan, as `Mover.replan` does, and call `besides` once all ranks have agreed."""
     party = mover._party
     new_group = party.group if group is None else group
     is_other = new_group is not party.group
@@ -397,7 +397,7 @@ def replan_by(
 
 
 def move_by(mover: Mover, call: Call, async_op: bool = False) -> Handle | None:
-    """Move as `call` says, which has more options than the arguments of a mover; return a handle if `async_op`."""
+    """Move tensors by `mover` with the arguments in `call`; return a handle if `async_op`, else None."""
     if async_op is not False:
         objection = mover._find_objection_beside(async_op)
         if not objection:

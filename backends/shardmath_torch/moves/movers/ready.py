@@ -29,7 +29,7 @@ __all__ = ["Again", "Former", "Ready"]
 
 
 class Former(NamedTuple):
-    """The state of a mover before a replan, from which it is to continue.
+    """The state of a mover before a replan, which the next plan continues from.
 
     `peers` is the most of any rank, `version` the number of moves committed, and `objection` why the mover cannot
     continue, "" if it can.
@@ -43,7 +43,7 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return the peers to state in the vote so that this rank's part can follow the plan; None if it cannot.
+        """Return how many peers this rank reports in the vote on `plan`; None if its earlier part cannot be reused.
 
         Never fewer than before, since a smaller number would change the pace of all ranks.
         """
@@ -55,11 +55,11 @@ class Former(NamedTuple):
         return max(self.peers, count_peers(self.part, plan))
 
     def follow(self, plan: object, pace: Pace) -> RankProgram | None:
-        """Return this rank's part of `plan`, derived from its part before; None if a new part is needed."""
+        """Return this rank's part of `plan`, derived from its part of the previous plan; None if that is impossible."""
         return follow(self.part, plan, pace) if isinstance(plan, Plan) else None
 
     def keep_carrier(self, task: Task) -> Carrier | None:
-        """Return a carrier for the task, bound to the tensors of the one before; None if a new one is needed."""
+        """Return a carrier (byte mover) for `task` on the previous carrier's tensors; None if it cannot be reused."""
         change = compare(self.part, task.part.plan)
         if change is None or change.back or self.part.rank in change.gone:
             return None
@@ -70,7 +70,7 @@ class Former(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The parts of a mover on this rank, made after all ranks agreed on its plan.
+    """The parts of a mover on this rank: the plan, connections, settings and memory on which all ranks agreed.
 
     `name` is the plan's in claims and logs. `peers` is the most of any rank, and `version` the most moves committed
     before on any rank. `keeps_bound` is whether the carrier is bound to the previous one's tensors. `again` makes
@@ -92,7 +92,7 @@ class Ready(NamedTuple):
 
 
 class Again(Protocol):
-    """A function that makes another plan ready with the first one's settings, to continue from `former`.
+    """The interface of functions that compile another plan for a mover, which continues from `former`.
 
     Calls `take` once all ranks agree; an exception in it, as Ctrl-C, is this rank's failure.
     """

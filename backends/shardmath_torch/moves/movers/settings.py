@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The settings in words, for votes; without the thread, which votes name separately."""
+        """The settings as a text that ranks compare when they vote; without `thread`, which votes name separately."""
         given = self._asdict()
         del given["thread"]
         if is_text(self.commit, DIRECT):
@@ -66,7 +66,7 @@ class Settings(NamedTuple):
 
     @property
     def patience(self) -> float:
-        """The seconds to wait for a peer; the rest of the timeout is for finding out who failed."""
+        """The seconds to wait for another rank; the rest of the timeout is for finding out who failed."""
         # An extra fifth of the grace is for closing connections and raising the error.
         return self.timeout - 1.2 * self.grace
 
@@ -84,10 +84,11 @@ def is_text(given: object, text: str) -> bool:
 def check_plan(plan: object) -> None:
     """Raise ExchangeError if `plan` is neither a plan nor a program."""
     if not isinstance(plan, Plan | Transposed | Program):
-        fix = "pass shardmath.plan(src, dst), or what shardmath.schedule makes of it"
+        what = f"compile takes a Plan or Program, got {type(plan).__name__}"
+        fix = "pass shardmath.plan(src, dst), or shardmath.schedule(plan)"
         # Not checked by its class, whose import would load all formats and transforms.
-        fix += "; compile_transformed takes a Transformed"
-        raise ExchangeError(f"compile takes a Plan, got {type(plan).__name__}; {fix}")
+        fix += ", and a Transformed to compile_transformed"
+        raise ExchangeError(f"{what}; {fix}")
 
 
 def check_settings(party: Party, plan: Plan | Transposed | Program, settings: Settings) -> None:
@@ -105,33 +106,36 @@ def _check_numbers(plan: Plan | Transposed | Program, settings: Settings) -> Non
         raise ExchangeError(word_bad_time(settings.timeout))
     if not isinstance(settings.thread, str | None):
         raise ExchangeError(
-            f"thread={settings.thread!r} is not a name; pass a text, or leave it out"
+            f"thread={settings.thread!r} is not a str; pass a name such as 'refit', or leave it out"
         )
     limit = settings.max_inflight_bytes
     if not isinstance(limit, int) or not 0 < limit < 1 << 63:
         what = f"max_inflight_bytes={shown(limit)} is not a number of bytes"
-        raise ExchangeError(f"{what}; pass an int from 1 on")
+        raise ExchangeError(f"{what}; pass an int of at least 1 and below 2**63")
     if isinstance(plan, Program) and limit != plan.max_inflight_bytes:
-        what = f"max_inflight_bytes={limit}, the program has its own, {plan.max_inflight_bytes}"
-        raise ExchangeError(f"{what}; leave it out, or schedule the plan with it")
+        what = f"max_inflight_bytes={limit}, but the program has {plan.max_inflight_bytes}"
+        raise ExchangeError(f"{what}; leave it out, or pass it to shardmath.schedule instead")
     if isinstance(plan, Program) and plan.max_ops_per_group > MOST_OPS:
-        what = f"the program has up to {plan.max_ops_per_group} messages of a rank in a round"
+        most = plan.max_ops_per_group
+        what = f"the program has max_ops_per_group={most}, where at most {MOST_OPS} can be posted"
         raise ExchangeError(f"{what}; schedule the plan with max_ops_per_group={MOST_OPS} or less")
 
 
 def _check_commit(party: Party, settings: Settings) -> None:
     """Raise ExchangeError for an unknown `commit`, and for "all" on a group without a store."""
     if not any(is_text(settings.commit, known) for known in (DIRECT, ALL)):
-        raise ExchangeError(f"commit={shown(settings.commit)}; pass {DIRECT!r} or {ALL!r}")
+        what = f"commit={shown(settings.commit)} is unknown"
+        raise ExchangeError(f"{what}; pass {DIRECT!r} or {ALL!r}")
     if settings.commit == ALL and compat.store_of(party.group) is None:
-        what = "the process group has no store in which ranks could decide"
-        raise ExchangeError(f"{what}; compile with commit={DIRECT!r}")
+        what = f"commit={ALL!r} needs a process group with a key-value store, and this one has none"
+        raise ExchangeError(f"{what}; compile with commit={DIRECT!r}, or on another group")
 
 
 def _check_agree(settings: Settings) -> None:
     """Raise ExchangeError for an unknown `agree`."""
     if not any(is_text(settings.agree, known) for known in (EVERY, ONCE)):
-        raise ExchangeError(f"agree={shown(settings.agree)}; pass {EVERY!r} or {ONCE!r}")
+        what = f"agree={shown(settings.agree)} is unknown"
+        raise ExchangeError(f"{what}; pass {EVERY!r} or {ONCE!r}")
 
 
 def _check_engine(party: Party, settings: Settings) -> None:
@@ -141,8 +145,8 @@ def _check_engine(party: Party, settings: Settings) -> None:
     if not isinstance(settings.engine, str) or settings.engine not in engines:
         known = ", ".join(map(repr, ("auto", *engines)))
         backend = compat.backend_of(party.group)
-        what = f"engine {settings.engine!r} is unknown on {backend}"
-        raise ExchangeError(f"{what}; use one of {known}")
+        what = f"engine={settings.engine!r} is unknown on {backend}"
+        raise ExchangeError(f"{what}; pass one of {known}")
 
 
 def _check_ranks(party: Party, plan: Plan | Transposed | Program) -> None:

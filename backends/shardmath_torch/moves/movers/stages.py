@@ -25,18 +25,21 @@ class Stage:
 
     @property
     def own(self) -> frozenset[str]:
-        """The plan's destinations in the stage's private memory, which `commit="all"` need not protect."""
+        """The names of destinations in the stage's private memory, which `commit="all"` need not protect."""
         return frozenset()
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """Return the tensors that travel, given the caller's. An exception counts as an objection in the vote."""
+        """Return the tensors to send and to receive into, given the caller's `src` and `out`.
+
+        An exception counts as an objection in the vote.
+        """
         return src, out
 
     def begin(self) -> None:
-        """Begin the move, once all ranks have agreed on it."""
+        """Do the stage's work before the first byte moves, once all ranks have agreed on the move."""
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Return (tensor, values) to store in addition, computed from `arrived` tensors by local buffer key."""
+        """Return pairs (tensor, values) to write in addition, computed from the `arrived` tensors."""
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
@@ -44,10 +47,10 @@ class Stage:
         return arrived
 
     def end(self) -> None:
-        """End the move, once its values are in place."""
+        """Do the stage's work after the move, once its values are in place."""
 
     def let_go(self) -> None:
-        """Drop the bound tensors, and the memory for moves, until the next move."""
+        """Release the tensors of the last move, and extra memory, until the next move."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """Return the caller's destinations that are torn (neither old nor new) if `keys` of the plan are."""
@@ -58,33 +61,33 @@ Stages = Sequence[Stage]
 
 
 def bind(stages: Stages, src: Local, out: Local) -> tuple[Local, Local]:
-    """Return the tensors that travel, given the caller's, by `Stage.bind` of all stages in order."""
+    """Return the tensors to send and to receive into, given the caller's, by `Stage.bind` of all stages in order."""
     for stage in stages:
         src, out = stage.bind(src, out)
     return src, out
 
 
 def begin(stages: Stages) -> None:
-    """Call `Stage.begin` of all stages."""
+    """Run the work of all stages before the first byte moves (`Stage.begin`)."""
     for stage in stages:
         stage.begin()
 
 
 def finish(stages: Stages, arrived: Tensors) -> Iterable[Pair]:
-    """Yield (tensor, values) to store of all stages, one at a time, so that only one takes memory."""
+    """Yield pairs (tensor, values) to write, of all stages, one at a time to save memory."""
     for stage in reversed(stages):
         yield from stage.finish(arrived)
         arrived = stage.unfold(arrived)
 
 
 def end(stages: Stages) -> None:
-    """Call `Stage.end` of all stages."""
+    """Run the work of all stages after all values are in place (`Stage.end`)."""
     for stage in stages:
         stage.end()
 
 
 def list_own(stages: Stages) -> frozenset[str]:
-    """Return the plan's destinations in private memory of any stage."""
+    """Return the names of the plan's destinations in private memory of any stage."""
     return frozenset(key for stage in stages for key in stage.own)
 
 

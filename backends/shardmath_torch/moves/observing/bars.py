@@ -51,11 +51,11 @@ def check_progress(progress: object) -> None:
     """Raise ExchangeError if `progress` cannot be called."""
     if progress is not None and not callable(progress):
         what = f"progress={shown(progress)} cannot be called"
-        raise ExchangeError(f"{what}; pass a function of two numbers, or leave it out")
+        raise ExchangeError(f"{what}; pass a function(done, total) of bytes, or leave it out")
 
 
 class Meter:
-    """The count of bytes of one move for the caller's function; `failure` is the exception that it raised."""
+    """The count of one move's bytes, reported to the caller's progress function; `failure` is its exception."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -64,7 +64,7 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Count and report the message `about` if the phase that ended, `lap`, sent or received one."""
+        """Count and report the message `about` if the phase that ended, `lap`, sent or received a message."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):
@@ -77,7 +77,7 @@ class Meter:
         self._tell()
 
     def finish(self) -> None:
-        """Report that all bytes are done, even by an engine without messages. Raises the function's exception."""
+        """Report that all bytes are done. Raises the exception of the caller's function, if it raised one."""
         if self._done_bytes < self._total_bytes:
             self._done_bytes = self._total_bytes
             self._tell()
@@ -94,7 +94,7 @@ class Meter:
 
 
 class Tally:
-    """The count of bytes of one call that reads or writes files, for the caller's function, if there is one."""
+    """The count of bytes of one call that reads or writes files, reported to the caller's progress function."""
 
     def __init__(self, progress: Progress | None) -> None:
         check_progress(progress)
@@ -105,7 +105,7 @@ class Tally:
         self._reported_at_s = 0.0
 
     def begin(self, total: int) -> None:
-        """Set the total number of bytes. Only the first call has an effect."""
+        """Set the total number of bytes to be read or written. Only the first call has an effect."""
         if self._total_bytes is None:
             self._total_bytes = total
             self._tell()

@@ -63,7 +63,7 @@ class Moved:
 
     @property
     def moving_s(self) -> float:
-        """The seconds from the vote to the end of all messages."""
+        """The seconds from the ranks' vote, which precedes a move, to the end of all messages."""
         return sum(seconds for name, seconds in self.seconds.items() if name in WORK)
 
     @property

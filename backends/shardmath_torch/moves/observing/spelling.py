@@ -91,7 +91,7 @@ def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
 
 
 def spell(call: Timed) -> list[Span]:
-    """Return the spans of a traced call, to draw on the time axis of a trace."""
+    """Return the phases, rounds and messages of a traced call as spans on the time axis of a trace."""
     laps = _list_laps(call)
     spans = [
         Span(

@@ -35,7 +35,7 @@ Hear: TypeAlias = Callable[[int, object, float], None]
 
 
 class Ledger:
-    """The record of one mover's calls on this rank: facts that they share, and the latest call.
+    """The record of one mover's calls on this rank: what all calls share, and the latest successful call.
 
     `given` is the plan or program that each call carries out, None for a call within another; `list_rounds` returns
     the rounds that its engine posts. Calls are `logged`.
@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes of a call that moves all bytes, per peer."""
+        """The messages and bytes that a move of all bytes sends to and receives from each peer."""
         if self._traffic is None:
             self._traffic = count_traffic(self._list_rounds())
         return self._traffic
@@ -71,7 +71,7 @@ class Ledger:
         return None if self._last_call is None else self._last_call.sum_up()
 
     def time(self, label: object, progress: object) -> Stopwatch:
-        """Return the stopwatch of a new call. Invalid arguments are ignored here: another check rejects them."""
+        """Return a stopwatch for a new call. Invalid arguments are ignored here: another check rejects them."""
         return Stopwatch(self, label, progress)
 
     def note_last(self, call: Stopwatch) -> None:
@@ -121,7 +121,7 @@ class Stopwatch:
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
-        """End the present phase as `lap`, which was about a message, a round by its step, or a vote by its key."""
+        """End the present phase, and record it as `lap` with `about`, the message, round or vote that it was for."""
         now = perf_counter()
         self._lap_seconds[lap] += now - self._lap_began_s
         self._lap_began_s = now
@@ -178,7 +178,7 @@ class Stopwatch:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes of the call per peer: as set by `say_traffic`, or else the ledger's."""
+        """The messages and bytes of the call per peer: as set by `say_traffic`, or else as in every move."""
         return self._ledger.traffic if self._call_traffic is None else self._call_traffic
 
     def say_traffic(self, traffic: Traffic) -> None:

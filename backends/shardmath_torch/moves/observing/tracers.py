@@ -21,7 +21,7 @@ MOST_MARKS = 1 << 20
 
 
 class Tracer:
-    """The record of the calls inside one `trace`."""
+    """The record of the calls inside one `trace` block, kept in memory until the block ends."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Timed, Given | None]] = []

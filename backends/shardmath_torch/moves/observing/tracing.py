@@ -51,7 +51,8 @@ def trace(
     if topology is not None:
         checked(topology)
     if TRACERS:
-        raise ExchangeError("this process is in a smt.trace; leave that one first")
+        what = "smt.trace was called inside of another smt.trace of this process"
+        raise ExchangeError(f"{what}; end that one first")
     file = _name_file(path)
     # Before the moves, so that an error does not come after them.
     _write_first(file)
@@ -107,10 +108,10 @@ def _list_modeled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
 def _name_file(path: object) -> Path:
     """The path of this rank's file. Raises ExchangeError for an object that is not a path to a file."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise ExchangeError(f"{shown(path)} is not a path; give one such as 'move.json'")
+        raise ExchangeError(f"path={shown(path)} is not a path; pass one such as 'move.json'")
     given = Path(path)
     if not given.name:
-        raise ExchangeError(f"{shown(path)} names no file; give a path such as 'move.json'")
+        raise ExchangeError(f"path={shown(path)} names no file; pass one such as 'move.json'")
     return given.with_name(f"{given.stem}.rank{compat.rank_or_0()}{given.suffix or '.json'}")
 
 
