@@ -242,6 +242,9 @@ def test_scaling(note: Record, pytestconfig: pytest.Config) -> None:
         draw(curves, Path(page).with_name("scaling.svg"))
 
 
+INVERTED = "invert(0.92) hue-rotate(180deg)"
+
+
 def draw(curves: dict[str, list[tuple[int, float]]], to: Path) -> None:
     """The curves as a picture: seconds by ranks of a side, both logarithmic."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -275,3 +278,6 @@ def draw(curves: dict[str, list[tuple[int, float]]], to: Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(fontsize=7, loc="outside upper center", ncols=2)
     figure.savefig(to, metadata={"Date": None})
+    # matplotlib draws on white only: readers of dark pages see its colors inverted, hues as they were.
+    plain, dark = "</style>", f"@media (prefers-color-scheme: dark) {{svg {{filter: {INVERTED}}}}}"
+    to.write_text(to.read_text().replace(plain, dark + plain, 1))
