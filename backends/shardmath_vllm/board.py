@@ -225,7 +225,8 @@ class Board:
         try:
             self._write(key, text, seconds)
         except RuntimeError as error:
-            raise ExchangeError(f"place 0 left, or is gone: {error}; {MEET_AGAIN}") from error
+            what = f"rank 0 of the trainer left, has stopped or is gone, as place {self.place}"
+            raise ExchangeError(f"{what} was to report {key!r}: {error}; {MEET_AGAIN}") from error
 
     def _hear(self, what: str) -> str:
         """Wait for place 0's result of a step: an error, or "" for success. Raises ExchangeError if none comes."""

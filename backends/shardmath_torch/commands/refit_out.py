@@ -108,7 +108,8 @@ def finish(folder: Path, ranks: Sequence[int]) -> None:
     try:
         _replace(folder, ranks)
     except OSError as error:
-        raise ShardError(f"--out {folder}: {error}; {fix}") from error
+        what = f"--out {folder}: its files cannot be replaced: {error}"
+        raise ShardError(f"{what}; give a folder that can be written; {fix}") from error
     except BaseException as error:
         error.add_note(f"--out {folder}: {fix}")
         raise

@@ -310,9 +310,11 @@ def _find_layout(shape: _Shape, dtype: str, parts: Mapping[int, tuple[Runs, ...]
     by_dim = list(zip(*parts.values(), strict=True))
     divided = [d for d, held in enumerate(by_dim) if len(set(held)) > 1]
     if len(divided) != 1:
-        ranks = sorted(parts)
-        what = f"ranks {ranks} divide dimensions {divided}, but not as a grid of equal parts"
-        raise StoreError(f"{what}; divide one dimension only, or all evenly")
+        some = sorted(parts)[:SHOWN]
+        held = "; ".join(f"rank {rank} {' x '.join(map(str, parts[rank]))}" for rank in some)
+        what = f"of {shape} the ranks hold no grid of equal parts in dimensions {divided}: {held}"
+        fix = "record every rank that holds a part, and divide one dimension only, or all evenly"
+        raise StoreError(f"{what}; {fix}")
     # Some parts are on more ranks than others, as heads over ranks that they do not divide evenly.
     axes = {"part": len(parts)}
     mesh = Mesh(axes, ranks=list(parts))

@@ -82,5 +82,10 @@ class PlainSide:
         """The layout of the tensor `native`, written as a row. Raises StoreError if `rank` does not store it."""
         _, name = native
         if name not in self.layouts or rank not in self.layouts[name].mesh:
-            raise StoreError(f"rank {rank} stores no {name!r}; pass a key of natives({rank})")
+            stored = [other for other, layout in self.layouts.items() if rank in layout.mesh]
+            if not stored:
+                what = f"rank {rank} is not on this side, which has the ranks {list(self.ranks)}"
+                raise StoreError(f"{what}; pass one of these")
+            what = f"rank {rank} stores no {name!r}, but {', '.join(map(repr, stored[:8]))}"
+            raise StoreError(f"{what}; pass a key of natives({rank})")
         return f"{name} = {name} : {self.layouts[name].text}"

@@ -61,12 +61,16 @@ class Custom:
             raise PlanError(
                 f"Custom {name!r} has components {names}; give one or more different names"
             )
-        functions = self.at_source, self.at_destination
-        if functions == (None, None):
+        functions: dict[str, object] = {
+            "at_source": self.at_source,
+            "at_destination": self.at_destination,
+        }
+        if all(function is None for function in functions.values()):
             raise PlanError(f"Custom {name!r} has no function; give at_source= or at_destination=")
-        for function in functions:
+        for option, function in functions.items():
             if function is not None and not callable(function):
-                raise PlanError(f"Custom {name!r} calls {shown(function)}; give a function or None")
+                what = f"Custom {name!r} has {option}={shown(function)}, which cannot be called"
+                raise PlanError(f"{what}; give a function or None")
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "parts", parts)
         object.__setattr__(self, "beside", _read_beside(name, self.beside))

@@ -136,7 +136,7 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(pool: Pool) -> None:
         ("format", "to FP8 e4m3 per 4 x 16\nnothing was moved"),
         ("layout", "to FP8 e4m3 per 4 x 32\nrank 1: compile_quantize "),
         ("none", "None is not a format; give one such as formats.MXFP8()"),
-        ("double", "whose numbers float32 cannot hold exactly; cast the tensor"),
+        ("double", "which is not one of float32, bfloat16, float16; cast the tensor"),
         ("absent", "pass group= with all ranks that hold the tensor"),
     ],
 )

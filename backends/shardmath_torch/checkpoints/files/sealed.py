@@ -70,7 +70,7 @@ def unseal(text: bytes, where: object) -> Sealed | None:
 
 def _damaged(where: object, what: str) -> CheckpointError:
     """The error for a `.metadata` file by `save` at the path `where` with the fault `what`."""
-    fix = "fetch it again, or remove it to load by shardmath.json"
+    fix = "fetch it again, remove it to load by shardmath.json, or save again"
     return CheckpointError(f"{where} is damaged: {what}; {fix}")
 
 
@@ -81,7 +81,7 @@ def _read_body(body: bytes) -> Sealed:
     body, length = _split_end(body, _LENGTH)
     body, index = _split_end(body, int.from_bytes(length, "little"))
     if not body.endswith(BEGIN):
-        raise ValueError(f"no index of {len(index)} bytes is there; save it again")
+        raise ValueError(f"no index of {len(index)} bytes is there")
     return Sealed(body.removesuffix(BEGIN), index.decode(), save.decode())
 
 

@@ -265,7 +265,7 @@ def _find_rivals(seats: Iterable[Seat]) -> set[str]:
 def _object(met: Met, other: Met) -> Steps[None]:
     """Object to the meeting that another leader has announced since, and raise ExchangeError."""
     runs = "" if met.run == other.run else f", in runs {met.run!r} and {other.run!r}"
-    why = f"{_word_twice(0)}{runs}"
+    why = _word_twice(0, runs)
     yield from _add_to_log(other.meeting, f"{OBJECTS}{json.dumps(why)}")
     yield from _give_up(met, WRONG, why)
 
@@ -431,5 +431,5 @@ def _word_foreign(key: str, text: str) -> str:
     return f"{what}, which smt.connect did not write; {fix}"
 
 
-def _word_twice(rank: int) -> str:
-    return f"two processes give rank {rank}; give each process its own rank"
+def _word_twice(rank: int, runs: str = "") -> str:
+    return f"two processes give rank {rank}{runs}; give each process its own rank"

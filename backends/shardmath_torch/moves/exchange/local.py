@@ -54,8 +54,6 @@ class Wanted(NamedTuple):
     """The tensors that a rank must pass for one side (source or destination): name -> (local shape, layout).
 
     If `single`, the rank passes one tensor instead of a dict.
-
-    If `single`, the rank passes one tensor instead of a dict.
     """
 
     side: str

@@ -268,7 +268,7 @@ def _check_and_plan(format: Format, layout: Layout, party: Party) -> Amaxes:
     """Plan the amaxes. Raises ShardError to object."""
     amaxes = plan_amaxes(format, layout, "amaxes")
     if layout.dtype not in EXACT:
-        what = f"{layout} has dtype {layout.dtype}, whose numbers float32 cannot hold exactly"
+        what = f"{layout} has dtype {layout.dtype}, which is not one of {', '.join(EXACT)}"
         raise PlanError(
             f"{what}; cast the tensor, and make the layout with dtype {' or '.join(EXACT)}"
         )
