@@ -205,7 +205,7 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """The windows (partial layouts), by name, and the Store of the optimizer state of `params`, divided by `layouts`.
+    """The windows (Layouts), by name, and the Store of the optimizer state of `params` that `layouts` divide.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which
