@@ -73,9 +73,9 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """The index i of each distinct tuple (keys[0][i], keys[1][i], ...), sorted, and for each i its tuple's number.
+    """The first index i of each distinct tuple (keys[0][i], keys[1][i], ...), and for each i the number of its tuple.
 
-    Items are of one kind if they are equal in all keys.
+    Tuples are sorted, and numbered in this order.
 
     >>> number_alike([np.array([1, 0, 1, 1]), np.array([5, 9, 5, 4])])
     (array([1, 3, 0]), array([2, 0, 2, 1]))
@@ -150,7 +150,7 @@ class Offsets:
         return np.diff(_ends(sizes)[self.first])
 
     def begin(self, sizes: Ints) -> Ints:
-        """The start of each item if every owner's items, of these `sizes`, are laid end to end from 0 on."""
+        """For each item, the sum of the `sizes` of its owner's items before it; `sizes` has one number per item."""
         ends = _ends(sizes)
         return ends[:-1] - self.spread(ends[self.first[:-1]])
 

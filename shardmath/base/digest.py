@@ -32,7 +32,7 @@ T = TypeVar("T", bound=_Digested)
 
 
 def digest(value: object) -> str:
-    """SHA-256 of the repr of `value`, made of tuples, numbers, text and Runs: 64 hexadecimal digits."""
+    """The SHA-256 digest, 64 hexadecimal digits, of the repr of `value`: a number, text, Runs, or tuples of these."""
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 
     printed = repr(value)

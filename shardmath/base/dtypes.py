@@ -57,7 +57,7 @@ AMBIGUOUS = {"float": "float32 or float64", "int": "int32 or int64"}
 
 
 def canonical(dtype: object) -> str:
-    """The canonical name, such as "float32", of `dtype`: a name, a torch or numpy dtype, or a numpy scalar type.
+    """The canonical name, such as "float32", of `dtype`: a name, a torch or numpy dtype, or a Python or numpy type.
 
     Raises LayoutError if it is not a type that shardmath knows.
     """

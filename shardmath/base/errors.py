@@ -69,7 +69,7 @@ def _around(text: str, position: int) -> str:
 
 @public
 class NotationError(ShardError):
-    """Error for text that is not a layout, row or rule; the message has a caret under the offending character."""
+    """Error for text that is not a layout, row or rule; a caret (^) in the message marks the offending character."""
 
     def __init__(
         self, what: str, text: str | None = None, position: int = 0, fix: str = ""

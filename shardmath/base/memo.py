@@ -60,7 +60,7 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the size of a cache entry, computed in `seconds`, to the total; empty all caches if it grows too big."""
+        """Add the bytes of a cached `result`, computed in `seconds`, to the total; empty all caches above a limit."""
         self._allowed_s += seconds * SHARE
         if self._allowed_s > 0:
             start = perf_counter()
@@ -107,7 +107,7 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
 
 
 def clear_caches() -> None:
-    """Empty every cache of this process, in shardmath and in its backends.
+    """Empty all caches of function results in this process, in shardmath and in its backends.
 
     Caches only save time: results are the same without them. Process groups and compiled moves, which
     ranks made together, are kept, since a single rank cannot drop them.

@@ -129,7 +129,7 @@ class _PresentLoader(Loader):
         self._now = now
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module at its present path, already imported, with its spec saved from being overwritten by importlib."""
+        """Import the module at its present path and return it; keep its spec, which importlib will overwrite."""
         module = import_module(self._now)
         self._spec = module.__spec__
         return module

@@ -187,7 +187,7 @@ def _list_words(runs: Iterable[range], joined_from: int | None) -> Iterator[str]
 
 
 def count_ranks(ranks: Sequence[int]) -> str:
-    """The number of ranks followed by their list, of which at most eight are shown.
+    """Ranks as text with their number, such as "2 ranks (2, 3)"; of more than eight, only some are listed.
 
     >>> count_ranks([3]), count_ranks([2, 3]), count_ranks(range(10))
     ('rank 3', '2 ranks (2, 3)', '10 ranks (0, 1, 2, ..., 9)')

@@ -45,7 +45,7 @@ def flat_parameter(
     use_orig_params: bool = True,
     forward_dtype: object = None,
 ) -> PerBufferParamLayout:
-    """The layout of the FlatParameter of one unit of PyTorch's FSDP1; `params` of one dtype, in the order of modules.
+    """The layout of an FSDP1 unit's FlatParameter; `params` have one dtype, and are in the order of the unit's modules.
 
     With `use_orig_params` parameters start at multiples of 16 bytes of `forward_dtype`, their dtype in the forward:
     MixedPrecision's `param_dtype`, or the parameters' dtype if not given. Raises ParamLayoutError for several dtypes
@@ -73,7 +73,7 @@ def flat_parameter(
 def zero(
     params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False
 ) -> PerBufferParamLayout:
-    """The layout of a flat group of DeepSpeed's ZeRO stages 1 and 2; `params` in the optimizer's order, of one dtype.
+    """The layout of a flat group of DeepSpeed's ZeRO stage 1 or 2; `params` of one dtype are in the optimizer's order.
 
     With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
@@ -110,7 +110,7 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """The layout of Megatron-FSDP's flat buffers for the `params` of one FSDP unit (`bucket_size=None`), or of no unit.
+    """The layout of Megatron-FSDP's flat buffers for `params` of one FSDP unit (`bucket_size=None`) or outside units.
 
     There each bucket is a separate buffer; here they follow one another. Without a `chunk_size_factor` parameters are
     sorted by the length of their rows, longest first, and the factor of each bucket is found as Megatron finds it; with
@@ -269,7 +269,7 @@ class _LeftmostFit:
         self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
 
     def find(self, start: int, most: int) -> int | None:
-        """The first index from `start` on whose number is at most `most`; None if there is none."""
+        """The first index, `start` or higher, at which there is a number of at most `most`; None if there is none."""
         if start >= self.size:
             return None
         node = self.size + start
@@ -287,7 +287,7 @@ class _LeftmostFit:
         return node - self.size
 
     def remove(self, number: int) -> None:
-        """Remove the number at the index `number`."""
+        """Remove the item at the index `number`: `find` no longer returns this index."""
         node = self.size + number
         self.tree[node] = self.GONE
         while node > 1:
@@ -295,6 +295,6 @@ class _LeftmostFit:
             self._update(node)
 
     def list_left(self) -> list[int]:
-        """The indices of the numbers that have not been removed."""
+        """The indices of the items that have not been removed."""
         leaves = self.tree[self.size : self.size + self.count]
         return [number for number, value in enumerate(leaves) if value != self.GONE]

@@ -32,7 +32,7 @@ __all__ = ["BufferKey", "FullParamLayout", "apply_rule", "check_rule", "full_lay
 
 @dataclass(frozen=True, slots=True)
 class BufferKey:
-    """The key of a flat buffer of a model: the dtypes and kinds in which all parameters of the buffer agree."""
+    """The key of a flat buffer of a model: the dtypes and kinds (such as expert-parallel) that its parameters share."""
 
     param_dtype: str
     grad_dtype: str

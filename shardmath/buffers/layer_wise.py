@@ -103,7 +103,7 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Whether a parameter of `numel` elements fits: the bucket is not full, or its fullest shard does not grow."""
+        """Whether a parameter of `numel` elements fits: the bucket is not full, or its padded size would not grow."""
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
             return True

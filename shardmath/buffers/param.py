@@ -97,7 +97,7 @@ def pad_param_start(start: int) -> int:
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """The number of elements of which every bucket's end is a multiple, in Megatron's optimizers."""
+    """The number that divides the end of every bucket, in elements, in Megatron's optimizers."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)
@@ -113,7 +113,7 @@ def read_bucket_size(bucket_size: object) -> int | None:
 def pad_bucket_end(
     end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False
 ) -> int:
-    """The end of a bucket, padded as Megatron's optimizers do, if its parameters end at `end`."""
+    """The padded end, in Megatron's optimizers, of a bucket whose parameters end at `end`."""
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     return pad_to_divisor(end, divisor)
 
@@ -121,7 +121,7 @@ def pad_bucket_end(
 @former_attributes(quantised="quantized")
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of a model: `shape` as this rank holds it, and the properties that decide its place in a buffer.
+    """A parameter of a model: its `shape` on this rank, and the properties that decide its position in a buffer.
 
     `quantized` is whether its storage is quantized (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
     `grad_dtype` is its gradient's dtype, `dtype` if not given. `managed` is whether LayerWise optimizers orthogonalize

@@ -88,7 +88,7 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """The Layout of each parameter's optimizer state, by name, if ranks of `mesh` along `axis` share the flat buffer.
+    """The layouts, by name, of the optimizer state of a flat buffer shared by the ranks of `mesh` along `axis`.
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
     `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
@@ -166,7 +166,7 @@ def state_store(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> Store:
-    """The Store with the place of each state tensor (`state_layouts`) in the flat arrays of `ranks` (default: all).
+    """The Store with the position of each tensor of `state_layouts` in the flat arrays of `ranks` (default: all).
 
     `buffer` names the array. There is a view per parameter and rank, at 0 for local tensors without elements: give
     `ranks` if the mesh has many. Raises ParamLayoutError as `state_layouts` does.
@@ -205,7 +205,7 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """The windows, by name, and the Store of the optimizer state of parameters that `layouts` divide over `mesh`.
+    """The windows (Layouts), by name, and the Store of the optimizer state of `params` that `layouts` divide.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

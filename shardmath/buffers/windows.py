@@ -35,7 +35,7 @@ __all__ = ["GroupShares", "make_windows"]
 
 
 class GroupShares(NamedTuple):
-    """The part of a tensor that one data-parallel group holds: the ranks, the positions by dimension, and shares."""
+    """The part of a tensor that one data-parallel group holds: the ranks, the positions, and each rank's share."""
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]
@@ -79,7 +79,7 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """The windows (Layouts) of each tensor, by name, and a Store of their places in the flat arrays of `ranks`.
+    """The windows (Layouts) of each tensor, by name, and a Store of their positions in the flat arrays of `ranks`.
 
     Raises ParamLayoutError for a tensor that no rank holds, and if a window has the name of a tensor.
     """

@@ -64,7 +64,7 @@ class Trim(NamedTuple):
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """Find the smallest strided view of all held local positions of `runs`; return the view, and the Runs in it."""
+    """Find the strided view (offset, step, length) with all held positions of `runs`; return it, and the Runs in it."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)
@@ -190,7 +190,7 @@ Parts: TypeAlias = tuple[Runs, ...]
 def from_holdings(
     shape: Sequence[int], held: Mapping[int, Sequence[Runs]], *, dtype: str = "float32"
 ) -> Layout | tuple[Layout, ...]:
-    """Find the layout in which each rank holds `held[rank]`, one Runs per dimension; windows if no single layout can.
+    """Find the layout in which each rank holds `held[rank]`, one Runs per dimension; or several, if no single one can.
 
     The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
     without Partial. Raises LayoutError without ranks, for another number of dimensions, and for Runs outside the shape.
@@ -232,7 +232,7 @@ class _Finder:
         self.known: dict[frozenset[int], list[Layout]] = {}
 
     def find(self, held: dict[int, Parts]) -> list[Layout]:
-        """The layouts that together give each rank the parts in `held`: a single one, or a few windows."""
+        """The layouts that together give each rank the Runs in `held`: a single one, or a few (windows)."""
         # Grouping by one dimension and then by another makes the same groups as the other order.
         ranks = frozenset(held)
         windows = self.known.get(ranks)

@@ -66,7 +66,7 @@ def equivalent(a: Layout, b: Layout) -> bool:
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Return two digests, of the elements that ranks hold and of the ranks; equal for equivalent layouts."""
+    """Return a digest of the elements that ranks hold, and one of the ranks; equivalent layouts have equal digests."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)
@@ -170,7 +170,7 @@ class Windows(tuple[Layout, ...]):
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
-        """Return the name of the local tensor of window number `window` of the tensor `name`."""
+        """Return the name of the local tensor of the tensor `name` in the window at position `window`."""
         if self.is_single:
             return name
         number = window if self.numbers is None else self.numbers[window]
@@ -181,19 +181,19 @@ class Windows(tuple[Layout, ...]):
         return [self.local_name(name, window) for window in range(len(self))]
 
     def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:
-        """Yield (local name, layout) of each window of the tensor `name`, or only of windows that `rank` is in."""
+        """Yield (local name, layout) of each window of the tensor `name` (with `rank`: of windows with this rank)."""
         for local, layout in zip(self.local_names(name), self, strict=True):
             if rank is None or rank in layout.mesh:
                 yield local, layout
 
     def named_alike(self, layouts: Iterable[Layout]) -> Windows:
-        """Return Windows of as many other `layouts`, whose local tensors have the same names as here."""
+        """Return Windows of other `layouts`, as many as these, whose local tensors have the same names as these."""
         others = Windows(layouts)
         others.numbers = self.numbers
         return others
 
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
-        """Return the Windows of some `layouts`, by position here, whose local tensors keep the names they have here.
+        """Return the Windows of `layouts` (position in this tuple -> layout), whose local tensors keep their names.
 
         >>> from shardmath.layouts.algebra.mesh import Mesh
         >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))
@@ -241,7 +241,7 @@ def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
 def read_windows(
     side: Mapping[str, object], error: type[ValueError], names: Iterable[str] | None = None
 ) -> dict[str, Windows]:
-    """Return the Windows of each tensor in `names` (default: all of `side`), in order; equal objects share one Windows.
+    """Return the Windows of each tensor in `names` (default: all of `side`), by name, in this order.
 
     Raises `error` for anything but a Layout or a tuple of Layouts.
     """

@@ -117,12 +117,12 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """The canonical notation; reading it back with the same `rules` gives this layout."""
+        """The layout as text in canonical notation; reading it back with the same `rules` gives this layout."""
         return unparse(self.dims, self.partial, self.mesh.shape)
 
     @property
     def rules(self) -> dict[str, Placement]:
-        """The placements that `text` refers to by `@name`."""
+        """The custom placements that `text` refers to by `@name`, by name."""
         return {name: by for by, name in rule_names(self.dims).items()}  # type: ignore[misc]
 
     @property
@@ -154,7 +154,7 @@ class Layout:
 
     @property
     def free_axes(self) -> tuple[str, ...]:
-        """The mesh axes along which ranks hold copies, since they neither divide nor are Partial, in mesh order."""
+        """The mesh axes that neither divide a dimension nor are Partial: along them, ranks hold copies."""
         used = {name for name, _ in self.partial}
         for dim in self.dims:
             used.update(dim.axes)

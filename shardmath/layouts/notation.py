@@ -312,7 +312,7 @@ def _read_stored(reader: LayoutReader, d: int) -> Runs | None:
 
 
 def pad(n: int, size: int) -> Runs:
-    """Return Runs of `size` positions: a dimension's n positions, then holes. Raises ShardError if `size` is below `n`.
+    """Return Runs of `size` positions: all `n` positions of a dimension, then holes.
 
     Raises ShardError if `size` is below `n`.
     """

@@ -138,7 +138,7 @@ class Shard:
         return _make_parts([_chunk(0, n, parts)])
 
     def digits(self, parts: int) -> tuple[Chunks]:
-        """Return the one cut that makes up the placement, into `parts` parts for the ranks along the mesh axis."""
+        """Return the placement's only cut: into `parts` parts, one per rank along the mesh axis."""
         return (Chunks(parts),)
 
 
@@ -159,7 +159,7 @@ class Balanced:
         return _make_parts([_list_consecutive(sizes)])
 
     def digits(self, parts: int) -> tuple[BalancedCut]:
-        """Return the one cut that makes up the placement, into `parts` parts for the ranks along the mesh axis."""
+        """Return the placement's only cut: into `parts` parts, one per rank along the mesh axis."""
         return (BalancedCut(parts),)
 
 
@@ -220,7 +220,7 @@ class Packed:
         return _make_parts([_chunk(lo, hi, parts) for lo, hi in _list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes, Chunks]:
-        """Return the placement's two cuts: into components, and of each into `parts` parts, one per rank."""
+        """Return the placement's two cuts: into components, and of each component into `parts` parts, one per rank."""
         return Sizes(self.sizes), Chunks(parts)
 
 
@@ -249,7 +249,7 @@ class Ragged:
         return _make_parts([_list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes]:
-        """Return the one cut that makes up the placement, into `parts` parts for the ranks along the mesh axis."""
+        """Return the placement's only cut: into `parts` parts, one per rank along the mesh axis."""
         if len(self.sizes) != parts:
             raise PlacementError(
                 f"{self} has {plural(self.sizes, 'size')} for a mesh axis of {plural(parts, 'coordinate')}; "
@@ -288,7 +288,7 @@ class BlockCyclic:
         return tuple(from_ranges(blocks[part::parts]) for part in range(parts))
 
     def digits(self, parts: int) -> tuple[FixedBlock, FixedBlock]:
-        """Return the placement's two cuts: into groups of `parts` blocks, and of groups into blocks, one per rank."""
+        """Return the placement's two cuts: into groups of `parts` blocks, and of a group into blocks, one per rank."""
         return FixedBlock(self.block * parts), FixedBlock(self.block)
 
 

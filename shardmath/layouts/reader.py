@@ -67,7 +67,7 @@ def list_tokens(text: str, marks: str = MARKS) -> Iterator[Token]:
 
 
 class Cursor:
-    """Reads a text token by token, from left to right."""
+    """A reader of a text, token by token from left to right."""
 
     def __init__(self, text: str, marks: str = MARKS) -> None:
         self.text = text
@@ -80,7 +80,7 @@ class Cursor:
 
     @property
     def here(self) -> Token:
-        """The next token, which stays the next one."""
+        """The next token, without moving past it."""
         return self.tokens[self.next]
 
     def _fail_expecting(self, expected: str, fix: str) -> NoReturn:
@@ -122,7 +122,7 @@ class Cursor:
 
 
 class LayoutReader(Cursor):
-    """Reads the text of a layout, given the tensor's shape and the mesh axes; records the names used so far."""
+    """A reader of a layout's text, for the tensor's shape and the mesh axes; it records the names used so far."""
 
     def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:
         super().__init__(text)

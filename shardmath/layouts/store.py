@@ -77,7 +77,7 @@ Held: TypeAlias = (
 
 
 def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
-    """Yield (local name, layout) of each window, of all tensors, that `rank` is in.
+    """Yield (local name, layout) of each window, of any tensor, whose mesh has `rank`.
 
     Raises StoreError for anything but a Layout or windows.
     """
@@ -93,7 +93,7 @@ def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A local tensor's place in a buffer: its offset and its strides; row-major without `strides`.
+    """The position of a local tensor in the buffer named `buffer`: its offset and strides (None: row-major).
 
     Both count elements. Raises StoreError unless `buffer` is a str and the numbers are integers.
     """
@@ -116,7 +116,7 @@ class View:
 
 
 class Place(NamedTuple):
-    """The place of a local tensor in a buffer, in elements: the arguments of numpy's or torch's `as_strided`."""
+    """The buffer, offset, shape and strides of a local tensor, in elements, as torch's `as_strided` takes them."""
 
     buffer: str
     offset: int
@@ -125,7 +125,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last element of the buffer that the view reaches."""
+        """One past the position in the buffer of the local tensor's last element."""
         if 0 in self.shape:
             return self.offset
         last = self.offset
@@ -159,7 +159,7 @@ class Store:
         object.__setattr__(self, "entries", tuple(ordered))
 
     def place(self, local: str, layout: Layout, rank: int) -> Place:
-        """Return the place in a buffer of the local tensor `local`, which `rank` holds under `layout`.
+        """Return the Place (buffer, offset, shape, strides) of local tensor `local`, which `rank` holds under `layout`.
 
         Raises StoreError if its view is missing or does not fit.
         """
@@ -252,7 +252,7 @@ def _view_buffer(place: Place, buffer: NDArray[Any]) -> NDArray[Any]:
 
 
 def check(store: Store, layouts: Held, rank: int) -> None:
-    """Raise StoreError if two elements of the rank's local tensors lie at the same place in a buffer.
+    """Raise StoreError if two elements of the rank's local tensors lie at the same position in a buffer.
 
     Holes are left out. Takes 4 bytes per element that the buffers reach and, for one local tensor at a
     time, about 24 bytes per element.
@@ -307,7 +307,7 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """Return the windows and the Store of a tensor of which rank r holds the row-major range `ranges[r]`, [lo, hi).
+    """Return the windows and the Store of a tensor of which rank r holds elements `ranges[r]`, a row-major [lo, hi).
 
     Windows are listed rank by rank and in order. They lie in a flat buffer per rank, called `buffer` (`name`, if
     not given), whose element 0 is the rank's element lo. Raises PlanError for a range outside the tensor,

@@ -27,7 +27,7 @@ __all__ = ["WrittenDigit", "make_field"]
 
 
 class WrittenDigit(NamedTuple):
-    """A word in a layout's text that divides a dimension, such as an axis or a number; `at` is its position there."""
+    """A word in a layout's text that divides a dimension, such as an axis or a number, and its position (`at`)."""
 
     at: int
     axes: tuple[str, ...] = ()

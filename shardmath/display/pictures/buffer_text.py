@@ -104,7 +104,7 @@ class Bucket(NamedTuple):
         return f"[{self.start + span.start:,}, {self.start + span.end:,})"
 
     def held_by(self, span: BucketSpan) -> str:
-        """The ranks that hold some of the span as text, such as "0-1"; "none" if it is empty."""
+        """A text, such as "0-1", with the ranks that hold some of the span; "none" if the span is empty."""
         if not span.numel:
             return "none"
         first = span.start * self.ranks // self.numel

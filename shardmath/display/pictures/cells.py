@@ -217,7 +217,7 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """The ranks that hold each cell of a panel; `held` flags the ranks that hold the panel's leading positions."""
+        """The ranks that hold each cell of a panel; `held` flags the ranks that hold some of the panel's slice."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held
@@ -253,7 +253,7 @@ def idle_ranks(layout: Layout) -> list[int]:
 
 
 def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
-    """The first local ranges of a dimension, and the global range of each as text; "" for a hole."""
+    """The first local ranges of a dimension, and for each a text: its global range, or "" if it is a hole."""
     pieces = []
     texts = []
     end = 0
@@ -272,7 +272,7 @@ def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
 
 
 def write_holders(holders: Holders, op: str | None) -> str:
-    """The ranks that hold a cell as text; ranks with different addends are joined by the reduction `op`."""
+    """A text with the ranks that hold a cell: "ranks 0, 1", or "sum of (0) + (1)" for addends reduced by `op`."""
     if not holders:
         return "nobody"
     if len(holders) == 1:
@@ -287,7 +287,7 @@ def write_holders(holders: Holders, op: str | None) -> str:
 
 
 def write_label(holders: Holders, op: str | None, letters: int) -> str:
-    """The ranks that hold a cell in at most `letters` characters, or else their number; "" if neither fits."""
+    """A text of at most `letters` characters with the ranks that hold a cell, or their number; "" if neither fits."""
     if not holders:
         return ""
     count = sum(map(len, holders))

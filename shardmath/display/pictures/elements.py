@@ -205,7 +205,7 @@ GAP = 22.0
 
 
 class Scale(NamedTuple):
-    """The pixels at which ranges of a dimension are drawn: where each begins, its size, and the total size."""
+    """The drawn positions, in pixels, of ranges of a dimension: the beginning and size of each, and the total size."""
 
     at: tuple[float, ...]
     size: tuple[float, ...]
@@ -235,7 +235,7 @@ def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
 def list_ticks(
     spans: Sequence[Stretch], scale: Scale, *, across: bool
 ) -> Iterator[tuple[float, int]]:
-    """Yield (pixel, position) of the borders to label: always the last one, and from the left all that have room."""
+    """Yield (pixel, position) of each border of `spans` to label: those that have room, and always the last one."""
     if not spans:
         return
     *inner, last = _list_borders(spans, scale)
@@ -269,7 +269,7 @@ def _half(position: int, across: bool) -> float:
 
 
 def every(ranks: int, width: float, room: float) -> int:
-    """The least power of two n such that labels on every n-th of `ranks` have `room` pixels each within `width`."""
+    """The least power of two n such that labels on every n-th of `ranks` ranks in `width` have `room` pixels each."""
     step = 1
     while step < ranks and step * width / ranks < room:
         step *= 2
@@ -337,7 +337,7 @@ def _linear(channel: int) -> float:
 
 
 def ink(fill: str) -> str:
-    """Black or white, whichever shows better on `#rrggbb` (WCAG's relative luminance)."""
+    """Black or white, whichever shows better on the color `fill`, `#rrggbb` (by WCAG's relative luminance)."""
     red, green, blue = map(_linear, _channels(fill))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     # The contrast of black is (luminance + .05) / .05, of white 1.05 / (luminance + .05).
@@ -345,7 +345,7 @@ def ink(fill: str) -> str:
 
 
 def shade(share: float, *, crossing: bool = False) -> str:
-    """The color for an amount, given as its `share` of the largest amount, above 0 and at most 1."""
+    """The color, blue or (if `crossing`) orange, for an amount that is `share` (0 to 1) of the largest amount."""
     shades = ORANGES if crossing else BLUES
     last = len(shades) - 1
     number = math.ceil(share * len(shades)) - 1

@@ -98,7 +98,7 @@ class _Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The text at the left of the row, which names it."""
+        """The text at the left of the row: its rank and its track."""
         return f"{self.place} {self.track}"
 
 

@@ -37,7 +37,7 @@ NOTHING: About = {}
 
 
 class Place(NamedTuple):
-    """The rank of a track, and whether its times are measured or modeled."""
+    """The rank of a track (a line of a timeline), and whether its times are measured or modeled."""
 
     rank: int
     is_model: bool = False
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An interval of work on a track of one rank; the two ends of a message have equal `link`."""
+    """An interval of work on a track of one rank; the spans that send and receive a message have equal `link`."""
 
     place: Place
     track: str
@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """The end of a vote at one rank: the time at which all other ranks' votes had arrived, and the vote's `name`."""
+    """A vote's `name`, and the time `at_s`, in seconds, at which one rank had the votes of all other ranks."""
 
     name: str
     at_s: float
@@ -130,7 +130,7 @@ def name_track(message: Message, rank: int) -> str:
 
 
 def name_step(step: Step) -> str:
-    """The round with the step `step` in words, such as "phase 0, slot 1, turn 2"."""
+    """The round of `step`, its (phase, slot, turn), in words, such as "phase 0, slot 1, turn 2"."""
     phase, slot, turn = step
     return f"phase {phase}, slot {slot}, turn {turn}"
 

@@ -194,7 +194,7 @@ def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
 
 
 class OverlapError(PlacementError):
-    """Two parts of a custom placement hold the same position; `word` gives the message with other names for them."""
+    """Error for two parts of a custom placement that hold the same position; `word` gives the parts other names."""
 
     def __init__(self, by: Splits, call: str, parts: tuple[int, int], position: int) -> None:
         """`call` is the call of `by.split`, as text."""
@@ -239,7 +239,7 @@ def _shorten(value: object) -> str:
 
 
 def parts_to_visit(cut: Cut, size: int) -> int:
-    """Return how many parts of `cut`, counted from the first, can hold any of a piece of `size` positions."""
+    """Return n such that only the first n parts of `cut` can hold positions of a piece of `size` positions."""
     count = cut.count(size)
     if isinstance(cut, Chunks | BalancedChunks):
         return min(count, size)

@@ -38,7 +38,7 @@ __all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A stretch of `size` stored positions of a dimension, and the `stages` of cuts that divide it among ranks.
+    """A range of `size` stored positions of a dimension, and the `stages` of cuts that divide it among ranks.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -76,7 +76,7 @@ def divided(size: int, stages: Iterable[Stage]) -> Field:
 
 
 def lengths_at(f: Field, stage: int) -> set[int]:
-    """Return the lengths that ranks hold of the field `f` just before its stage number `stage` divides them."""
+    """Return the set of lengths of ranks' parts of the field `f` before its stage number `stage` divides the parts."""
     return {len(runs) for runs in _field_cells(f.size, f.stages[:stage])}
 
 

@@ -31,7 +31,7 @@ GRID = 1 << 24
 
 
 def find_gap(shape: tuple[int, ...], products: tuple[Product, ...]) -> tuple[int, ...] | None:
-    """Return the first element, row-major, of a tensor of `shape` that is in none of `products` of ranges, or None.
+    """Return the first element, row-major, of a tensor of `shape` that none of `products` of ranges contains, or None.
 
     No dimension is empty. A grid of all cells is one product of matrices; if it would be too large,
     the first dimension is taken border by border.

@@ -169,7 +169,7 @@ class Mesh:
         return coords
 
     def coordinate(self, names: Iterable[str]) -> NDArray[np.int64]:
-        """Return each rank's coordinate on the axes `names`, flattened with the first slowest, as an int64 array."""
+        """Return, as an int64 array, each rank's coordinate on the axes `names` flattened to one, the first slowest."""
         out = np.zeros(self.size, np.int64)
         for name in _read_names(names):
             n = self.axis_size(name)
@@ -208,7 +208,7 @@ class Mesh:
         return _make_mesh(tuple(axes), self.ranks)
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:
-        """Merge axes `names`, the first slowest, into one axis `into` at the place of the first; return the mesh.
+        """Return the mesh with axes `names`, the first slowest, merged into one axis `into`, which replaces the first.
 
         Raises MeshError if no axis is named, or one twice.
         """

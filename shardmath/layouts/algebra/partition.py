@@ -62,7 +62,7 @@ def overlapping(dimension: Dimension) -> bool:
 
 
 def list_spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return all segments of `parts` by global start, as arrays: global start and stop, local start, part number."""
+    """Return all segments of `parts`, by global start, as four arrays: global start, stop, local start, part number."""
     rows = []
     for part, runs in enumerate(parts):
         for local, start, size in runs.segments:

@@ -198,7 +198,7 @@ def _write_range(segment: Segment, side: int) -> str:
 
 
 def spanning(runs: Runs) -> str:
-    """Return the runs as text such as `0:2 -1 4:6`, in local order: `start:stop` for a range, `-n` for a hole of n.
+    """Return `runs` as text in local order, such as `0:2 -1 4:6`: `start:stop` for a range, `-n` for a hole of n.
 
     A word is `start:stop` for a segment and `-n` for a hole, in local order.
     """

@@ -53,7 +53,7 @@ StartSize: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """One cut of a dimension, and the mesh axes along which each rank takes one part; without axes it keeps all."""
+    """One cut of a dimension, and the mesh axes along which each rank takes one part; without axes, all parts."""
 
     cut: Cut
     axes: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ def _piece_runs(start: int, n: int) -> Runs:
 
 
 def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """Compute `stage_runs` by its definition, piece by piece; slower, but works for custom cuts, too."""
+    """Return what `stage_runs` returns, computed piece by piece: slower, but also for custom cuts."""
     pieces = [identity(length)]
     for digit in stage:
         kept = None
@@ -227,7 +227,7 @@ def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
 
 
 def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """Simplify `stages` of cuts: leave out cuts that change nothing, and merge stages if that changes nothing."""
+    """Return simpler `stages` of cuts that make the same parts: leave out cuts without effect, and merge stages."""
     out: list[Stage] = []
     for given in stages:
         stage = _canonical_stage(given)

@@ -26,7 +26,7 @@ MOST_BOXES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """A walk of `number` positions, `step` apart in stored dimension `dim`, `stride` in logical dimension `of`."""
+    """A series of `number` elements, `step` apart in stored dimension `dim` and `stride` in logical dimension `of`."""
 
     number: int
     dim: int
@@ -36,7 +36,7 @@ class Atom(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A regular set of elements: the first one's position in the stored and the logical tensor, and further steps."""
+    """A regular set of elements: the first one's index in the stored and the logical tensor, and series (`atoms`)."""
 
     cell: _Numbers
     element: _Numbers
@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """Split `piece`, of flat positions, into boxes of a stored (shape `cells`) and a logical tensor (`elements`).
+    """Split `piece` (flat positions) into boxes of a stored tensor of shape `cells` and a logical one of `elements`.
 
     Raises StoreError if the piece needs more than 65536 boxes.
     """

@@ -23,7 +23,7 @@ _Flat: TypeAlias = NDArray[np.int64]
 
 
 def find_pieces(tensor: str, cells: _Flat, elements: _Flat) -> list[Piece]:
-    """Group a stored `tensor` into strided Pieces: element `elements[i]` is at position `cells[i]`, in order."""
+    """Group elements of the logical `tensor` into strided Pieces: `elements[i]` is stored at position `cells[i]`."""
     if not len(cells):
         return []
     groups = _group_neighbors(cells, elements)
@@ -48,7 +48,7 @@ class _Groups:
         self.shapes = shapes
 
     def grouped(self) -> _Groups:
-        """Merge pieces of equal shape that repeat at equal distances into one piece, beginning with the first."""
+        """Merge each series of pieces of equal shape and at equal distances into one piece."""
         cells = np.diff(self.cells).tolist()
         elements = np.diff(self.elements).tolist()
         steps = list(zip(cells, elements, strict=True))

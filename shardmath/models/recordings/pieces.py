@@ -98,7 +98,7 @@ def _expand(start: int, blocks: Sequence[tuple[int, int]]) -> _Flat:
 
 
 def overlap(pieces: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
-    """The first two pieces that share a position of the stored (`side` 1) or the logical tensor (`side` 2), or None.
+    """Two of `pieces` that share a position of the stored (`side` 1) or the logical tensor (`side` 2), or None.
 
     A piece that has a position twice is returned twice.
     """

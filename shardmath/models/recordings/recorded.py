@@ -70,7 +70,7 @@ class Native(NamedTuple):
 
 
 def label(chunk: int, name: str) -> str:
-    """A text for the stored tensor `name` in `chunk`, unique on its rank: its name, and the chunk unless that is 0.
+    """A text, unique on a rank, for the stored tensor `name`: its name, and its `chunk` (virtual stage) unless 0.
 
     >>> label(0, "A"), label(1, "A")
     ('A', 'A of chunk 1')
@@ -81,7 +81,7 @@ def label(chunk: int, name: str) -> str:
 @public_in("storage")
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The recorded storage of one rank: its stored tensors, and which elements of logical tensors each cell holds.
+    """The recorded storage of one rank: its stored tensors, and the logical element that each of their cells holds.
 
     Raises StoreError if a cell, an element or a stored tensor comes twice, and if a piece reaches outside its tensors.
     `tensors` are (name, shape, dtype) of the logical tensors, `aliases` (name, stored tensor of the same memory). In
@@ -127,7 +127,7 @@ class Recorded:
         return digest(_list_plain(self))
 
     def fill(self, arrays: Mapping[str, NDArray[Any]], empty: float = 0) -> dict[str, NDArray[Any]]:
-        """The arrays that the rank stores, made from the logical `arrays`; positions of no tensor are `empty`.
+        """The arrays that the rank stores, by name, filled from the logical `arrays`; unfilled positions are `empty`.
 
         Functions, such as neg_exp, are not applied.
         """
@@ -163,7 +163,7 @@ class Recorded:
 
 
 def show(native: Native) -> str:
-    """One line of text about a stored tensor: dtype, shape, the logical tensors in it, and positions without any."""
+    """One line of text about a stored tensor: dtype, shape, the logical tensors in it, and the empty positions."""
     of = f" = {native.function}(...)" if native.function else ""
     tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
     left = f"; {native.unwritten} cells unwritten" if native.unwritten else ""

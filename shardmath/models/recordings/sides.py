@@ -66,7 +66,7 @@ class RecordedSide:
                 raise StoreError(f"{what}; pass the result of smt.record on that rank")
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> BoundRecorded:
-        """Return the side with the place of each of `tensors` on its ranks; globs in `unused` name those not needed.
+        """Find where the side's ranks store each of `tensors`; tensors that match a glob in `unused` may be missing.
 
         Raises StoreError with everything that does not fit.
         """
@@ -148,7 +148,7 @@ class BoundRecorded:
             yield name, part.slot, held.shapes[part.slot.chunk, part.slot.native]
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first tensor in `names` of which a rank stores a function, such as neg_exp, with its Slot, or None."""
+        """A tensor in `names` of which a rank stores a function (such as neg_exp), with its Slot; or None."""
         # Replicas share their holdings, which are looked at once.
         distinct = {id(held): held for held in self.held.values()}
         for held in distinct.values():
@@ -206,7 +206,7 @@ class _ViewFinder:
         self._views_by_key: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
-        """The part of the tensor `name` in a stored tensor, as a view. Raises StoreError if it is not one view."""
+        """The part of the tensor `name` that a rank stores, as a view. Raises StoreError if it is not one view."""
         first, *others = holders
         stored = first.native
         if others:
@@ -274,7 +274,7 @@ class _LayoutFinder:
         self._layouts_by_key: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Find the layout of the tensor `name`, and add it or an error."""
+        """Find the layout of the tensor `name`; add it, or an error, or the name if no rank stores the tensor."""
         parts = {}
         for rank, on_rank in self.held.items():
             if name in on_rank.parts:
@@ -292,7 +292,7 @@ class _LayoutFinder:
             self.faults.append(f"{name!r} has no single layout over its ranks: {error}")
 
     def list_faults(self, unused: Sequence[str]) -> list[str]:
-        """All errors found, and one for tensors that no rank stores and no glob in `unused` matches."""
+        """The errors found, and one for all tensors that no rank stores, except those that match a glob in `unused`."""
         missing = [name for name in self.missing if not matches(name, unused)]
         if not missing:
             return self.faults

@@ -33,7 +33,7 @@ def show_native(native: Native) -> str:
 
 
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
-    """Error texts for the tensors whose shapes differ between a side's rows (`stored`) and a rank (`has`)."""
+    """Error texts for tensors that only a side (`stored`) or only its rank (`has`) has, or whose shapes differ."""
     faults = []
     for native, shape in stored.items():
         if native not in has:

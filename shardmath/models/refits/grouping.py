@@ -23,7 +23,7 @@ __all__ = ["group_by_layer", "join_modules"]
 
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
-    """The tensor `names` grouped by layer, or by module if they have no layer, in the order of their first names."""
+    """The tensor `names` grouped by layer, or by module if they have no layer, in the order of the first names."""
     groups: dict[object, list[str]] = {}
     for name in names:
         key = _find_layer(name) or name.rpartition(".")[0]
@@ -41,7 +41,7 @@ def _find_layer(name: str) -> tuple[str, int] | None:
 
 
 def join_modules(groups: Sequence[Sequence[str]], engines: Iterable[KnownSide]) -> list[list[str]]:
-    """Merge `groups` of tensor names that have tensors in the same module on a rank of an engine."""
+    """Merge the `groups` of tensor names whose tensors an engine's rank stores in one module; return all groups."""
     group_of = {name: i for i, group in enumerate(groups) for name in group}
     # Union-find: each group points to an earlier one that it is joined with, or to itself.
     parents = list(range(len(groups)))

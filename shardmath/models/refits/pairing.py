@@ -25,7 +25,7 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """The layouts of the tensors that move, at the trainer and at the engines, by name.
+    """The trainer's layouts of the tensors that engines need, and the engines' layouts of all their tensors, by name.
 
     Raises PlanError if an engine stores only a part of a tensor.
     """
@@ -71,7 +71,7 @@ def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, lis
 def group_tensors(
     names: Collection[str], companions: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield a group for each tensor in `names`: the tensor, then its companions in `names`, such as its scales."""
+    """Yield groups of `names`, each a tensor followed by its companions in `names` (such as its scales)."""
     taken = set(itertools.chain.from_iterable(companions.values()))
     for name in names:
         if name not in taken:

@@ -90,7 +90,7 @@ class Refit:
         return windows_of(self.transforms.held_dst[name], name, PlanError)
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
-        """The Slot in which `rank`, of `engine` or the trainer, stores each of its local tensors of the plan, by name.
+        """The Slot in which `rank` of `engine` (default: the trainer) stores each tensor that moves, by local name.
 
         The names are the plan's. Raises PlanError for an unknown engine.
         """
@@ -160,7 +160,7 @@ class Refit:
         engine: str | None = None,
         own: Sequence[str] = (),
     ) -> None:
-        """Raise StoreError, listing all differences, unless `has` are the tensors that the rank's side stores on it.
+        """Raise StoreError, listing all differences, unless `has` are the tensors that `rank` should store.
 
         The side is the engine that is named, otherwise the trainer or, for a rank that the trainer lacks, the first
         engine that has the rank. `has` are the shapes of all parameters and persistent buffers of the rank by

@@ -22,7 +22,7 @@ __all__ = ["Selected"]
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """A trainer's or engine's side restricted to the tensors with these names; it keeps all ranks of the whole side."""
+    """A trainer or engine restricted to the tensors in `names`; it keeps all ranks, even those without such tensors."""
 
     side: KnownSide
     names: frozenset[str]
@@ -46,7 +46,7 @@ class Selected:
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """The row or recording of the stored tensor `native`, for messages. Raises StoreError if `rank` lacks it."""
+        """The row or text on how `rank` stores the tensor `native`, for messages. Raises StoreError if it does not."""
         return self.side.row_of(native, rank)
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
@@ -56,5 +56,5 @@ class Selected:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first selected tensor in `names` of which a rank stores a function, such as neg_exp, with its Slot."""
+        """A selected tensor in `names` of which a rank stores a function (such as neg_exp), with its Slot; or None."""
         return self.side.find_computed(self.names.intersection(names))

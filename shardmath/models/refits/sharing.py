@@ -33,7 +33,7 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """Give engines that store tensors in the same way one window; return the windows, and each engine's number."""
+    """Make one window for engines that store tensors equally; return the windows, and each engine's window number."""
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:

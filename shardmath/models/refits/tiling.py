@@ -87,7 +87,7 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if a part of a fused tensor begins inside a block of its scales, or not where its scales do."""
+    """Raise StoreError unless each tensor with scales begins, in its stored tensor, where its first block does."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

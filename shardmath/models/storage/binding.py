@@ -93,7 +93,7 @@ class Bound:
         )
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first tensor in `names` of which a rank stores a function, such as neg_exp, with its Slot, or None."""
+        """A tensor in `names` of which a rank stores a function (such as neg_exp), with its Slot; or None."""
         for held in self.held:
             # Few rows have functions, and only those are looked at rank by rank.
             if not held.row.function or held.names.isdisjoint(names):
@@ -107,7 +107,7 @@ class Bound:
     def visit(
         self, rank: int, rows: Sequence[Held] | None = None
     ) -> Iterator[tuple[str, Slot, _Shape]]:
-        """Yield (logical name, Slot, shape of the stored tensor) for each tensor of which `rank` holds a part."""
+        """Yield (logical name, Slot, shape of the stored tensor) for each tensor on `rank` (with `rows`: of these)."""
         # An axis in several meshes of a side gives a rank the same coordinate in all of them.
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:

@@ -80,7 +80,7 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """The positions that a rank at `coords` stores of a dimension written as `group`, counted over all components.
+    """The positions of the dimension `group` that a rank at `coords` stores, counted through all its components.
 
     Raises LayoutError for unknown words, and if an axis or a number does not divide what it cuts.
     """
@@ -105,7 +105,7 @@ class _GroupLayer:
         self.before: list[_Piece] | None = None  # the pieces of the stages laid so far
 
     def lay(self, group: GroupedDim) -> Runs:
-        """The positions that the dimension `group` stores: every stage cuts the result of the one before it."""
+        """The positions of the dimension `group` that a rank stores: each stage cuts the result of the stage before."""
         for stage in group.stages:
             self.before = self._lay_terms(stage, ())
         pieces = self.before or []
