@@ -104,8 +104,8 @@ def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def finish(folder: Path, ranks: Sequence[int]) -> None:
-    """Replace the files of earlier refits in `folder` by the drafts (finished files under temporary names) of `ranks`.
-    Raises ShardError if that fails."""
+    """Replace the files of earlier refits in `folder` by the drafts (files under temporary names) of `ranks`. Raises
+    ShardError if that fails."""
     fix = "some files of this refit are missing there: run it again"
     try:
         _replace(folder, ranks)

@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 
 
 def word_objection(error: BaseException) -> str:
-    """Return the text in which a rank objects because of `error`: the error's message, for other errors than a
-    ShardError with the class's name."""
+    """Return the text in which a rank objects because of `error`: the error's message, with the class's name before it
+    unless `error` is a ShardError."""
     message = message_of(error) if isinstance(error, ShardError) else ""
     return message or word_error(error)
 
