@@ -90,7 +90,8 @@ class Checkpoint:
 
     @property
     def shapes(self) -> Shapes:
-        """The global shape and dtype of each tensor by name, and of each rank's bytes by their stored name."""
+        """The global shape and dtype of each tensor by name; bytes that several ranks saved under one name appear
+        once."""
         hidden: set[str] = set()
         for by_rank in self.blobs.values():
             hidden.update(by_rank.values())
@@ -128,7 +129,8 @@ class Checkpoint:
         raise CheckpointError(f"{what}; it has {has}: {fix}")
 
     def find_blob(self, name: str, rank: int) -> str:
-        """Return the stored name of the bytes that `rank` saved as `name`, or else the lowest rank that saved any."""
+        """Return the stored name of the bytes that `rank` saved as `name`; if it saved none, of the bytes of the lowest
+        rank that did."""
         by_rank = self.blobs.get(name)
         if not by_rank:
             return name
@@ -136,8 +138,8 @@ class Checkpoint:
         return by_rank[owner]
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless the tensors `names` have each element stored once, in files that are long
-        enough."""
+        """Raise CheckpointError unless each element of the tensors `names` is stored exactly once, and the files are
+        long enough to hold them."""
         ends: dict[Place, int] = {}
         # tensors of a model are often divided alike: one proof serves all with the same shape and boxes
         proved: set[tuple[object, ...]] = set()
@@ -157,7 +159,8 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Return the place of each named tensor that is stored in archives of torch.save, compared with the metadata.
+        """Compare each torch.save archive that stores a box of the tensors `names` with the metadata, and return where
+        in the archive's file the box's elements lie.
 
         If `share` is (i, n), only the i-th of n shares of the archives.
 
@@ -172,8 +175,8 @@ class Checkpoint:
         return self.describe(checked)
 
     def describe(self, archives: Iterable[tuple[str, StoredBox]]) -> dict[StoredBox, Strided]:
-        """Return the place and strides of the tensor in each of `archives`, (name, box). Raises CheckpointError if
-        metadata differ."""
+        """Return, for each (tensor's name, box) in `archives`, where in its torch.save archive the box's elements lie.
+        Raises CheckpointError if the metadata say otherwise."""
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:
             by_file.setdefault(box.file, []).append((name, box))
@@ -188,7 +191,8 @@ class Checkpoint:
 
 
 def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
-    """Return the layout, on `rank` only, of the bytes saved as `name`. Raises CheckpointError if they are a tensor."""
+    """Return a layout in which `rank` alone holds the bytes saved as `name`. Raises CheckpointError if a tensor was
+    saved under that name."""
     tensor = checkpoint[name]
     if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
         found = f"{tensor.dtype}{list(tensor.shape)}"

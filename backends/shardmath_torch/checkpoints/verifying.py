@@ -37,7 +37,7 @@ Marks: TypeAlias = NDArray[np.bool_]
 
 
 class CheckpointChunks:
-    """The chunks of a checkpoint's files that have checksums, 4 MiB each, numbered across the checkpoint."""
+    """The chunks (4 MiB or less) for which a checkpoint has checksums, numbered across all files of the checkpoint."""
 
     def __init__(self, found: Checkpoint) -> None:
         self.total = 0
@@ -122,7 +122,7 @@ def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
 
 
 def chunk_ends(box: StoredBox, number: int) -> tuple[int, int]:
-    """Return the positions in the file of the first byte of chunk `number` of `box`, and after its last byte."""
+    """Return the begin and the end of chunk `number` of `box`, as byte positions in the file."""
     start = box.start + number * CHUNK
     return start, min(box.stop, start + CHUNK)
 

@@ -71,7 +71,8 @@ MOST_FILES = 16
 
 
 class Writer(storage.StorageWriter):
-    """A storage writer for torch.distributed.checkpoint.save: safetensors files, torch's `.metadata` and an index.
+    """A storage writer for torch.distributed.checkpoint.save, which writes safetensors files, torch's `.metadata` and
+    an index.
 
     `path` may be a URL that fsspec serves. Raises CheckpointError if the folder cannot be written.
     """
@@ -106,7 +107,7 @@ class Writer(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the save, and return `plans` with the beginning of each rank's file names as storage data."""
+        """Begin the save, and return `plans`, each with the prefix of its rank's file names as storage data."""
         save = uuid.uuid4().hex[:DIGITS]
         with _raise_as_ours(self._folder, BEFORE):
             find_counting(self._folder)  # raises if `.metadata` is there and cannot be read
@@ -120,7 +121,8 @@ class Writer(storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: theirs.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
-        """Write this rank's boxes into files with unfinished names, and return where each box is."""
+        """Write this rank's boxes of tensors into files with temporary names, and return which file and bytes hold each
+        box."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         self._tally.begin(count_bytes(plan.items))
@@ -177,7 +179,8 @@ class Writer(storage.StorageWriter):
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Remove files of earlier saves: the i-th of n shares of them, if `share` is (i, n). Call it on every rank."""
+        """Remove the files of earlier saves; with `share` (i, n), only the i-th of n shares of them. Call it on every
+        rank."""
         with _raise_as_ours(self._folder, AFTER):
             remove_leftovers(self._folder, share)
 

@@ -36,7 +36,7 @@ __all__ = ["RULES", "Chosen", "command"]
 
 
 class Chosen(NamedTuple):
-    """A rule of flat buffers, and which options the command takes with it.
+    """A rule of flat buffers (how an optimizer lays them out), and which options the command accepts with the rule.
 
     `experts`: experts have separate buffers `always`, if `asked` (`--expert-dp`), or `never`.
 

@@ -32,7 +32,8 @@ SENTENCES = (
 
 
 def find_model() -> Path:
-    """Return the model's folder in the installed package. Raises ShardError if a package is not installed."""
+    """Return the folder of the demo's model in an installed Python package. Raises ShardError if this package or
+    transformers is not installed."""
     folder = _find_package(PACKAGE)
     missing = [] if folder else [PACKAGE]
     if _find_package("transformers") is None:
@@ -63,7 +64,8 @@ def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch
 
 
 def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> TextTable:
-    """Return a table of the similarity of sentences, computed by `model` with `tensors` as its weights.
+    """Return a table of the cosine similarities of the demo's sentences, computed by `model` with `tensors` as its
+    weights.
 
     Raises ExchangeError if its embeddings differ from the original model's in any bit.
     """

@@ -74,7 +74,7 @@ class Progress:
 
 
 class PeerLost(ExchangeError):
-    """The error of a rank that lost the connection to another rank, where the cause is."""
+    """The error of a rank whose connection to another rank ended, so that the cause is at the other rank."""
 
 
 @dataclass(frozen=True, slots=True)

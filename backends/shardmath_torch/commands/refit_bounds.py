@@ -32,7 +32,8 @@ Holders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds in bytes of a move: received and sent by rank, the busiest sender's, and the ranks that force it."""
+    """Lower bounds, in bytes, of a move: received and sent by each rank, sent by the busiest rank, and the ranks that
+    force the last of these."""
 
     received: dict[int, int]
     sent: dict[int, int]
@@ -41,7 +42,8 @@ class Bounds:
 
 
 def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
-    """Return lower bounds for moving all tensors from layouts in `src` to layouts in `dst`, none of them Partial."""
+    """Return lower bounds for moving all tensors from the layouts in `src` to the layouts in `dst`; no layout may be
+    Partial."""
     received, demand = _sum_demands(src, dst)
     senders = _list_ranks(src)
     ranks = sorted({*senders, *_list_ranks(dst)})

@@ -64,7 +64,8 @@ def _unwritable(folder: Path, error: OSError) -> ShardError:
 
 
 def check_out(folder: Path, weights: Weights) -> None:
-    """Raise ShardError if the folder cannot be read, or if a file of the model would be replaced there."""
+    """Raise ShardError if `folder` cannot be read, or if a refit would replace or remove a file of the model, or
+    anything but a file, there."""
     inputs = {weights.path, *(entry.file for entry in weights.entries.values())}
     try:
         for file in _list_ours(folder):
@@ -103,7 +104,8 @@ def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> No
 
 
 def finish(folder: Path, ranks: Sequence[int]) -> None:
-    """Replace the files of earlier refits in `folder` by the drafts of `ranks`. Raises ShardError if that fails."""
+    """Replace the files of earlier refits in `folder` by the drafts (files under temporary names) of `ranks`. Raises
+    ShardError if that fails."""
     fix = "some files of this refit are missing there: run it again"
     try:
         _replace(folder, ranks)

@@ -47,7 +47,8 @@ POISON = 0xA5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of every rank in a refit: the model's weights, both sides, and the number of timed moves.
+    """The work of every rank in a refit: the model's weights, both sides (source and destination), and the number of
+    timed moves.
 
     `timeout` is in seconds, `out` a folder for the arrived tensors, `digest` the digest of the proved plan.
     """
@@ -64,7 +65,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One rank's measurements in a refit: seconds of each phase and step, bytes loaded and compared."""
+    """One rank's measurements in a refit: seconds of loading, planning and compiling, of each timed move and
+    isend/irecv exchange, and bytes loaded and compared."""
 
     load_s: float
     plan_s: float
@@ -76,7 +78,8 @@ class Outcome:
 
 
 def refit_rank(job: Job, rank: int, report: Report) -> Outcome:
-    """Run the refit on `rank`. Raises ShardError, for example for a byte that differs from the file."""
+    """Do the work of `rank` in the refit `job`, and return its measurements. Raises ShardError, for example for a byte
+    that differs from the file."""
     shapes = job.weights.shapes
     src = job.src.layouts(shapes)
     dst = job.dst.layouts(shapes)

@@ -97,7 +97,7 @@ class Screen(Protocol):
 
 
 def choose_screen() -> Screen:
-    """Return a screen for stdout: by rich on a terminal, plain elsewhere."""
+    """Return a screen for stdout: formatted by the package rich on a terminal, plain text elsewhere."""
     return _TerminalScreen() if sys.stdout.isatty() else _PlainScreen()
 
 
@@ -191,7 +191,8 @@ def _count_phases(progress: Mapping[int, Progress]) -> float:
 
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> TextTable:
-    """Return a table of layouts: tensors grouped by the rules that match them on both sides, largest first."""
+    """Return a table of layouts: tensors grouped by the rules that match them on the two sides, the largest group
+    first."""
     groups = _group_by_rules(weights, src, dst)
     rows = []
     for rules in sorted(groups, key=lambda rules: -len(groups[rules])):
@@ -233,7 +234,8 @@ def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str
 
 
 def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> TextTable:
-    """Return a table of bytes loaded, sent and received by each rank, with lower bounds of direct plans."""
+    """Return a table of the bytes that each rank loads, sends, receives and compares, with lower bounds of the bytes
+    sent and received."""
     counts = _count_traffic(plan, bound, outcomes)
     rows = [(str(rank), *map(show_bytes, row)) for rank, row in counts.items()]
     totals = map(sum, zip(*counts.values(), strict=True))
@@ -270,7 +272,7 @@ def _count_traffic(
 
 
 def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> TextTable:
-    """Return a table of the time and throughput of moves, and of a plain exchange of the same bytes.
+    """Return a table of the time and throughput of moves, and of a hand-written isend/irecv exchange of the same bytes.
 
     A step takes as long as its slowest rank.
     """

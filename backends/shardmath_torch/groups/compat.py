@@ -129,7 +129,8 @@ def rank_in(group: Group) -> int:
 
 
 def channel_of(group: Group) -> Group:
-    """Return the torch group that has the connections, for one call; its ranks are places in `group`.
+    """Return the group to call torch with: `group` itself, or the inner torch group of a joint group; get it again for
+    each call.
 
     Raises ExchangeError if a joint group is disconnected.
     """
@@ -350,7 +351,8 @@ def hold_nothing(tensor: DTensor) -> None:
 
 
 def shape_of_scalar(local: Tensor) -> Tensor:
-    """Return the empty tensor `local` with shape (), for a rank outside of the mesh of a scalar DTensor.
+    """Return a zero of shape () instead of the empty tensor `local`, for a rank outside of the mesh of a scalar
+    DTensor.
 
     `DTensor.from_local` ignores `shape=()`, and takes the local tensor's shape (torch 2.13).
     """
@@ -363,10 +365,12 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other live storage has, even one that has taken a freed storage's address."""
+    """Return a number that only this storage has while it lives, even if its memory is freed and another storage gets
+    that address."""
     return int(storage._cdata)
 
 
 def storage_start(tensor: Tensor) -> int | None:
-    """Return the offset of the tensor's storage in the file from which it was read without data; None if unknown."""
+    """Return the offset of the tensor's storage in the file from which torch read the tensor without its data; None if
+    unknown."""
     return tensor.untyped_storage()._checkpoint_offset

@@ -152,13 +152,14 @@ def spot_of(tensor: Tensor) -> MemorySpot | None:
 
 
 def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
-    """Return the memory that each of `tensors` occupies, without empty tensors and tensors of unknown address."""
+    """Return the regions of memory (`MemorySpot`) that `tensors` occupy on this rank, without tensors that are empty or
+    have no known address."""
     spots = map(spot_of, tensors)
     return [spot for spot in spots if spot is not None]
 
 
 def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
-    """Yield the pairs of different regions of memory, of these tensors, that share a byte."""
+    """Yield each pair of different regions of memory that share a byte, among the regions that `tensors` occupy."""
     # By spot, so that a tensor that thousands of parameters share is compared once.
     by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
@@ -180,5 +181,6 @@ def _reaches(spot: MemorySpot, later: MemorySpot) -> bool:
 
 
 def find_crowded(tensors: Iterable[Tensor]) -> set[MemorySpot]:
-    """Return the regions of memory, of these tensors, that share a byte with another tensor's different region."""
+    """Return those regions of memory that share a byte with another, different region, among the regions that `tensors`
+    occupy."""
     return {spot for pair in find_meetings(tensors) for spot in pair}

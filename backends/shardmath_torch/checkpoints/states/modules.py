@@ -77,7 +77,8 @@ class ModuleSlot(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A module whose layouts are not yet known: parameters, buffers and extra states by name, and all names of each.
+    """A module before its layouts are known: its parameters, persistent buffers and extra states by name, and all names
+    of each (a shared parameter has several).
 
     `names` has all names by the first one, `first` the first name of each parameter by id.
     """
@@ -91,7 +92,8 @@ class Description(NamedTuple):
 
     @property
     def claim(self) -> dict[str, str]:
-        """The facts about the module that must be the same on all ranks, as text by what they describe."""
+        """The facts about the module that must be equal on all ranks, such as a tensor's dtype and shape: subject ->
+        fact, both as text."""
         tensors = self.parameters | self.buffers
         claims = {}
         for name, tensor in tensors.items():
@@ -113,7 +115,8 @@ def _claim_tensor(name: str, tensor: Tensor) -> str:
 
 
 class Model(NamedTuple):
-    """A module with layouts: its local tensors with their layouts, its extra states, and all names of each.
+    """A module with layouts: its local tensors with their layouts, its extra states, and all names of each (a shared
+    parameter has several).
 
     `slots`, `extra` and `names` are by first name; `parameters` has the first name of each parameter by id.
     """
@@ -128,8 +131,8 @@ class Model(NamedTuple):
 
 
 def describe(module: nn.Module) -> Description:
-    """Return the parameters, buffers and extra states of `module` by name, without communication. FSDP2 first reshards
-    gathered parameters.
+    """Return the parameters, persistent buffers and extra states of `module` by name, without communication. FSDP2
+    first reshards gathered parameters.
 
     Raises CheckpointError for a value that is not a module, an extra state that is not bytes, a tensor without a shape,
     and two names that are equal without wrappers' parts.
@@ -284,7 +287,8 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """Gather from all ranks how they hold DTensors, and return an `Ask` that looks it up; None if there are none.
+    """Gather the shapes of all ranks' parts of the DTensors in `tensors`, and return a function (`Ask`) that looks them
+    up; None if there is nothing to gather.
 
     It also gathers the boxes of checkpointable tensors.
 

@@ -72,21 +72,23 @@ UNVALUED = ("params", "param_names")
 
 
 class ParameterGroup(NamedTuple):
-    """A parameter group of an optimizer: options such as the learning rate, and its parameters by first name."""
+    """A parameter group of an optimizer: its options, such as the learning rate, and its parameters by their (first)
+    name in the module."""
 
     optimizer: Optimizer
     options: dict[str, Any]
     parameters: dict[str, Tensor]
 
     def states(self) -> Iterator[tuple[str, Tensor, Mapping[Any, Any]]]:
-        """Yield each parameter of the group: its name, the parameter, and the optimizer's state of it."""
+        """Yield each parameter of the group as (name, parameter, the optimizer's state of the parameter)."""
         states = self.optimizer.state
         for name, parameter in self.parameters.items():
             yield name, parameter, states.get(parameter, {})
 
 
 class OptimizerState(NamedTuple):
-    """The state of optimizers, to be saved: tensors with layouts, entries for all state items, parameter groups."""
+    """The state of optimizers as it is saved: state tensors with layouts, a description (entry) of each state item, and
+    the parameter groups."""
 
     slots: dict[tuple[str, str], ModuleSlot]
     groups: tuple[SavedGroup, ...] | None
@@ -99,13 +101,15 @@ class OptimizerState(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """Other ranks' reports on parameters that are not on this rank: their optimizer state entries, and their groups."""
+    """Other ranks' reports on parameters that are not on this rank: descriptions (entries) of their optimizer state,
+    and the groups that they are in."""
 
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return the options of each reported parameter's group, such as the learning rate, by the parameter's name."""
+        """Return the options (such as the learning rate) for each parameter that other ranks reported: parameter's name
+        -> options of its group."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups:
             found |= dict.fromkeys(group.parameters, group.options)
@@ -144,7 +148,8 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
 def find_all_groups(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere
 ) -> list[ParameterGroup]:
-    """Return the parameter groups of this rank's optimizers, and of parameters that only other ranks' optimizers have.
+    """Return the parameter groups of this rank's optimizers, and further groups for the parameters that only other
+    ranks' optimizers have (`elsewhere`).
 
     The latter have empty state.
 
@@ -236,7 +241,8 @@ def is_here(model: Model, name: str) -> bool:
 def describe_optimizers(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
-    """Return the optimizers' state of the module's parameters: tensors with layouts, entries of all items, and groups.
+    """Return the state that `optimizer` has of the module's parameters: state tensors with layouts, a description
+    (entry) of each state item, and the groups.
 
     `elsewhere` has other ranks' reports on parameters that are not on this rank; their state has empty tensors here.
 
@@ -327,7 +333,8 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `entry` is state of a divided parameter, and how the state is divided is not known."""
+    """Raise CheckpointError if `entry` describes state of a parameter that is divided over ranks, and nothing tells how
+    this state is divided."""
     match entry:
         case Own(shape=shape):
             is_known = not shape

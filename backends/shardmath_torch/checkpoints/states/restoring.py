@@ -63,7 +63,8 @@ __all__ = [
 
 
 class ReadJob(NamedTuple):
-    """A tensor to read from a checkpoint: its name here and there, its layout, and the function that stores it."""
+    """A tensor to read from a checkpoint: its name in the module or optimizer, its name in the checkpoint, its layout,
+    and the function that stores it."""
 
     here: str
     there: str
@@ -75,7 +76,8 @@ class ReadJob(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The memory of optimizers' tensors that loaded values can be written into, as no other tensor shares it.
+    """The memory of those optimizer tensors (states and options) that may be overwritten with loaded values, since no
+    other tensor shares it.
 
     Several options may be one tensor.
     """
@@ -85,7 +87,8 @@ class Free(NamedTuple):
 
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
-    """Return the memory of optimizers' tensors that loaded values can be written into, as no other tensor shares it."""
+    """Return the memory of those optimizer tensors (states and options) that may be overwritten with loaded values,
+    since no other tensor shares it."""
     states = _list_states(goals)
     options = _list_options(goals)
     slots = [slot.local for slot in model.slots.values()]
@@ -152,7 +155,8 @@ def _keeps_memory(held: Tensor, free: frozenset[MemorySpot]) -> bool:
 
 
 def check_fillable(goals: Iterable[Goal]) -> None:
-    """Raise CheckpointError if an optimizer keeps state in anything but a mutable dict, which could not be restored."""
+    """Raise CheckpointError if an optimizer keeps state in anything but a mutable mapping, since nothing could be
+    restored into it."""
     for goal in goals:
         optimizer = goal.group.optimizer
         held = [optimizer.state, *(values for _, _, values in goal.group.states() if values)]
@@ -186,7 +190,7 @@ def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
 def list_state_jobs(
     goals: Sequence[Goal], model: Model, stored: Mapping[str, str], free: Free
 ) -> Iterator[ReadJob]:
-    """Yield the reads that restore optimizers' state: one for each of its tensors that the checkpoint has."""
+    """Yield the reads that restore the optimizers' state: one for each state tensor that the checkpoint has."""
     for goal in goals:
         for name, entries in goal.entries.items():
             for key, entry in entries.items():
@@ -260,8 +264,8 @@ class OptionsPlan(NamedTuple):
 
 
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
-    """Plan how to restore groups' options: tensors keep their memory, unless groups share one and get different
-    values."""
+    """Plan how to restore the options of parameter groups: tensors among them are overwritten in place, unless that
+    would change another value."""
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():

@@ -34,14 +34,16 @@ _Item: TypeAlias = tuple[str, str]
 
 
 def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Name the origin in the entries of state, in `states` by parameter, that is one object under several keys."""
+    """Set the origin (first parameter and key) in the entry of each state item that is the same object as another item;
+    `states` is by parameter."""
     for (name, key), origin in find_origins(states).items():
         marked = replace(entries[name][key], origin=origin)
         entries[name] = {**entries[name], key: marked}
 
 
 def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]:
-    """Return the origin of each item of the state that is one object with another item."""
+    """Return the origin (first parameter and key, or only the key) of each state item that is the same object as
+    another item."""
     # Kept, since a mapping may make its values at each access: no other value may get the id of one.
     kept = {name: dict(held) for name, held in states.items()}
     items_by_identity: dict[object, list[_Item]] = {}

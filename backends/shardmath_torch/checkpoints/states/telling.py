@@ -47,7 +47,8 @@ __all__ = ["advise", "tell_among_meshes", "tell_names", "tell_state"]
 
 
 def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Gather, from ranks that hold them, the optimizer state entries of parameters that not all ranks of `group` hold.
+    """Gather the optimizer state entries (descriptions) and groups of the parameters that only some ranks of `group`
+    hold, each from the first rank that holds it.
 
     Collective over the group if there are such parameters. Raises CheckpointError on every rank for what
     `describe_optimizers` does.
@@ -58,14 +59,16 @@ def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) 
 
 
 def tell_names(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Gather, from ranks that hold them, the names of optimizers' parameters that not all ranks of `group` hold."""
+    """Gather the names of those optimizer parameters that only some ranks of `group` hold, each from the first rank
+    that holds it."""
     ranks = (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
     firsts = _find_firsts(model, ranks)
     return _gather_reports(firsts, partial(_report_names, model, optimizer, firsts), group)
 
 
 def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Tensor]) -> Elsewhere:
-    """Gather the reports of `tell_state` without a group: among the ranks on the meshes of the module's `tensors`.
+    """Gather the same reports as `tell_state`, but from the ranks on the meshes of the module's `tensors` instead of a
+    group's ranks.
 
     Raises CheckpointError if these ranks have no group, and on a rank that is on no mesh.
     """
@@ -174,5 +177,6 @@ BY_RANK = (
 
 
 def advise(what: str) -> str:
-    """Return the advice that ends an error about ranks that differ in `what`: they may have divided optimizer state."""
+    """Return the advice that ends an error about `what` differing among ranks; for optimizer state, how to save state
+    that each rank has in part."""
     return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

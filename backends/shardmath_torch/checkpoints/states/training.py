@@ -135,7 +135,8 @@ class _State(NamedTuple):
     paths: dict[str, tuple[str, ...]]
 
     def add(self, path: tuple[str, ...], tensor: Tensor, layout: Layout | None) -> None:
-        """Add `tensor`, or bytes if `layout` is None, under the keys `path`, which joined with dots are its name.
+        """Add `tensor` with its layout (None if it holds bytes) under the keys `path`, which joined with dots are the
+        tensor's name.
 
         A DTensor on a mesh without this rank, for which it has an empty tensor, adds only a layout.
         """

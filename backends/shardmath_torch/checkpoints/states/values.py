@@ -70,7 +70,8 @@ NUMBERS = (
 
 
 class Kinded(NamedTuple):
-    """An Enum member or a namedtuple: the name of its class, which a checkpoint cannot make, and its plain value."""
+    """A stand-in for an Enum member or namedtuple, whose class a checkpoint cannot make: the class's name, and the
+    plain value or tuple."""
 
     kind: str
     plain: object
@@ -86,16 +87,16 @@ def plain_of(value: object) -> object:
 
 
 def check_depth(what: str, depth: int) -> None:
-    """Raise CheckpointError if the value that errors call `what` is nested deeper than allowed, at `depth`. A value
-    that contains itself is."""
+    """Raise CheckpointError if `depth` is more than the allowed depth of nested values; the error calls the value
+    `what`. A value that contains itself is nested without end."""
     if depth > MOST_DEPTH:
         fault = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
         raise CheckpointError(f"{fault}; replace it by a flatter value")
 
 
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
-    """Return an option or state `value` as JSON lists and dicts. Raises CheckpointError, naming it `what`, if JSON
-    cannot express it.
+    """Return an option or state `value` in a form that JSON can store. Raises CheckpointError, naming it `what`, if
+    JSON cannot express it.
 
     `kinded` allows Enums and namedtuples: whatever takes the value holds some in the same places.
     """
@@ -187,7 +188,8 @@ def _explain_unreadable(tensor: Tensor) -> str:
 
 
 def decode_value(coded: object, *, kinded: bool = False) -> Any:
-    """Return the value that `code_value` coded with the same `kinded`. Raises ValueError for other JSON."""
+    """Return the value that `code_value` turned into `coded`; with `kinded`, an Enum or namedtuple comes back as a
+    `Kinded`. Raises ValueError for other JSON."""
     decode = partial(decode_value, kinded=kinded)
     match coded:
         case _ if _is_plain(coded):
@@ -273,7 +275,7 @@ def move_tensors(value: Any, device: torch.device) -> Any:
 
 
 def as_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a 1-d tensor of uint8."""
+    """Return the content of a 1-d tensor of uint8 as bytes."""
     array = tensor.cpu().numpy()
     return array.tobytes()
 

@@ -50,7 +50,8 @@ INDEXED, ENUMERATED, FIELD = "{}[{!r}]", "[*{}][{}]", "{}.{}"
 
 
 class Inner(NamedTuple):
-    """An optimizer inside another: the expression that reaches it, the optimizer that holds it, and the attribute."""
+    """An optimizer inside another: an expression that reaches it, the outer optimizer, and the outer optimizer's
+    attribute through which it is reached."""
 
     path: str
     holder: Optimizer
@@ -71,7 +72,8 @@ _Part: TypeAlias = tuple[str, object, object]
 
 
 def list_inner(optimizer: Optimizer) -> Iterator[Inner]:
-    """Yield the optimizers inside `optimizer`, in attributes and at any depth of containers, and those inside them."""
+    """Yield the optimizers in the attributes of `optimizer`, at any depth of containers, and in turn the optimizers
+    inside of those."""
     yield from _list_inner(optimizer, "optimizer", {id(optimizer): optimizer})
 
 
@@ -176,7 +178,8 @@ def _get_own_dict(value: object) -> dict[str, object]:
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError if `optimizer` keeps state that would be lost if its state and groups were saved.
+    """Raise CheckpointError if `optimizer` keeps state that would be lost if only its `state` and `param_groups` were
+    saved.
 
     It raises for an optimizer that has inner optimizers with separate state that are not `given`, for one that makes
     its state again at each access, and if the state dict of the optimizer, or of an inner one that shares its state,

@@ -88,8 +88,8 @@ def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, s
 def pair(
     checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str, format: Format
 ) -> QuantizedRead:
-    """Return the read of the quantized tensor `name`, as data and scales. Raises CheckpointError if they do not fit
-    `format`."""
+    """Return how to read the quantized tensor `name` (`QuantizedRead`): the layouts of its data and of its scales.
+    Raises CheckpointError if they do not fit `format`."""
     data_part, scale_part = format.parts
     data = checkpoint[stored]
     found = checkpoint[scales]

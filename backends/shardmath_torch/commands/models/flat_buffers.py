@@ -93,7 +93,8 @@ def _local_shape(p: Tensor) -> tuple[int, ...]:
 
 
 class ParamLayout(NamedTuple):
-    """A layout of a buffer by parameter, with the fields and types of Megatron-Core's `PerBufferParamLayout`.
+    """The layout of a flat buffer with parameters (not names) as keys, and with the fields and types of Megatron-Core's
+    `PerBufferParamLayout`.
 
     That one takes them as keywords: `PerBufferParamLayout(**by_parameter(layout,
     module)._asdict())`.
@@ -136,7 +137,8 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
 def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
-    """Convert a buffer layout by parameter, from Megatron-Core or `by_parameter`, to a layout by name, and check it.
+    """Convert a buffer layout with parameters as keys, from Megatron-Core or `by_parameter`, to a layout with names as
+    keys, and check it.
 
     Such a layout does not have the number of ranks that it is for: `data_parallel_world_size` adds
     it.
@@ -171,7 +173,8 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """Return this rank's local tensors under `buffers.state_layouts` as views of its flat array.
+    """Return this rank's local tensors in the layouts of `buffers.state_layouts`, by name, as views of the rank's flat
+    `array`.
 
     They have the array's dtype. A rank outside the mesh has none.
 

@@ -102,7 +102,7 @@ UNSTACK: dict[str, tuple[Unstack, ...]] = {
 
 
 def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[str, Entry]:
-    """Return the global shape and dtype of every tensor of the checkpoint, by name, in the model's order.
+    """Return the global shape and dtype of every tensor in the model's checkpoint, by name, in the model's order.
 
     `model` is a config, or the name of one: of MODELS, else what `AutoConfig.from_pretrained` takes
     (a folder, a Hub id). The architecture is the config's `architectures[0]` if that is a model of
@@ -119,7 +119,8 @@ def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[s
 def parameters(
     model: PretrainedConfig | str, *, dtype: str | None = None, shared: Collection[str] = ()
 ) -> tuple[Param, ...]:
-    """Return the trained tensors of `shapes` in forward order, as Params for the rules of buffers.
+    """Return the trained parameters among the tensors of `shapes`, in forward order, as Params for the rules of flat
+    buffers.
 
     Experts have `.experts.` in their names; embeddings and output layers are not managed by
     LayerWise optimizers; names in `shared` are shared embeddings. Raises ShardError as `shapes`

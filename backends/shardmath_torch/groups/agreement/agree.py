@@ -59,7 +59,7 @@ class Ballot(NamedTuple):
 
     @property
     def intent(self) -> str:
-        """The claim and purpose of the vote, which must be equal on all ranks, in words.
+        """The operation that the rank votes on and the operation's purpose, in words, which must be equal on all ranks.
 
         >>> Ballot("move 1", "step 3", records_gradient=True).intent
         "move 1, for 'step 3', a gradient to be differentiated"
@@ -70,7 +70,8 @@ class Ballot(NamedTuple):
 
 
 def encode(ballot: Ballot) -> bytes:
-    """Return the vote `ballot` as RECORD bytes, to send to the other ranks; longer texts are cut.
+    """Return the vote `ballot` as a record of RECORD bytes, to send to the other ranks; texts that are too long are
+    truncated.
 
     >>> ballot = Ballot("move 1", objection="no", peers=7, said=b"xyz")
     >>> decode(encode(ballot)) == ballot
@@ -113,7 +114,7 @@ def _truncate(text: bytes, most: int) -> bytes:
 
 
 def decode(record: bytes) -> Ballot:
-    """Return the vote that `encode` wrote as `record`, with its texts truncated."""
+    """Return the vote that `encode` wrote as `record`; texts that `encode` truncated stay so."""
     fields = HEADER.unpack_from(record)
     nonce, peers, records_gradient, is_unordered, serves_store, *lengths, length_said = fields
     texts = []
@@ -133,7 +134,8 @@ def decode(record: bytes) -> Ballot:
 def vote(
     wire: Wire, ranks: Sequence[int], mine: Ballot, patience: float | None = None
 ) -> tuple[Ballot, ...]:
-    """Return all ranks' votes, in the order of `ranks`; wait `patience` seconds, None for the connections' default.
+    """Send this rank's vote `mine` to all ranks, and return all ranks' votes in the order of `ranks`; waits at most
+    `patience` seconds (None: the connections' default).
 
     Raises Refused on every rank if any rank objects or intends something else, PeerFailure if one
     does not vote.

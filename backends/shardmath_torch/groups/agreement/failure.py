@@ -53,7 +53,7 @@ _reporters: WeakKeyDictionary[Store, list[_Reporter]] = WeakKeyDictionary()
 
 
 def stop_asking(store: Store) -> None:
-    """End the threads that report failures in `store`, before its process group ends.
+    """End this process's threads that exchange failure reports through `store`, before the store's process group ends.
 
     First gives each its patience, at most a grace period, so that other ranks can read a store that is served here.
     """
@@ -114,7 +114,8 @@ class FailureDetector:
     bell: threading.Event = field(default_factory=threads.make_bell)
 
     def detect(self, own_report: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
-        """Return the rank that failed first and the report on it, or None and the report of a rank's leaving.
+        """Exchange failure reports with the other ranks, and return the rank that failed first and the report on it;
+        None if unknown, or if a rank only left.
 
         Calls `let_go`, which closes the connections, once this rank has reported.
         """

@@ -58,7 +58,8 @@ def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[
 
 
 def party_of(group: Group) -> Party | None:
-    """Return this rank's connections in the group; None if no transport of this library serves the group."""
+    """Return this rank's connections in the group (`Party`); None if this library has no transport for the group's
+    backend."""
     if compat.backend_of(group) not in TRANSPORTS:
         return None
     return join_within(group, compat.time_limit_of(group))
@@ -132,7 +133,7 @@ def _gather_by_torch(mine: _T, group: Group, what: str) -> list[_T]:
 
 @contextmanager
 def shared(group: Group | None) -> Iterator[None]:
-    """Reserve the group for a call of several steps by one thread, during the `with` block.
+    """Reserve the group during the `with` block for a call of this thread that consists of several collective steps.
 
     An exception after the first step breaks the group, unless all ranks know of it: they know of ShardErrors, and of
     exceptions marked by `mark_told`. Raises ExchangeError if another thread's call lasts longer than the group's time
@@ -174,7 +175,8 @@ def mark_told(error: BaseException, group: Group | None) -> None:
 
 @contextmanager
 def in_step(group: Group | None) -> Iterator[None]:
-    """Mark the `with` block as a local step of a longer call. Raises ExchangeError inside another step."""
+    """Mark the `with` block as local work within a collective call: no operation on the group may begin in it. Raises
+    ExchangeError inside another such block."""
     if compat.is_alone():
         yield
         return
@@ -188,7 +190,8 @@ def _is_relied_on(party: Party, votes_before: int) -> bool:
 
 
 def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError:
-    """Break the group after one of torch's collectives failed with `error`, and return the error to raise."""
+    """Return the error to raise after one of torch's collectives failed with `error`; breaks the group if this library
+    has a transport for it."""
     party = party_of(compat.group_of(group))
     if party is None:
         lost = f"a rank is gone, or did not {what}: {message_of(error)}"

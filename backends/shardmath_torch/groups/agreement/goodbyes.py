@@ -49,7 +49,8 @@ SOON_S = 0.01
 
 
 class Goodbye(NamedTuple):
-    """A notice that `rank` closed the mover `key`, or left its group, after vote number `after`."""
+    """A notice that `rank` closed the mover `key`, or left the whole group, after taking part in vote number
+    `after`."""
 
     rank: int
     key: str
@@ -141,7 +142,7 @@ class Goodbyes:
         self._listener = self._beside(loop)
 
     def end(self) -> None:
-        """Stop reading and writing notices; the last rank to leave removes them from the store."""
+        """End the thread that reads notices, before the group ends; the notices stay in the store."""
         self._end_bell.set()
         if self._listener is not None and not self._is_lost:
             self._listener.join(LINGER_S)

@@ -25,13 +25,15 @@ _T = TypeVar("_T")
 
 
 def word_objection(error: BaseException) -> str:
-    """Return the text in which a rank objects because of `error`: its message, with its class unless a ShardError."""
+    """Return the text in which a rank objects because of `error`: the error's message, with the class's name before it
+    unless `error` is a ShardError."""
     message = message_of(error) if isinstance(error, ShardError) else ""
     return message or word_error(error)
 
 
 def attempt(make: Callable[[], _T]) -> tuple[_T | None, str]:
-    """Return `make()` and "", or, if it raises, None and an objection, the text for this rank's vote."""
+    """Return (result of `make`, ""); if `make` raises, return (None, objection), where the objection is the text for
+    this rank's vote."""
     try:
         return make(), ""
     except Exception as error:
@@ -48,7 +50,8 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Return the error text for `tensor`, which `rank` sends or receives; for None, for a tensor that it moves."""
+    """Return words for an error at `rank`: that it had to send or receive `tensor`, or, if `tensor` is None, the first
+    tensor that it moves by the plan `given`."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:

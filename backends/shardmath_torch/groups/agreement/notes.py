@@ -43,7 +43,7 @@ def swap(store: Store, key: str, old: str | None, new: str) -> str | None:
 
 
 def add_line(store: Store, key: str, line: str) -> None:
-    """Append a line to the text stored under `key`; a new text begins with an empty line.
+    """Append `line` to the text stored under `key`, or to an empty first line if there is no text yet.
 
     Raises RuntimeError if the store is lost.
     """

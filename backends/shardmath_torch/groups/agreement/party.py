@@ -80,12 +80,13 @@ class Party:
 
     @property
     def timeout(self) -> float:
-        """The seconds that a call may take: to wait for another rank, and then to find out which rank failed."""
+        """The most seconds that a call takes if another rank fails: to wait for that rank, and then to find out which
+        rank failed first."""
         # An extra fifth of the grace is for reporting the failure.
         return self.patience + 1.2 * self.grace
 
     def with_own_key(self) -> Party:
-        """Return a copy with a new `key`, one per mover, and equal on all ranks since it is their count of votes."""
+        """Return a copy with a new `key`, for one mover: the number of the next vote, which is equal on all ranks."""
         return replace(self, key=str(self.turns.votes + 1))
 
     def vote(
@@ -119,7 +120,8 @@ class Party:
         self.wire.begin(number + mark, unasked.patience)
 
     def go_on(self, unasked: Unasked) -> None:
-        """Begin an operation on which ranks agreed earlier, without a vote; other ranks now wait for this rank."""
+        """Begin, without a vote, an operation on which ranks agreed earlier; from now on other ranks may wait for this
+        rank."""
         self.turns.unasked = unasked
         self._begin()
         self.turns.agreed()
@@ -131,7 +133,8 @@ class Party:
         self.turns.host = next((rank for rank, ballot in voted if ballot.serves_store), None)
 
     def gather(self, record: bytes) -> list[bytes]:
-        """Return every rank's `record`, all of one size; counts as a vote without objections. Raises PeerFailure."""
+        """Return every rank's `record` (bytes, equally many on all ranks); counts as a vote without objections. Raises
+        PeerFailure."""
         self._begin()
         records = self.wire.gather(record)
         self.turns.agreed()
@@ -144,7 +147,8 @@ class Party:
         what: str = "group",
         patience: float = 0.0,
     ) -> _T:
-        """Run `act`, a joint operation that votes first, while no other uses the group, and return its result.
+        """Run `act`, an operation of all ranks that begins with a vote, while no other operation uses the group, and
+        return its result.
 
         Waits for other threads' turns at least `patience` seconds. Errors call `what` broken if the group is, and
         `describe` words the work that a rank's failure stopped.
@@ -169,7 +173,7 @@ class Party:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep this process's other calls on the group waiting during the `with` block.
+        """Make other calls of this process on the group wait during the `with` block.
 
         Raises ExchangeError inside of a call, as in a progress callback, and if other threads keep the turn.
         """

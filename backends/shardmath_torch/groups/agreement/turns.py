@@ -47,7 +47,8 @@ LOOK_AGAIN_S = 0.001
 
 
 class Refused(ExchangeError):
-    """The error if a rank objects to an operation: raised on all ranks; nothing was done, the group stays usable."""
+    """The error if a rank objects, or ranks intend different operations: raised on all ranks; nothing was done, and the
+    group stays usable."""
 
 
 class Unasked(NamedTuple):
@@ -88,12 +89,13 @@ class _Seat:
         self._queue: list[weakref.ref[_Turn]] = []
 
     def is_mine(self) -> bool:
-        """Whether the calling thread holds this place, which one thread holds at a time."""
+        """Whether the calling thread holds this seat (a lock)."""
         holder = self._holder()
         return holder is not None and holder.thread is threading.current_thread()
 
     def take(self, turn: _Turn, patience: float) -> None:
-        """Wait until `turn` holds this place. Raises ExchangeError if that takes longer than `patience` seconds."""
+        """Wait until `turn`, one thread's call, holds this seat (a lock). Raises ExchangeError if that takes longer
+        than `patience` seconds."""
         until = time.monotonic() + patience
         while (blocker := self._claim(turn)) is not None:
             left = until - time.monotonic()
@@ -130,7 +132,7 @@ class _Seat:
         return next((queued for queued in earlier if queued.thread is not turn.thread), None)
 
     def give_back(self, turn: _Turn) -> None:
-        """Free this place if `turn` holds it, and remove `turn` from the queue."""
+        """Free this seat (a lock) if `turn`, one thread's call, holds it, and remove `turn` from the queue."""
         with self._lock:
             if self._holder() is turn:
                 self._holder = _nobody
@@ -149,7 +151,8 @@ class _Heard(threading.local):
 
 
 class Turns:
-    """The record of this rank's operations on one group, which take turns: votes, threads, and whether it is broken.
+    """The state of this rank's operations on one group, of which one runs at a time: the number of votes, waiting
+    threads, and why the group is broken.
 
     - `decided`: number of the latest vote recorded in the group's store (`commits`).
     - `beside`: the latest errand, a background move that runs after the errands before it; other calls wait for it.
@@ -184,7 +187,7 @@ class Turns:
         self._queue = threading.Lock()
 
     def next(self, event: Event = Event.VOTE) -> int:
-        """Count the vote, or the promise by `event`, that now begins, and return its number."""
+        """Count the vote that now begins (or promise, if `event` says so), and return its number."""
         self.protocol.note(event)
         self.votes += 1
         return self.votes
@@ -195,7 +198,8 @@ class Turns:
 
     @property
     def latest(self) -> tuple[str, int, bool]:
-        """Return the latest vote's identity, equal on all ranks: nonce, number, and whether votes were gathered."""
+        """The identity of the latest vote, equal on all ranks: the group's nonce, the vote's number, and whether ranks
+        did vote (False if they had agreed earlier)."""
         return self.nonce, self.votes, self.unasked is None
 
     @property
@@ -235,7 +239,8 @@ class Turns:
     def taken(
         self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Reserve the group for a joint operation during the `with` block, waiting for others as `alone` does.
+        """Reserve the group for an operation of all ranks during the `with` block, once this process's earlier
+        operations on the group have ended.
 
         Raises ExchangeError, which calls `what` broken, if another thread keeps the turn or the group is broken.
         Calls `let_go` if the turn before was left in the middle and the group was not marked broken then.
@@ -289,7 +294,8 @@ class Turns:
 
     @contextmanager
     def ending(self, patience: float, cause: str) -> Iterator[None]:
-        """Reserve the group for its last operation, like `alone`; later calls raise. Other ranks are sent `cause`."""
+        """Reserve the group during the `with` block, like `alone`, and announce that this rank leaves it because of
+        `cause`; later calls raise."""
         with self.alone(patience):
             self.part(WHOLE_GROUP, cause)
             self.broken = self.broken or cause
@@ -309,13 +315,14 @@ class Turns:
         self.goodbyes.listen(lambda: _give_up_if_left(turns()))
 
     def part(self, key: str, why: str) -> None:
-        """Announce that this rank leaves mover `key`, and `why`, unless the group is broken. Call it in `alone`."""
+        """Announce that this rank leaves mover `key`, with the reason `why`, unless the group is broken. Call it in
+        `alone`."""
         is_broken = self.under_way or self.broken
         if self.goodbyes is not None and not is_broken:
             self.goodbyes.say(key, self.votes, why)
 
     def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
-        """Make `errand` the latest background move, and return the move before it, after which it runs."""
+        """Make `errand` the latest background move, and return the previous one, for whose end `errand` waits."""
         with self._queue:
             previous, self.beside = self.beside, errand
         return previous
@@ -377,7 +384,7 @@ _this_thread = threading.local()
 
 
 def turns_of(group: Group) -> Turns:
-    """Return the record of the group's operations, one object per group and process."""
+    """Return the state of this process's operations on the group (`Turns`), the same object at each call."""
     return _turns.setdefault(group, Turns())
 
 
@@ -395,7 +402,8 @@ def in_thread(given: str | None) -> str:
 
 
 def check_thread(turns: Turns, given: str | None) -> None:
-    """Raise ExchangeError if another live thread has the calling thread's name, which is `given` if not None."""
+    """Raise ExchangeError if another live thread has the same name (`given`, or else the calling thread's), since ranks
+    pair calls by that name."""
     if given is None and _is_thread_of_autograd():
         return
     name = _name_thread() if given is None else given

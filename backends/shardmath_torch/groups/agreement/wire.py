@@ -30,7 +30,8 @@ LATE = "it did not answer in time"
 
 
 class PeerFailure(Exception):
-    """A failure of `rank`, None if the transport cannot tell which, while `tensor` was in flight."""
+    """The failure of `rank` (None if the transport cannot tell which rank failed), while `tensor` (None if unknown) was
+    in flight."""
 
     def __init__(self, rank: int | None, cause: str, tensor: str | None = None) -> None:
         super().__init__(cause)
@@ -40,7 +41,7 @@ class PeerFailure(Exception):
 
 
 def check_is_torchs(error: BaseException, *files: str) -> None:
-    """Raise `error` again unless it comes from torch, called from one of `files`.
+    """Raise `error` again unless it was raised in torch, or in one of `files`, which call torch.
 
     Otherwise an error of a signal handler, raised during the call, would be taken for the network's.
     """

@@ -60,7 +60,8 @@ OBJECTS = "!"
 
 
 class Seat(NamedTuple):
-    """A process's entry in a rendezvous: rank, group size, backend, a `token` unique to the process, and its run.
+    """A process's entry in a rendezvous: its rank, the group's size and backend, a `token` unique to the process, and
+    the name of its run (one start of the jobs).
 
     `run` is "" if not given.
     """
@@ -77,7 +78,8 @@ class Seat(NamedTuple):
 
 
 class Met(NamedTuple):
-    """The name of the rendezvous in which all ranks found each other, and the name of its run."""
+    """The result of a rendezvous in which all ranks found each other: the rendezvous's name, and the name of its run
+    (one start of the jobs)."""
 
     meeting: str
     run: str
@@ -99,7 +101,7 @@ class _Log(NamedTuple):
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """Return another leader's objection to the meeting; "" if there is none."""
+        """Return the objection of another process of rank 0 to this meeting; "" if there is none."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))
@@ -118,7 +120,8 @@ def _parse(text: str | None) -> _Log:
 
 
 def meet(seat: Seat) -> Steps[Met]:
-    """Find the processes of all other ranks through the store, and return the name of their rendezvous.
+    """Yield the steps (requests to the store) to find the processes of all other ranks; the generator returns the name
+    of their rendezvous.
 
     Raises ExchangeError naming the ranks that did not come, for two processes of one rank, for ranks that give
     different sizes, backends or runs, and if the meeting is called off.
@@ -127,7 +130,8 @@ def meet(seat: Seat) -> Steps[Met]:
 
 
 def call_off(why: str) -> Steps[None]:
-    """Make processes that wait for other ranks, or come later, raise ExchangeError with the text `why`."""
+    """Yield the steps (requests to the store) that make processes that wait for other ranks, or come later, raise
+    ExchangeError with the text `why`."""
     reason = json.dumps(why)
     expected: str | None = None
     # Overwrites any earlier reason, since a swap answers with the note that was there instead.
@@ -138,7 +142,8 @@ def call_off(why: str) -> Steps[None]:
 
 
 def leave(met: Met, rank: int, size: int) -> Steps[None]:
-    """Leave the group; the last rank to leave removes its entries in the store."""
+    """Yield the steps (requests to the store) to leave the group; the last rank to leave removes the group's entries in
+    the store."""
     key = f"{met.meeting}/{LEFT}"
     yield Add(key, str(rank))
     leavers = yield Read(key)

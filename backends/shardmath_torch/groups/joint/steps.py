@@ -49,13 +49,14 @@ _T = TypeVar("_T")
 
 
 class Read(NamedTuple):
-    """A step: read the text under `key`; the answer is that text, None if there is none."""
+    """A step to do on the store: read the text under `key`; the answer is that text, None if there is none."""
 
     key: str
 
 
 class Swap(NamedTuple):
-    """A step: write `new` if the text under `key` is `old` (None: no text); the answer is the text after that."""
+    """A step to do on the store: write `new` if the text under `key` is `old` (None: no text); the answer is the text
+    after that."""
 
     key: str
     old: str | None
@@ -63,34 +64,37 @@ class Swap(NamedTuple):
 
 
 class Add(NamedTuple):
-    """A step: append a line to the text under `key`; a new text begins with an empty line."""
+    """A step to do on the store: append `line` to the text under `key`, or to an empty first line if there is no text
+    yet."""
 
     key: str
     line: str
 
 
 class Drop(NamedTuple):
-    """A step: remove the text under `key`, if it is there."""
+    """A step to do on the store: remove the text under `key`, if there is one."""
 
     key: str
 
 
 class Purge(NamedTuple):
-    """A step: remove the text under a unique `key`, and all texts below it, whose keys begin with `key` and a slash."""
+    """A step to do on the store: remove the text under a unique `key`, and all texts whose keys begin with `key` and a
+    slash."""
 
     key: str
 
 
 class Pause(NamedTuple):
-    """A step: wait a moment; the answer is LATE once the time is over, else None."""
+    """A step between requests to the store: wait a moment; the answer is LATE once the time is over, else None."""
 
 
 class Linger(NamedTuple):
-    """A step: wait, so that other processes can read this process's last text."""
+    """A step after a request to the store: wait, so that other processes can read the text that this process wrote
+    last."""
 
 
 class Quit(Exception):
-    """The exception that makes a generator of steps undo its changes, since the process has to stop."""
+    """The exception that makes a generator of steps undo its changes to the store, since the process has to stop."""
 
 
 Step: TypeAlias = Read | Swap | Add | Drop | Purge | Pause | Linger
@@ -98,7 +102,7 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 
 
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
-    """Execute `steps` in the store until the time `until`, and return the result of the generator.
+    """Do all `steps` on the store, at the latest until the time `until`, and return the generator's result.
 
     Raises the steps' exceptions, RuntimeError if the store is lost, and an interrupt once the steps have undone theirs.
     """

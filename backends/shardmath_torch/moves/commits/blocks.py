@@ -87,7 +87,8 @@ class CommitBlock:
         return heard.refusals != self._refusals or lacks_rank
 
     def check(self, member: Member) -> None:
-        """Raise ExchangeError if the mover `member` cannot move in the block, as after a first move in it."""
+        """Raise ExchangeError if the mover `member` cannot move in this block, for example because it has moved in it
+        before."""
         if not member.is_beside:
             what = f"{member.name} was compiled with commit='direct' and cannot move in smt.commit"
             raise ExchangeError(f"{what}; compile it with commit='all'")

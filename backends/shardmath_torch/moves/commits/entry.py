@@ -24,7 +24,7 @@ MOST_NAMES = 8
 
 @dataclass
 class Standing:
-    """A mover's state on this rank: the number of its committed moves, `version`, and whether it is certain.
+    """A mover's state on this rank: `version`, the number of its committed moves, and whether that number is certain.
 
     `in_doubt` is whether the others may have one more. `torn` lists destinations that may be neither old nor new.
     """

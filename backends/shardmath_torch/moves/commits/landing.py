@@ -41,7 +41,8 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Landing:
-    """The state of one mover's destinations on this rank: committed version, torn tensors, and a waiting commit.
+    """The state of one mover's destinations on this rank: committed version, torn tensors, and the `commit` block for
+    whose end arrived bytes wait.
 
     `former` is the number of moves that others committed before this mover joined.
     """

@@ -37,7 +37,8 @@ Tensors = Mapping[str, Tensor]
 
 
 def check_checkable(check: object, plan: Movable) -> None:
-    """Raise ExchangeError if `check` is unknown, or if the plan makes the destination differ from the source."""
+    """Raise ExchangeError if `check` is unknown, or if the plan changes the content, so that the destination cannot be
+    compared with the source."""
     if check is None:
         return
     if not isinstance(check, str) or check != "digest":

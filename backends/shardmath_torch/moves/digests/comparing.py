@@ -58,7 +58,8 @@ def _bound_unlike(party: Party, side: DigestSide, name: str, unlike: Unlike) -> 
 
 
 def bound_sides(party: Party, name: str, sides: Sequence[DigestSide]) -> Box:
-    """Return the box that bounds the elements of tensor `name` that differ between two `sides`. Raises PeerFailure."""
+    """Return the smallest box that contains all elements of tensor `name` that differ between the two `sides`. Raises
+    PeerFailure."""
     weighers = []
     for side in sides:
         portions = counted_portions(side.windows[name], side.rank)

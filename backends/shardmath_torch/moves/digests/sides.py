@@ -52,7 +52,8 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """Return, for each of `boxes`, the weighted sum of the elements of tensor `name` in it and in `portions`."""
+        """Return one number for each of `boxes`: the weighted sum of the elements of tensor `name` that are both in the
+        box and in `portions`."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)
@@ -75,7 +76,8 @@ def count_shares(side: Mapping[str, Windows], rank: int) -> int:
 
 
 def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int]]) -> AllShares:
-    """Divide each rank's numbers in `unread`, a sequence for all tensors, into lists by tensor name and rank."""
+    """Divide the numbers in `unread` (for each rank, one sequence for all tensors of `side`) into lists by tensor name
+    and rank."""
     by_name: AllShares = {}
     for name, windows in side.items():
         by_rank = {}

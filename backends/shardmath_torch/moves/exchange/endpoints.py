@@ -88,7 +88,7 @@ Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 def locate(
     key: str, strides: Sequence[int], slices: Sequence[slice], shape: tuple[int, ...]
 ) -> StridedView:
-    """Return the view of `slices`, which have this `shape`, in the tensor `key` with these `strides`."""
+    """Return the view that `slices`, which have this `shape`, select from the tensor `key` with these `strides`."""
     offset = 0
     for part, stride in zip(slices, strides, strict=True):
         offset += part.start * stride

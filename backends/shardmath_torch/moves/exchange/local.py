@@ -218,8 +218,6 @@ def check(
     """Raise ExchangeError for the first tensor that does not fit its layout, or that shares memory with another tensor.
 
     Source and destination may share memory unless `apart`.
-
-    Source and destination may share memory unless `apart`.
     """
     for want, tensors in zip(wants, given, strict=True):
         fits(want, tensors, device)
@@ -279,7 +277,8 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
 
 
 def witness(*given: Local) -> Callable[[], str]:
-    """Return a function that returns an error text if memory of tensors in `given` was freed or moved, else ""."""
+    """Return a function that, when called later, returns an error text if memory of tensors in `given` was freed or
+    moved, else ""."""
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})

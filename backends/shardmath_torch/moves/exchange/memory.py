@@ -69,7 +69,8 @@ def missing_memory(tensor: Tensor) -> str:
 
 
 def reach(tensor: Tensor) -> int:
-    """Return the distance in elements from the tensor's first element to one past its last; at least 1."""
+    """Return the number of elements of memory that a tensor spans, from its first element to its last; not meaningful
+    for an empty tensor."""
     last = 0
     for count, step in zip(tensor.shape, tensor.stride(), strict=True):
         last += (count - 1) * step

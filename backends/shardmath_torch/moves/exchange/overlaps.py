@@ -34,7 +34,7 @@ MOST_WORK = 100_000
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of the tensor may be at one place in memory.
+    """Whether two elements of the tensor may be at one address in memory.
 
     The answer is exact for a small tensor. A large one counts as overlapping unless its strides nest, that is, each
     stride steps over all elements that the smaller strides reach.
@@ -83,7 +83,7 @@ def _list_spans(tensors: Mapping[str, Tensor]) -> list[_Span]:
 
 
 def find_meeting(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of keys of tensors whose extents of memory overlap."""
+    """Yield the pairs of keys of tensors whose extents of memory (from first to last byte) overlap."""
     active: list[_Span] = []
     for span in sorted(_list_spans(tensors)):
         # Spans come in order of their starts, so one that has ended meets no later one.
@@ -96,7 +96,8 @@ def find_meeting(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 def find_meeting_sides(
     src: Mapping[str, Tensor], dst: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the pairs (source key, destination key) whose extents of memory overlap."""
+    """Yield the pairs (source key, destination key) of tensors whose extents of memory (from first to last byte)
+    overlap."""
     spans = [(span, True) for span in _list_spans(src)]
     spans += [(span, False) for span in _list_spans(dst)]
     sources: list[_Span] = []

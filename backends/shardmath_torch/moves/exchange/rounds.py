@@ -63,7 +63,8 @@ class Receive(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A message to send from `memory`, contiguous bytes, which `pack` fills first; None if it is sent in place."""
+    """A message to send from `memory`, contiguous bytes; `pack` fills them first, and is None if the message is sent in
+    place."""
 
     message: Message
     memory: Tensor
@@ -78,7 +79,7 @@ class Keep(NamedTuple):
 
 
 class Rounds:
-    """Runs the rounds of messages of one move over `wire`, timed by `watch`."""
+    """The execution of one move's rounds of messages over `wire`, timed by `watch`."""
 
     def __init__(self, wire: Wire, watch: Stopwatch) -> None:
         self._wire = wire

@@ -44,7 +44,8 @@ class Engine(Protocol):
 
     @property
     def begun(self) -> int | None:
-        """The number of steps that this rank began in the latest move, plus one if all are done; None if unknown."""
+        """The number of steps of the latest move (fills, rounds, divisions) that this rank began, plus one if all are
+        done; None if unknown."""
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
@@ -55,7 +56,8 @@ class Engine(Protocol):
         """
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
-        """Move `src` to `dst`, tensors like those prepared for, and time each phase by `watch`. Raises PeerFailure."""
+        """Move the tensors `src` into `dst`, which must be like the tensors passed to `prepare`, and time each phase by
+        `watch`. Raises PeerFailure."""
 
     def let_go(self) -> None:
         """Release all references to tensors; call `prepare` again before the next move."""

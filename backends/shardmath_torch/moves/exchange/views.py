@@ -106,7 +106,8 @@ class Staged:
         self._view_count = 0
 
     def find(self, endpoint: Endpoint, like: Iterable[Tensor]) -> list[Tensor]:
-        """Return the views in staging of the pieces of a message, with the dtypes of the tensors in `like`."""
+        """Return a view of staging memory for each piece of the message at `endpoint`, with the dtypes of the tensors
+        in `like`."""
         views = self._pieces.get(id(endpoint))
         if views is None:
             message = endpoint.message
@@ -168,13 +169,15 @@ class MoveViews:
         return self._dst if message.relayed else self._src
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return the receive of the message at `endpoint`, into its destination tensor or into staging."""
+        """Return the receive (memory and copies) of the message at `endpoint`, into the destination tensor or into
+        staging."""
         memory = self._find_bytes(endpoint, arriving=True)
         find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
         return Receive(endpoint.message, memory, find)
 
     def send(self, endpoint: Endpoint) -> Send:
-        """Return the send of the message at `endpoint`, from its source tensor or from staging."""
+        """Return the send (memory and copies) of the message at `endpoint`, from the tensor that has it or from
+        staging."""
         memory = self._find_bytes(endpoint, arriving=False)
         pack = None if endpoint.contiguous else partial(self.pack, endpoint)
         return Send(endpoint.message, memory, pack)
@@ -188,7 +191,8 @@ class MoveViews:
         self._find_copies("pack", endpoint).run()
 
     def find_unpacking(self, endpoint: Endpoint) -> Unpacking:
-        """Return a function that copies a message's pieces out of staging, and returns those still to be reduced."""
+        """Return a function that copies a message's pieces out of staging, and that returns the reductions still to be
+        done."""
         return self._find_copies("unpack", endpoint).run
 
     def _find_copies(
@@ -265,14 +269,14 @@ class MoveViews:
 
 
 def fill(work: CellWork, tensors: Tensors) -> None:
-    """Set the elements in the boxes of `work` to `work.value`, as before a sum."""
+    """Set the elements of the tensor `work.key` in the boxes of `work` to `work.value`, as before a sum."""
     tensor = tensors[work.key].detach()
     for box in work.boxes:
         dtypes.fill(tensor[box], work.value)
 
 
 def divide(work: CellWork, tensors: Tensors) -> None:
-    """Divide the elements in the boxes of `work` by `work.value`, as for an average."""
+    """Divide the elements of the tensor `work.key` in the boxes of `work` by `work.value`, as for an average."""
     tensor = tensors[work.key].detach()
     # The value is complex by its type, but a divisor is a count of addends.
     divisor = int(work.value.real)

@@ -24,7 +24,7 @@ class _HeldTensors(NamedTuple):
     tensors: tuple[Tensors, Tensors]
 
     def is_of(self, src: Local, out: Local) -> bool:
-        """Whether `src` and `out` are the mappings whose tensors these are."""
+        """Whether `src` and `out` are the very mappings whose tensors are held here."""
         return src is self.src and out is self.out
 
 

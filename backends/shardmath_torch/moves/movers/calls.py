@@ -79,7 +79,8 @@ class Call(NamedTuple):
 
     @property
     def patience(self) -> float | None:
-        """The seconds to wait for all ranks to make the call; None for the mover's timeout, or if invalid."""
+        """The seconds to wait for all ranks to make the call; None, which stands for the mover's timeout, if not given
+        or invalid."""
         return self.timeout if is_time(self.timeout) else None
 
     def keep(self) -> Call:
@@ -96,7 +97,8 @@ class Call(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A call after its checks: its tensors by name, the objection, and `out` as the caller passed it."""
+    """A call after its checks: its tensors by name, this rank's objection ("" for none), and `out` as the caller passed
+    it."""
 
     src: Tensors
     dst: Tensors

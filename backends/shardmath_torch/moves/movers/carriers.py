@@ -70,13 +70,13 @@ class Carrier(Protocol):
         """Release the tensors and the memory for moves, until the next move."""
 
     def list_torn(self) -> tuple[str, ...]:
-        """Return the keys of destinations that may be neither old nor new, after `carry` raised."""
+        """Return the keys of destinations that may be neither old nor new; call it after `carry` has raised."""
 
     def end(self) -> None:
         """Record that the moved bytes are in place. Never raises."""
 
     def forget(self) -> None:
-        """Move all bytes with the next move, since the destinations' content is unknown. Call it on all ranks."""
+        """Make the next move send all bytes, since the destinations' content is unknown. Call it on all ranks."""
 
 
 class Whole:
@@ -154,6 +154,7 @@ class Whole:
 
 
 def make_shadows(part: RankProgram, own: frozenset[str]) -> Shadows:
-    """Return staging copies (shadows) for a rank's destinations, except for `own`, private memory of stages."""
+    """Return staging copies (shadows) for a rank's destinations, except those named in `own`, which are private memory
+    of the move's stages."""
     layouts = {key: stored.layout for key, stored in part.destinations.items() if key not in own}
     return Shadows(layouts, part.rank)

@@ -118,7 +118,8 @@ def make_ready(
     make_carrier: MakeCarrier = make_whole,
     agree_first: AgreeFirst | None = None,
 ) -> Ready:
-    """Compile a plan with further `stages`, and return the parts of its mover. Collective; raises as `compile` does.
+    """Compile a plan with `stages` (further work at the two ends of a move), and return the parts of its mover.
+    Collective; raises as `compile` does.
 
     If ranks agreed on something else before, `agree_first` repeats that at each replan.
     """
@@ -143,7 +144,8 @@ class _Maker:
         former: Former,
         take: Callable[[Ready], None],
     ) -> None:
-        """Make another plan ready, as `Again` describes."""
+        """Compile another plan for the same mover, with the same settings except `timeout` if given, and call `take`
+        with the result."""
         settings = self.settings
         if timeout is not None:
             settings = settings._replace(timeout=timeout)

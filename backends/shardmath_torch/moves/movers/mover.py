@@ -110,7 +110,7 @@ class Mover(Leaving):
 
     @property
     def version(self) -> int:
-        """Number of moves committed and in place here, equal on all ranks except one `in_doubt`.
+        """Number of moves committed and in place on this rank, equal on all ranks except a rank that is `in_doubt`.
 
         Always 0 without commit="all".
         """
@@ -118,7 +118,8 @@ class Mover(Leaving):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the mover's group takes no more calls, after a failure: make another group, and `replan` to it."""
+        """Whether the mover's group takes no more calls after a failure: then make another group, and `replan` to
+        it."""
         return bool(self._party.turns.broken)
 
     @property

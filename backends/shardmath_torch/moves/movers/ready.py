@@ -29,7 +29,7 @@ __all__ = ["Again", "Former", "Ready"]
 
 
 class Former(NamedTuple):
-    """The state of a mover before a replan, which the next plan continues from.
+    """The state of a mover before a replan, from which the mover continues with the next plan.
 
     `peers` is the most of any rank, `version` the number of moves committed, and `objection` why the mover cannot
     continue, "" if it can.
@@ -43,7 +43,8 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return how many peers this rank reports in the vote on `plan`; None if its earlier part cannot be reused.
+        """Return how many peers this rank reports in the vote on `plan`; None if its part of the previous plan cannot
+        be reused.
 
         Never fewer than before, since a smaller number would change the pace of all ranks.
         """
