@@ -34,7 +34,7 @@ Elements: TypeAlias = list[Some]
 
 
 class Sorted(NamedTuple):
-    """The changed elements of each message of a rank, sent or kept; None for a message that is sent whole."""
+    """The changed elements in each message that a rank sends, and in each local copy; None for those sent whole."""
 
     sends: list[Elements | None]
     keeps: list[Elements | None]
@@ -128,7 +128,7 @@ class Outgoing:
         return counts_of
 
     def list_parcels(self, given: Sorted) -> tuple[list[Parcel], list[Parcel]]:
-        """Return each message to another rank, and each local copy, as it will be sent: whole or changed elements."""
+        """Return how each message and each local copy will be sent: whole, as changed elements, or not (None)."""
         counts = [_count_elements(elements) for elements in [*given.sends, *given.keeps]]
         parcels = list_parcels(self._messages, self._sizes, counts)
         sends = len(self.sends)
