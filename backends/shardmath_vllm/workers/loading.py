@@ -65,7 +65,7 @@ class Loading:
         checkpoint: sm.storage.Recorded | None = None,
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
-        """Record where the model's loader stores tensors of `shapes`, which are first converted as in `checkpoint`.
+        """Record where the model's loader stores tensors of `shapes`, converted as in `checkpoint` if that is given.
 
         `check` is called while the model has its tensors as they are loaded. The model runs as before afterwards.
         """

@@ -53,7 +53,8 @@ __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
 class Changes(Mover):
     """A compiled plan whose moves send only changed elements; to move, call it: `send(src_tensors, out=dst_tensors)`.
 
-    `last` is what this rank sent in the last call, `snapshot_bytes` the size of its snapshots. Raises ExchangeError.
+    `last` is what this rank sent in the last call, `snapshot_bytes` the size of its snapshots. Calls are
+    collective. Raises ExchangeError.
     """
 
     @property

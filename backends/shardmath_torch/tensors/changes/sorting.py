@@ -118,7 +118,7 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Return the counts of changed elements to send to each receiver, concatenated over all messages to it."""
+        """Return, by receiver, the counts of changed elements in each message to it, one message after another."""
         counts_of: dict[int, list[int]] = {}
         for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):
             counts = [WHOLE] * len(self._sizes[number])

@@ -84,8 +84,8 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
     """Return each DTensor's layout; if placements are ambiguous, ranks gather local shapes, unless `ask` gives them.
 
-    Raises what `from_dtensor` does, naming the tensor, but only after all gathers, so that no rank
-    waits.
+    There is one gather per mesh. Raises what `from_dtensor` does, naming the tensor, but only after
+    all gathers, so that no rank waits.
     """
     candidates = {}
     for name, tensor in tensors.items():

@@ -185,7 +185,7 @@ class Moves:
 
 
 def weigh_plan(plan: Plan) -> int:
-    """Estimate the memory, in bytes, of a compiled move of this plan on the rank with most pieces.
+    """Estimate the memory, in bytes, of a compiled move of this plan on the rank that sends and receives most pieces.
 
     All ranks get the same number.
     """

@@ -214,7 +214,7 @@ class Refit(Leaves):
 
     @property
     def is_broken(self) -> bool:
-        """Whether every call raises since a failure broke the refit's group: `replan` to another group then."""
+        """Whether a failure has broken the refit's group, so that every call raises until `replan` to another group."""
         return self._mover.is_broken
 
     @property
@@ -224,7 +224,7 @@ class Refit(Leaves):
 
     @property
     def torn(self) -> tuple[str, ...]:
-        """The tensors of this rank, as the plan calls them, that may be neither old nor new after a failed call."""
+        """The plan's names of this rank's tensors that may be neither old nor new after a failed call."""
         return self._mover.torn
 
     @property

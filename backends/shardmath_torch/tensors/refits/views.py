@@ -262,7 +262,7 @@ def are_related(one: Planned, other: Planned) -> bool:
 
 
 def list_sides(planned: Planned, rank: int) -> dict[str | None, KnownSide]:
-    """Return the trainer, under None, and the engines, under their names, that have `rank`."""
+    """Return the sides that have `rank`: the trainer, under None, and engines, under their names."""
     sides: dict[str | None, KnownSide] = {None: planned.trainer}
     sides.update(planned.engines)
     return {name: side for name, side in sides.items() if rank in side.ranks}

@@ -53,7 +53,7 @@ BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 
 
 class Write(NamedTuple):
-    """A copy that a loader made into a target: the pieces written, None if unknown, and how they were computed.
+    """A copy that a loader made into a target: which elements it wrote where, if known, and what computed them.
 
     `carries` says whether the write had elements of logical tensors, known or not.
     """
