@@ -49,7 +49,7 @@ LATER_S = 2 * HEARD_S
 
 @dataclass(frozen=True)
 class Board:
-    """The messages with which all ranks coordinate weight updates, in `store`, for rank `place` of `size`.
+    """The messages, in `store`, with which all ranks coordinate weight updates; this rank is `place` of `size`.
 
     The trainer's ranks have the first places.
     """
@@ -61,7 +61,7 @@ class Board:
     timeout: float
 
     def relay(self, what: str, act: Callable[[], None]) -> None:
-        """Call `act` at place 0 while other trainers wait for its result. Raises ExchangeError on all if it fails."""
+        """Call `act` at place 0 while other trainer ranks wait for its end. Raises ExchangeError on all if it fails."""
         fault = self._hear(what) if self.place else self._act(what, act)
         if fault:
             raise ExchangeError(f"place 0 could not {what}: {fault}")
@@ -83,7 +83,7 @@ class Board:
             raise
 
     def give_up(self, whats: Iterable[str], error: BaseException) -> None:
-        """Post `error` at place 0 as the result of each step in `whats` that has none, so that no rank waits for it."""
+        """At place 0, post `error` as the result of each step in `whats` without one, so that no rank waits for it."""
         if self.place:
             return
         with suppress(RuntimeError):
@@ -174,7 +174,7 @@ class Board:
             raise ExchangeError(f"{what}; {MEET_AGAIN}") from error
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Delete the messages about the updates with these `numbers` from the store, which no rank needs any more."""
+        """Delete from the store the messages about the updates `numbers`, which no rank needs any more."""
         for number in numbers:
             for step in (*WAITED_FOR, "fail"):
                 what = f"{step} update {number}"
@@ -185,7 +185,7 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Post `why` this rank ends the update, call `leave`, and return why another rank ended it, "" if none did.
+        """End the update here: post `why`, and call `leave`; if `why` is "", return the reason of another rank.
 
         `why` is what is wrong here, "" where it is what others have done.
         """

@@ -75,7 +75,7 @@ class TrainerInfo:
 
     @property
     def size(self) -> int:
-        """The number of ranks in the group, in which trainers come first, then the workers of each engine."""
+        """The number of ranks in the group: the trainer's ranks, and the workers of all engines."""
         return self.trainers + sum(self.engines)
 
     @property
@@ -84,7 +84,7 @@ class TrainerInfo:
         return self.rank == 0
 
     def tell(self, engine: int, meeting: str) -> dict[str, Any]:
-        """Return the message that has the workers of engine number `engine` connect under the name `meeting`."""
+        """Return the message that tells the workers of engine `engine` to connect under the name `meeting`."""
         first = self.trainers + sum(self.engines[:engine])
         told = Joining(
             address=self.address,
@@ -144,7 +144,7 @@ def _read_limit(given: object) -> int | None:
 
 @dataclass
 class Joining:
-    """The message that has an engine's worker connect to its trainer.
+    """The message that tells an engine's worker to connect to its trainer.
 
     Worker `i` of the engine has place `first + i` of `size`.
     `meeting` is a text that no other meeting has: the worker takes updates of this one from then on.
@@ -164,7 +164,7 @@ class Joining:
 
 @dataclass
 class Updating:
-    """The message that has a worker receive update `number`, counted from 1 since ranks connected as `meeting`."""
+    """The message that tells a worker to receive update `number`, counted from 1 since ranks connected as `meeting`."""
 
     number: int
     meeting: str = ""

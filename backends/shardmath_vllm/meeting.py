@@ -33,7 +33,7 @@ TRAINERS = "trainers"
 
 @dataclass(frozen=True)
 class Given:
-    """The facts that a rank brings as ranks connect: a trainer's `told`, or a worker's `engine` and how to `record` it.
+    """The facts that a rank brings as ranks connect: `told` by a trainer, or a worker's `engine` and `record` function.
 
     `is_joint` if ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
     """

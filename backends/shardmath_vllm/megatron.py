@@ -36,7 +36,7 @@ def read_megatron(
     vocab_multiple: int = 128,
     dtype: str | None = None,
 ) -> Source:
-    """Return a Source of this rank's GPTModel, or of its chunk per virtual stage. Collective over the default group.
+    """Return a Source (tensors and storage) of this rank's GPTModel or its chunks. Collective over the default group.
 
     Chunks may be wrapped, as by Megatron's DistributedDataParallel. `config` is Hugging Face's configuration of the
     model: an object, or a mapping of its fields. `spec`, "te" or "local", says whose modules layers are made of.

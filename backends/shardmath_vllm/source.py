@@ -85,7 +85,7 @@ class Told:
 
 
 def read_source(given: Any, dtype: str | None = None) -> Source:
-    """Return `given` if it is a Source, else the Source of the module that it is or holds, as vLLM's ModuleSource does.
+    """Return `given` if it is a Source, else a Source of the module that it is, or holds as vLLM's ModuleSource does.
 
     Engines get a module's parameters as numbers of type `dtype`, by default its own; buffers always as they are.
     Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, or a module without
@@ -156,7 +156,7 @@ def check_kept(watched: list[Watched], source: Source) -> None:
 
 
 def check_types(source: Source, bound: KnownSide, place: int) -> None:
-    """Raise StoreError if a tensor of `source` has another dtype than `bound` has for the rank at `place`."""
+    """Raise StoreError if a tensor of `source` has another dtype than the planned side `bound` has at `place`."""
     natives = name_natives(source.tensors)
     for name, slot in bound.slots(place).items():
         if slot.function:

@@ -46,7 +46,7 @@ NO_CELLS = Cells({})
 
 
 class Phase(Enum):
-    """The state that an update has reached on one rank."""
+    """The state that a weight update has reached on one rank."""
 
     IDLE = "idle"
     CALLED = "called"
@@ -60,7 +60,7 @@ class Phase(Enum):
 
 
 class Step(Enum):
-    """A step of an update, or an event that ends it."""
+    """A step of a weight update, or an event that ends the update."""
 
     CALL = "call"
     CHECK = "check"
@@ -112,7 +112,7 @@ class Update:
 
     @property
     def mixed(self) -> Cells:
-        """The elements that may be old on one rank of the engine and new on another; empty if its model may answer."""
+        """The elements that may be old on one rank of the engine and new on another; if empty, the model may answer."""
         if self.phase in MIXING:
             return self.torn | self.writes
         return self.torn - self.writes if self.phase in NEW else self.torn

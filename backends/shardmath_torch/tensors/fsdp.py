@@ -11,7 +11,7 @@ __all__ = ["give_shards_back", "has_gathered", "list_fsdp_groups", "list_gathere
 
 
 def list_fsdp_groups() -> list[Any]:
-    """Return FSDP2's groups of jointly gathered parameters, of all live modules (torch 2.13: FSDPParamGroup)."""
+    """Return FSDP2's groups of parameters gathered together, in all live modules (torch 2.13: FSDPParamGroup)."""
     found: dict[int, Any] = {}
     # Copied into a list at once: other threads may shard modules meanwhile.
     for module in [ref() for ref in _module_state_mapping.keyrefs()]:
@@ -24,19 +24,19 @@ def list_fsdp_groups() -> list[Any]:
 
 
 def list_keepers(group: Any) -> list[Any]:
-    """Return FSDP2's state of each parameter of a group, with its `sharded_param` (torch 2.13: FSDPParam)."""
+    """Return FSDP2's object for each parameter of a group, which has its `sharded_param` (torch 2.13: FSDPParam)."""
     return list(group.fsdp_params)
 
 
 def list_gathered(keeper: Any) -> list[Tensor]:
-    """Return the tensors that FSDP2 has gathered for a parameter, even if they no longer have memory."""
+    """Return the tensors that FSDP2 has gathered for the parameter of `keeper`, even if they no longer have memory."""
     names = "_unsharded_param", "_sharded_post_forward_param"
     found = [getattr(keeper, name, None) for name in names]
     return [tensor for tensor in found if tensor is not None]
 
 
 def give_shards_back(group: Any) -> None:
-    """Make shards the parameters of the group's modules again, and free gathered ones, as FSDP2 itself does.
+    """Put the shards back as parameters of the group's modules, and free gathered parameters, as FSDP2 itself does.
 
     Not by its `reshard`, which does nothing during a forward: after one that failed, it would never do anything.
     """

@@ -27,7 +27,7 @@ class _Queue:
         self.old = 0
 
     def dequeue(self, *args: Any, **named: Any) -> Any:
-        """Return the next answer that somebody waits for, and drop older ones."""
+        """Drop the answers for which no call waits any more, and return the next one."""
         while self.old:
             self._dequeue(*args, **named)
             self.old -= 1

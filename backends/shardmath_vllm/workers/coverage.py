@@ -46,7 +46,7 @@ SHOWN = 5
 
 
 def check_stays(parallel: ParallelConfig) -> None:
-    """Raise StoreError if vLLM rebalances experts: its loader would still store each in its first place."""
+    """Raise StoreError if vLLM moves experts between ranks, as its loader would store each on its first rank."""
     if parallel.enable_eplb:
         raise StoreError(
             "enable_eplb=True lets vLLM move experts between ranks, but its loader still stores each on its "
@@ -55,7 +55,7 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 
 def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
-    """Raise StoreError, listing the tensors of `model`, as loaded, that `recorded` does not fill, except `own` ones."""
+    """Raise StoreError for tensors of `model` that `recorded` does not fill, except padding, vLLM's and `own` ones."""
     faults = []
     for native, left in recorded.unwritten.items():
         padded = _count_padding(model, native)
@@ -70,7 +70,7 @@ def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequenc
 
 
 def check_types(recorded: sm.storage.Recorded) -> None:
-    """Raise StoreError, listing the tensors that arrive in another dtype than the one in which they are stored."""
+    """Raise StoreError for tensors in `recorded` that arrive in another dtype than they are stored in."""
     shapes = recorded.shapes
     faults = []
     for native in recorded.natives:
@@ -99,7 +99,7 @@ def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
 
 
 def list_written(planned: sm.Refit, place: int) -> Cells:
-    """Return the elements that the refit writes in the engine of `place`, by worker, chunk and stored name."""
+    """Return the elements that the refit writes on the engine that has `place`, by worker, chunk and stored name."""
     _, engine = find_engine(planned, place)
     assert isinstance(engine, BoundRecorded), "workers have recorded"
     written: dict[Hashable, Sequence[Piece]] = {}

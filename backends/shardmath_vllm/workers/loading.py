@@ -65,7 +65,7 @@ class Loading:
         checkpoint: sm.storage.Recorded | None = None,
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
-        """Record where the model's loader stores tensors of `shapes`, which it gets as in `checkpoint`, if given.
+        """Record where the model's loader stores tensors of `shapes`, converted as in `checkpoint` if that is given.
 
         `check` is called while the model has its tensors as they are loaded. The model runs as before afterwards.
         """
@@ -115,7 +115,7 @@ class Loading:
             take_back_bias(module)
 
     def undo(self) -> None:
-        """Put the tensors that ran before `begin` back into the modules that were not processed."""
+        """Put the tensors from before `begin` back into the modules that were not processed."""
         for module in self._model.modules():
             info = get_layerwise_info(module)
             # Also where `begin` was left in the middle of a module.
@@ -126,7 +126,7 @@ class Loading:
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Allocate and return the tensors named in `natives`; those with a number other than 0 there are zeroed.
+        """Return the tensors named in `natives`; allocate those without memory, zeroed if their number there is not 0.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """

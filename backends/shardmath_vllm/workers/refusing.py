@@ -17,7 +17,7 @@ __all__ = ["accept", "refuse"]
 
 
 def refuse(model: nn.Module, why: str) -> None:
-    """Make the methods of `model` that use its weights raise ExchangeError with the reason `why`."""
+    """Make the methods that vLLM calls for outputs of `model` raise ExchangeError with the reason `why`."""
 
     def answer(*args: Any, **kwargs: Any) -> NoReturn:
         raise ExchangeError(

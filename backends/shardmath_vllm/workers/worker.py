@@ -81,7 +81,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
 
     @as_main()
     def init_transfer_engine(self, init_info: _Joining) -> None:
-        """Join the trainer of `init_info`, after leaving any other. Raises ExchangeError if ranks cannot plan."""
+        """Connect to the trainer that `init_info` describes, and leave any other. Raises ExchangeError on failure."""
         self.shutdown()
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank

@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The settings as a text that ranks compare when they vote; without `thread`, which votes name separately."""
+        """The settings as text, for ranks to compare; without `thread`, and without a default `commit` or `agree`."""
         given = self._asdict()
         del given["thread"]
         if is_text(self.commit, DIRECT):
@@ -161,7 +161,7 @@ def _check_ranks(party: Party, plan: Plan | Transposed | Program) -> None:
 
 
 def check_arithmetic(outline: Outline) -> None:
-    """Raise ExchangeError if torch lacks an operation that this rank needs for a tensor's dtype."""
+    """Raise ExchangeError if torch lacks an operation, such as a sum, that this rank needs for a tensor's dtype."""
     plan = plan_of(outline.given)
     for name, op in sorted(outline.operations):
         dtype = plan.dst[name][0].dtype

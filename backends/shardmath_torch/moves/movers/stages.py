@@ -21,7 +21,7 @@ __all__ = ["Stage", "Stages", "begin", "bind", "end", "finish", "list_own", "nam
 
 
 class Stage:
-    """A step of a move before and after its transfers; this one does nothing, and subclasses override methods."""
+    """Work at both ends of a move, before and after its transfers; this base class does nothing."""
 
     @property
     def own(self) -> frozenset[str]:
@@ -39,11 +39,11 @@ class Stage:
         """Do the stage's work before the first byte moves, once all ranks have agreed on the move."""
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Return pairs (tensor, values) to write in addition, computed from the `arrived` tensors."""
+        """Return further pairs (tensor, values) to write: values that the stage computes from the `arrived` tensors."""
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return the arrived tensors for the previous stage, with the values that this stage computed."""
+        """Return `arrived` as the stage before this one expects it: with the values that this stage computed."""
         return arrived
 
     def end(self) -> None:
@@ -53,7 +53,7 @@ class Stage:
         """Release the tensors of the last move, and extra memory, until the next move."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the caller's destinations that are torn (neither old nor new) if `keys` of the plan are."""
+        """Return the caller's destinations that are torn (neither old nor new) if the plan's tensors `keys` are."""
         return keys
 
 
@@ -61,38 +61,38 @@ Stages = Sequence[Stage]
 
 
 def bind(stages: Stages, src: Local, out: Local) -> tuple[Local, Local]:
-    """Return the tensors to send and to receive into, given the caller's, by `Stage.bind` of all stages in order."""
+    """Return the tensors to send and to receive into: the caller's `src` and `out`, mapped by each stage in order."""
     for stage in stages:
         src, out = stage.bind(src, out)
     return src, out
 
 
 def begin(stages: Stages) -> None:
-    """Run the work of all stages before the first byte moves (`Stage.begin`)."""
+    """Run the work that all stages do before the first byte moves (`Stage.begin`)."""
     for stage in stages:
         stage.begin()
 
 
 def finish(stages: Stages, arrived: Tensors) -> Iterable[Pair]:
-    """Yield pairs (tensor, values) to write, of all stages, one at a time to save memory."""
+    """Yield the pairs (tensor, values) that the stages want written, one pair at a time to save memory."""
     for stage in reversed(stages):
         yield from stage.finish(arrived)
         arrived = stage.unfold(arrived)
 
 
 def end(stages: Stages) -> None:
-    """Run the work of all stages after all values are in place (`Stage.end`)."""
+    """Run the work that all stages do after all values are in place (`Stage.end`)."""
     for stage in stages:
         stage.end()
 
 
 def list_own(stages: Stages) -> frozenset[str]:
-    """Return the names of the plan's destinations in private memory of any stage."""
+    """Return the names of the plan's destinations that lie in a stage's private memory, not in the caller's tensors."""
     return frozenset(key for stage in stages for key in stage.own)
 
 
 def name_torn(stages: Stages, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the caller's destinations that are torn (neither old nor new) if `keys` of the plan are."""
+    """Return the caller's destinations that are torn (neither old nor new) if the plan's tensors `keys` are."""
     for stage in reversed(stages):
         keys = stage.name_torn(keys)
     return keys

@@ -48,14 +48,14 @@ SHOW_EVERY_S = 0.02
 
 
 def check_progress(progress: object) -> None:
-    """Raise ExchangeError if `progress` cannot be called."""
+    """Raise ExchangeError unless `progress` is None or can be called."""
     if progress is not None and not callable(progress):
         what = f"progress={shown(progress)} cannot be called"
         raise ExchangeError(f"{what}; pass a function(done, total) of bytes, or leave it out")
 
 
 class Meter:
-    """The count of one move's bytes, reported to the caller's progress function; `failure` is its exception."""
+    """A counter of one move's bytes that calls the caller's progress function; `failure` is that function's error."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -64,7 +64,7 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Count and report the message `about` if the phase that ended, `lap`, sent or received a message."""
+        """Report progress if the phase that ended, `lap`, was the vote, or sent or received the message `about`."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):
@@ -94,7 +94,7 @@ class Meter:
 
 
 class Tally:
-    """The count of bytes of one call that reads or writes files, reported to the caller's progress function."""
+    """A counter of the bytes that one call reads or writes in files; it calls the caller's progress function."""
 
     def __init__(self, progress: Progress | None) -> None:
         check_progress(progress)
@@ -119,7 +119,7 @@ class Tally:
             self._tell()
 
     def copy(self, target: Tensor, source: Tensor, *, counts: bool = True) -> Tensor:
-        """Do `target.copy_(source)`, of the same shape, in parts, counting the source's bytes if `counts`."""
+        """Copy `source` to `target`, of the same shape, in parts; count the source's bytes as done if `counts`."""
         for into, part in _split(target, source):
             into.copy_(part)
             self.add(part.nbytes if counts else 0)
@@ -148,7 +148,7 @@ def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def progress_bar(
     description: str = "moving", *, console: Console | None = None
 ) -> Iterator[Progress]:
-    """Show a rich progress bar, which the `with` block gets to pass as `progress=`, if `console` is a terminal.
+    """Show a progress bar in the `with` block, which gets a function to pass as `progress=`; no bar without a terminal.
 
     The console is stderr by default. Ranks that share a terminal draw over each other: let only one show the bar.
     """

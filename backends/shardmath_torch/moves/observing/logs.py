@@ -22,7 +22,7 @@ MOST_SAID = 300
 
 
 def log_move(rank: int, tell: Callable[[], Moved], failure: BaseException | None) -> None:
-    """Log a move of this rank at INFO: the report by `tell`, and the exception `failure` if it failed."""
+    """Log one line about a move of this rank, at INFO: the report that `tell` returns, and the error if it failed."""
     if not LOGGER.isEnabledFor(logging.INFO):
         return
     moved = tell()

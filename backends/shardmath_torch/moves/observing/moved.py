@@ -63,12 +63,12 @@ class Moved:
 
     @property
     def moving_s(self) -> float:
-        """The seconds from the ranks' vote, which precedes a move, to the end of all messages."""
+        """The seconds from the end of the ranks' vote, which precedes a move, to the end of the last message."""
         return sum(seconds for name, seconds in self.seconds.items() if name in WORK)
 
     @property
     def bytes_per_s(self) -> float:
-        """The bytes sent or received, whichever are more, per second of moving; 0.0 if nothing moved."""
+        """The bytes sent or received, whichever are more, per second of `moving_s`; 0.0 if nothing moved."""
         most = max(self.sent.nbytes, self.received.nbytes)
         return most / self.moving_s if self.moving_s else 0.0
 
@@ -85,17 +85,17 @@ class Moved:
 
     @property
     def title(self) -> str:
-        """The name and label of the move."""
+        """The name and label of the move, as text."""
         return f"{self.name}, {self.label!r}" if self.label else self.name
 
     @property
     def rate(self) -> str:
-        """The throughput `bytes_per_s` in words."""
+        """The throughput `bytes_per_s` as text, such as "4.00 GB/s"."""
         return f"{show_bytes(self.bytes_per_s)}/s"
 
     @property
     def phases(self) -> str:
-        """The time of each phase, `seconds`, in words."""
+        """The time of each phase as text, such as "agreeing 500 us, packing 300 us"."""
         return ", ".join(f"{name} {show_seconds(took)}" for name, took in self.seconds.items())
 
     def _list_peers(self) -> Iterator[tuple[object, ...]]:

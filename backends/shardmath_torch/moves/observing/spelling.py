@@ -36,7 +36,7 @@ MOVING = "moving"
 
 
 class Mark(NamedTuple):
-    """A phase of a call (`lap`) that ended, its subject (a message, step, or vote), and the time of its end."""
+    """The end of a phase (`lap`) of a call: its time, and what the phase was about (a message, round or vote)."""
 
     lap: int
     about: object
@@ -45,7 +45,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Timed:
-    """A traced call on this rank; times are by `time.perf_counter`.
+    """The times of a traced call, such as a move, on this rank, by `time.perf_counter`.
 
     `thread` is added to its tracks' names, "" for calls of the main thread.
     """
@@ -64,7 +64,7 @@ class Timed:
 
     @property
     def agreed(self) -> Vote | None:
-        """The call's first vote, after which bytes move; None if there was no vote."""
+        """The call's first vote, or the earlier agreement that replaces it, after which bytes move; None if neither."""
         return next(find_votes([self], unasked=True), None)
 
 
@@ -80,7 +80,7 @@ class _Lap(NamedTuple):
 
 
 def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
-    """Yield the votes in `calls`; if `unasked`, also operations on which ranks agreed earlier, without a vote."""
+    """Yield the votes in `calls` with their times; if `unasked`, also agreements made earlier, which needed no vote."""
     for call in calls:
         for lap, about, at_s in call.marks:
             if lap == AGREED and isinstance(about, tuple):
@@ -91,7 +91,7 @@ def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
 
 
 def spell(call: Timed) -> list[Span]:
-    """Return the phases, rounds and messages of a traced call as spans on the time axis of a trace."""
+    """Return a traced call, and its phases, rounds and messages, as spans (intervals of time) of a trace."""
     laps = _list_laps(call)
     spans = [
         Span(

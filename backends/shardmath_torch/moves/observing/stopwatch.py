@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes that a move of all bytes sends to and receives from each peer."""
+        """The messages and bytes of a move of all bytes: sent to and received from each peer (other rank), and kept."""
         if self._traffic is None:
             self._traffic = count_traffic(self._list_rounds())
         return self._traffic
@@ -129,7 +129,7 @@ class Stopwatch:
             hear(lap, about, now)
 
     def waited(self, lap: int, message: Message, peer: int) -> None:
-        """End the present phase as `lap`, which was spent waiting for a message of `peer`."""
+        """End the present phase, recorded as `lap`, which this rank spent waiting for `message` to or from `peer`."""
         before = self._lap_began_s
         self.lap(lap, message)
         self._waited_s[peer] = self._waited_s.get(peer, 0.0) + self._lap_began_s - before
@@ -178,7 +178,7 @@ class Stopwatch:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes of the call per peer: as set by `say_traffic`, or else as in every move."""
+        """The messages and bytes of the call by peer: as set by `say_traffic`, or else as in a move of all bytes."""
         return self._ledger.traffic if self._call_traffic is None else self._call_traffic
 
     def say_traffic(self, traffic: Traffic) -> None:

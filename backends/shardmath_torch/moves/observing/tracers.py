@@ -35,7 +35,7 @@ class Tracer:
         self.began_s = time.perf_counter()
 
     def begin(self, given: Given | None, rank: int, began_s: float) -> Timed | None:
-        """Record a call that begins at `began_s`, and return it; None if the trace is full."""
+        """Begin the record of a call that began at `began_s`, and return the record; None if the trace is full."""
         if self._mark_count >= MOST_MARKS:
             self.left_out += 1
             return None
@@ -45,7 +45,7 @@ class Tracer:
         return call
 
     def end(self, call: Timed) -> None:
-        """Record the end of `call`, in the thread in which it began."""
+        """Record that `call` has ended; must run in the thread in which the call began."""
         self._mark_count += len(call.marks)
         self._open_calls[threading.get_ident()] -= 1
 

@@ -38,7 +38,7 @@ __all__ = ["How", "Sent", "Sparse"]
 
 
 class How(NamedTuple):
-    """The arguments of one call: `positions` of changed elements by tensor (None: find them), `whole` to send all."""
+    """The arguments of a call of Changes: the `positions` of changed elements, if given, and `whole` to send all."""
 
     positions: Mapping[str, Tensor] | None
     whole: bool
@@ -69,7 +69,7 @@ class _PreparedChanges(NamedTuple):
 
 
 class Sparse:
-    """The part of a mover that sends only changed elements, by a plan without reductions; `whole` sends all."""
+    """The part of a mover that moves only changed elements, by a plan without reductions; `whole` moves all."""
 
     def __init__(self, task: Task, whole: Whole, snapshots: bool) -> None:
         self._task = task
@@ -105,7 +105,7 @@ class Sparse:
 
     @property
     def snapshot_bytes(self) -> int:
-        """The bytes of the snapshots of those boxes of source tensors that were sent."""
+        """The bytes of the snapshots, which copy the boxes of source tensors that this rank sends."""
         return 0 if self._snapshots is None else self._snapshots.nbytes
 
     def _goes_whole(self, how: object) -> bool:
@@ -116,7 +116,7 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Note that the next move may have other tensors; only moves of all elements prepare more, when they begin."""
+        """Note that the next move may have other tensors than the last one; nothing else is prepared here."""
         self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
@@ -225,7 +225,7 @@ class Sparse:
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> None:
-        """Return None: no snapshot is kept, since a rank that has joined again lacks what snapshots assume."""
+        """Return None: another plan reuses no snapshot, since a rank that has joined again lacks the elements in it."""
 
     def let_go(self) -> None:
         # The other ranks may have kept theirs, and move changes next: this rank then objects.
@@ -267,7 +267,7 @@ class Sparse:
 
 
 def put_all(dst: Tensors, puts: Iterable[Put]) -> None:
-    """Write what has arrived into the destination tensors by calling all `puts`."""
+    """Write the received data into the destination tensors `dst` by calling all functions `puts`."""
     mark_written(dst.values())
     # Inference tensors can only be written in inference mode.
     with torch.inference_mode():

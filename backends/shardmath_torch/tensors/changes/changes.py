@@ -51,9 +51,10 @@ __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
 
 @public
 class Changes(Mover):
-    """A plan compiled to send changed elements only: `send(src_tensors, out=dst_tensors)`, collective.
+    """A compiled plan whose moves send only changed elements; to move, call it: `send(src_tensors, out=dst_tensors)`.
 
-    `last` is what this rank sent in the last call, `snapshot_bytes` the size of its snapshots. Raises ExchangeError.
+    `last` is what this rank sent in the last call, `snapshot_bytes` the size of its snapshots. Calls are
+    collective. Raises ExchangeError.
     """
 
     @property
@@ -73,11 +74,11 @@ class Changes(Mover):
 
     @property
     def snapshot_bytes(self) -> int:
-        """The bytes of this rank's snapshots of the boxes of its source tensors that were sent."""
+        """The bytes of this rank's snapshots, which copy the boxes of its source tensors that it sends."""
         return self._sparse.snapshot_bytes
 
     def ask(self, whole: bool) -> How:
-        """Return the arguments of a call without positions: send the elements that differ, or all if `whole`."""
+        """Return the arguments of a call that sends the elements that differ from snapshots, or all if `whole`."""
         return How(None, whole)
 
     def __call__(  # type: ignore[override]
@@ -119,7 +120,7 @@ def compile_changes(
     agree: str = EVERY,
     snapshots: bool = True,
 ) -> Changes:
-    """Compile the plan to send changed elements only. Collective, with the arguments of `compile`.
+    """Compile a mover that sends only elements that changed since its last move. Collective; arguments as in `compile`.
 
     `snapshots=False` keeps none: every call except whole ones must then pass `positions`. With `commit="all"` a whole
     move needs additional memory of the destination's size, a move of changes as much as it receives. Raises
@@ -137,7 +138,7 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """Compile like `compile_changes`, with `stages`; ranks call `agree_first` before they agree on another plan."""
+    """Compile as `compile_changes` does, with `stages`; ranks call `agree_first` before they agree on another plan."""
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
         objection = _find_objection(plan, snapshots) or _find_unfinished(stages, settings.commit)

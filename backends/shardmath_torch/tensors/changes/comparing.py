@@ -60,7 +60,7 @@ class _Snapshot(NamedTuple):
     first: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the words of the snapshot's box in `tensor`, in the order of the snapshot."""
+        """Return the elements of `tensor` in the snapshot's box, as words (integers of their bits), in its order."""
         return dtypes.words(tensor)[self.window.box].permute(self.window.order)
 
 

@@ -36,14 +36,14 @@ MANY = 64
 
 
 class Scratch:
-    """Reusable memory in which blocks are compared, for one thread at a time."""
+    """Reusable memory for comparing blocks of tensors, for one thread at a time."""
 
     def __init__(self) -> None:
         self._mask = np.empty(BLOCK_BYTES, bool)
         self._block_copy = np.empty(BLOCK_BYTES, np.uint8)
 
     def flatten(self, block: Words) -> Words:
-        """Return the block as one row; a copy, valid until the next call, if it is not contiguous."""
+        """Return the block as a 1-D array; a copy, valid until the next call, if the block is not contiguous."""
         if not block.flags.c_contiguous:
             copy = self._block_copy[: block.nbytes].view(block.dtype).reshape(block.shape)
             np.copyto(copy, block)
@@ -51,7 +51,7 @@ class Scratch:
         return block.reshape(-1)
 
     def find_different(self, now: Words, before: Words) -> Ints:
-        """Return the positions at which two rows of words, of at most BLOCK_BYTES each, differ."""
+        """Return the positions at which two 1-D arrays of words (elements' bits), of at most BLOCK_BYTES, differ."""
         if now.itemsize > 8:
             # As halves: complex words would be compared as numbers.
             halves = self.find_different(now.view(np.int64), before.view(np.int64))
@@ -75,7 +75,7 @@ class Scratch:
 
 
 def find_different_there(now: Tensor, before: Tensor) -> Tensor:
-    """Return the positions at which two rows of words differ, computed on the rows' device."""
+    """Return the positions at which two 1-D tensors of words (integers of elements' bits) differ, on their device."""
     if now.element_size() > 8:
         halves = find_different_there(now.view(torch.int64), before.view(torch.int64))
         words: Tensor = torch.unique_consecutive(halves // 2)

@@ -46,7 +46,7 @@ def list_sizes(message: Message) -> tuple[int, ...]:
 
 
 def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
-    """Return the size in bytes of a packet with `counts[i]` changed elements of `sizes[i]` bytes each."""
+    """Return the bytes of a packet (elements and their numbers) with `counts[i]` elements of `sizes[i]` bytes each."""
     nbytes = 0
     for size, count in zip(sizes, counts, strict=True):
         nbytes += (NUMBER_BYTES + size) * count
@@ -54,7 +54,7 @@ def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def pack(given: Sequence[Some], packet: Tensor) -> None:
-    """Write changed elements and their numbers in the message into the byte tensor `packet`, largest elements first."""
+    """Write changed elements, and their numbers in the message, into the byte tensor `packet`."""
     sizes = [some.itemsize for some in given]
     counts = [len(some.numbers) for some in given]
     for some, (numbers, words) in zip(given, _split_packet(packet, sizes, counts), strict=True):
@@ -63,7 +63,7 @@ def pack(given: Sequence[Some], packet: Tensor) -> None:
 
 
 def unpack(packet: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> list[Some]:
-    """Return the changed elements that `pack` has written to `packet`, by size; their bits are views of `packet`."""
+    """Return, for each size, the changed elements that `pack` wrote to `packet`; their bits are views of `packet`."""
     parts = _split_packet(packet, sizes, counts)
     found = []
     for size, (numbers, words) in zip(sizes, parts, strict=True):

@@ -24,18 +24,18 @@ COUNT_BYTES = 8
 
 
 class Packet(Message):
-    """A message as sent with changed elements only, in `nbytes` bytes."""
+    """A message of which only the changed elements, with their numbers, are sent, in `nbytes` bytes."""
 
     __slots__ = ()
 
     @property
     def payload(self) -> int:
-        """The bytes of the packet, including the numbers of elements."""
+        """The bytes of the packet: of elements, and of each element's number in the message."""
         return self.nbytes
 
 
 class Notice(Message):
-    """The counts of changed elements in all messages from one rank to another, sent in the step of the first."""
+    """A message with the counts of changed elements in all later messages from one rank to another."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """Return each message as it will be sent: whole, as a Packet of its changed elements, or not at all (None).
+    """Return how each message will be sent: whole, as a Packet of its changed elements, or not at all (None).
 
     `element_sizes` are the sizes of its elements in bytes, `changed_counts` how many of each have changed. A message
     without counts is sent whole; one in which nothing has changed is not sent (None).
@@ -70,7 +70,7 @@ def list_parcels(
 
 
 def make_notices(messages: Iterable[Message]) -> list[Notice]:
-    """Return a notice for each pair of ranks with messages, which are in order of their steps."""
+    """Return one Notice, a message of counts, per pair of ranks with some of `messages`, given in order of rounds."""
     first: dict[tuple[int, int], Message] = {}
     counts: Counter[tuple[int, int]] = Counter()
     for message in messages:

@@ -54,7 +54,7 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """Return the counts of changed elements of each message, from each sender's concatenated counts."""
+        """Split each sender's concatenated counts of changed elements by message; None for a message sent whole."""
         rest = {rank: iter(counts) for rank, counts in received.items()}
         found: list[Counts] = []
         for message, sizes in zip(self.messages, self.sizes, strict=True):

@@ -34,7 +34,7 @@ Elements: TypeAlias = list[Some]
 
 
 class Sorted(NamedTuple):
-    """The changed elements of each message of a rank, sent or kept; None for a message that is sent whole."""
+    """The changed elements in each message that a rank sends, and in each local copy; None for those sent whole."""
 
     sends: list[Elements | None]
     keeps: list[Elements | None]
@@ -118,7 +118,7 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Return the counts of changed elements to send to each receiver, concatenated over all messages to it."""
+        """Return, by receiver, the counts of changed elements in each message to it, one message after another."""
         counts_of: dict[int, list[int]] = {}
         for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):
             counts = [WHOLE] * len(self._sizes[number])
@@ -128,7 +128,7 @@ class Outgoing:
         return counts_of
 
     def list_parcels(self, given: Sorted) -> tuple[list[Parcel], list[Parcel]]:
-        """Return each message to another rank, and each local copy, as it will be sent: whole or changed elements."""
+        """Return how each message and each local copy will be sent: whole, as changed elements, or not (None)."""
         counts = [_count_elements(elements) for elements in [*given.sends, *given.keeps]]
         parcels = list_parcels(self._messages, self._sizes, counts)
         sends = len(self.sends)

@@ -63,7 +63,7 @@ class _Parcels(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The tensors at both ends of a move; `is_beside` defers writing into destinations to the commit."""
+    """A rank's source and destination tensors in a move; with `is_beside`, the commit writes the destinations."""
 
     src: Tensors
     dst: Tensors
@@ -79,7 +79,7 @@ class _ImmediatePlacing:
         self.puts: list[Put] = []
 
     def put(self, put: Put) -> list[Fold]:
-        """Call `put` now, which writes into the destination; changes are never reduced, so return no fold."""
+        """Write into the destination now, by calling `put`; return no folds, as changes are never reduced."""
         put()
         return []
 
@@ -92,12 +92,12 @@ class _DeferredPlacing:
         self.puts: list[Put] = []
 
     def put(self, put: Put) -> list[Fold]:
-        """Keep `put`, which writes into the destination, for the commit."""
+        """Keep `put`, a function that writes into the destination, for the commit; return no folds (reductions)."""
         self.puts.append(put)
         return []
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return a receive of the whole message into separate memory."""
+        """Return the operation that receives a message, sent whole, into memory separate from the destination."""
         views, memory = self._make_separate_views(endpoint)
         staged = _to_staged(endpoint)
 
@@ -107,7 +107,7 @@ class _DeferredPlacing:
         return Receive(endpoint.message, memory, find_unpacking)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """Return a copy of the whole local message, as it is when the copy runs, into separate memory."""
+        """Return the operation that copies a whole local message, as it is when that runs, into separate memory."""
         # Both are kept until their views are found: staging knows endpoints by identity.
         staged_source, staged_target = _to_staged(source), _to_staged(target)
 
@@ -135,7 +135,7 @@ class _WalkCall(NamedTuple):
 
 
 class Walker:
-    """A rank's part of a plan, to send changes from tensors with these strides into these destinations."""
+    """A rank's part of a plan, bound to tensors' memory and strides, that sends and receives changed elements."""
 
     def __init__(self, task: Task, src: Tensors, dst: Tensors) -> None:
         part = task.part
@@ -186,7 +186,7 @@ class Walker:
     def walk(
         self, given: Sorted, counts: Sequence[Counts], ends: Ends, watch: Stopwatch
     ) -> list[Put]:
-        """Send and receive changed elements; return functions to write them, if deferred. Raises PeerFailure."""
+        """Send and receive changes; return functions to write them at the commit, [] if written. Raises PeerFailure."""
         parcels = self._list_parcels(given, counts)
         watch.say_traffic(parcels.count_traffic())
         rounds = Rounds(self._wire, watch)

@@ -35,7 +35,7 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 class SavedPart(NamedTuple):
-    """A tensor of a checkpoint that is a box of a module's tensor, of which it has only the dimensions `kept`."""
+    """A tensor of a checkpoint that is a `box` of a module's tensor, and has only the box's dimensions `kept`."""
 
     name: str
     shape: _Shape
@@ -45,7 +45,7 @@ class SavedPart(NamedTuple):
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
-    """Return a recording of how transformers saves a module's tensors of `shapes`; None if it saves them unchanged.
+    """Return which elements of a module's tensors each tensor saved by transformers has; None if they are unchanged.
 
     Raises StoreError if transformers computes with them.
     """

@@ -44,7 +44,7 @@ _latest = World(None)
 
 
 def world() -> World:
-    """Return the World, a cache of groups, of torch's present default group; an earlier group's cache is dropped."""
+    """Return the World (a cache of process groups) for torch's present default group; drop an earlier group's World."""
     global _latest
     group = dist.group.WORLD
     if _latest.group is not group:

@@ -82,10 +82,10 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """Return the layout of each DTensor, by name; collective, one gather per mesh, unless `ask` gives local shapes.
+    """Return each DTensor's layout; if placements are ambiguous, ranks gather local shapes, unless `ask` gives them.
 
-    Raises what `from_dtensor` does, naming the tensor, but only after all gathers, so that no rank
-    waits.
+    There is one gather per mesh. Raises what `from_dtensor` does, naming the tensor, but only after
+    all gathers, so that no rank waits.
     """
     candidates = {}
     for name, tensor in tensors.items():
@@ -142,7 +142,7 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """Return a DTensor's layout; if its placements can mean two layouts, all of `ranks` compare local shapes.
+    """Return a DTensor's layout; if placements can mean two, `ranks` and the ranks of its mesh compare local shapes.
 
     One of `meshes` may have a group of all these ranks. A rank outside all of them does not take
     part, and gets one of the two readings.
@@ -177,7 +177,7 @@ def _find_groups(
 
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
-    """Return the DTensor's layout in each reading of its placements, or the error of a reading without one.
+    """Return, for each reading of the DTensor's placements, the layout that it gives, or its error.
 
     For a fused weight both are the recorded layout. Raises PlacementError for the placements of
     such a weight without a record, unless the caller has `chosen` a reading.

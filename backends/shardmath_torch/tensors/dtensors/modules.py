@@ -93,7 +93,7 @@ def _mesh_of_world() -> Mesh:
 
 
 def lift(layout: Layout, mesh: Mesh) -> Layout:
-    """Return `layout` replicated along the further axes of `mesh`, if `mesh` contains its mesh; else unchanged."""
+    """Return `layout` on the larger `mesh`, replicated along the added axes; unchanged unless its mesh is a submesh."""
     part = layout.mesh
     rank = compat.rank_or_0()
     if part == mesh or rank not in mesh or not part.axes:

@@ -45,7 +45,7 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 
 
 class Said(NamedTuple):
-    """Facts about a gradient's move on which ranks agree: its forward move, and whether autograd records it."""
+    """Facts that ranks compare before they move a gradient: its forward move, and whether autograd records this one."""
 
     purpose: str = ""
     records_gradient: bool = False
@@ -93,7 +93,7 @@ class _Counts(NamedTuple):
     copies: int = 0
 
     def advance(self, copies: bool) -> _Counts:
-        """Return the counts after one more move; `copies` is whether it is a copy without communication."""
+        """Return the counts after one more move; `copies` tells whether that is a copy without communication."""
         return _Counts(self.moves, self.copies + 1) if copies else _Counts(self.moves + 1)
 
     @property
@@ -116,7 +116,7 @@ class Used(NamedTuple):
 
 
 class Moves:
-    """A cache of a group's compiled moves by layouts: the latest used up to `most` bytes, and at least the last."""
+    """A cache of a group's compiled moves, by pair of layouts: those last used, up to `most` bytes but at least one."""
 
     def __init__(self, group: dist.ProcessGroup | None, most: int = MOST_BYTES) -> None:
         self._group, self._most_bytes = group, most
@@ -185,7 +185,10 @@ class Moves:
 
 
 def weigh_plan(plan: Plan) -> int:
-    """Estimate the bytes of a compiled move of this plan on the rank with most pieces; equal on all ranks."""
+    """Estimate the memory, in bytes, of a compiled move of this plan on the rank that sends and receives most pieces.
+
+    All ranks get the same number.
+    """
     sets = plan.lines.sets
     receivers, holders = _sets_of_rows(plan)
     boxes = _count_boxes(plan)
@@ -252,7 +255,7 @@ _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
 def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
-    """Return the compiled move from layout `src` to `dst`, from a cache if it is there; None on a rank outside both.
+    """Return the move from layout `src` to `dst`, compiled or from a cache; None on a rank that neither layout has.
 
     With `voted`, the same on all ranks, they vote even if each only copies; they also do if some
     are on only one mesh. Collective over these ranks, and the first time among them as `group_for`

@@ -62,7 +62,10 @@ numbers, which `torch.load` accepts by default."""
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A record of how `set_device_mesh` divides a parameter: `placement` on mesh axis `axis`, and `amax`'s mesh."""
+    """A record of how `set_device_mesh` divides a parameter: by `placement` over mesh axis `axis`.
+
+    `weight_mesh` has the ranks over which `amax` reduces.
+    """
 
     axis: str
     placement: Division
@@ -109,7 +112,7 @@ def _record_of(module: nn.Module) -> dict[str, Placed]:
 
 
 def placed_in(module: nn.Module) -> dict[str, Placed]:
-    """Return how the parameters of the module and all below it are divided, by the names of `named_parameters`."""
+    """Return how the parameters of `module` and its submodules are divided, by the names of `named_parameters`."""
     found: dict[str, Placed] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for name, placed in _record_of(part).items():
@@ -118,7 +121,7 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """Return the layout of a placed parameter: divided by tensor parallelism first, then by later axes in mesh order.
+    """Return the layout of a parameter that `division` over `axis` divides first, then other axes in mesh order.
 
     None if it is not the placed parameter any more: a plain tensor, or a DTensor of other
     placements.
@@ -141,7 +144,7 @@ def layout_where(parameter: object, axis: str, division: Division) -> Layout | N
 
 
 def components_of(division: Division, n: int) -> tuple[int, ...]:
-    """Return the sizes of the parts of a dimension of length n that `division` divides separately."""
+    """Return the sizes of the components, such as q, k and v, that `division` of a length `n` divides separately."""
     match division:
         case ours.Packed():
             return division.sizes
@@ -172,7 +175,7 @@ def recorded(tensor: DTensor) -> Layout | None:
 
 
 def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
-    """Raise PlacementError if `placements` belong to a fused weight, whose layout they do not express."""
+    """Raise PlacementError if `placements` may be of a fused weight, such as QKV, whose layout they do not express."""
     given = tuple(placements)
     if _misleads(mesh, given):
         what = f"{given} on {mesh} are placements of a fused weight, which do not say how its parts are divided"

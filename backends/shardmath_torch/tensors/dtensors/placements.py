@@ -50,7 +50,7 @@ def layout_like(
     placements: Iterable[theirs.Placement],
     dtype: object,
 ) -> dict[Reading, Layout | ShardError]:
-    """Return the layout of `placements` on a DeviceMesh in each reading, or the error of a reading without one."""
+    """Return, for each reading of `placements` on a DeviceMesh, the layout that it gives, or its error."""
     size = tuple(shape)
     mesh = mesh_of(device_mesh)
     given = tuple(placements)
@@ -74,7 +74,7 @@ def layout_of_placements(
 def layout_in_order(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, order: Sequence[int]
 ) -> Layout | ShardError:
-    """Return the layout of plain shards that divide by mesh dimensions in this `order`, or the error if none.
+    """Return the layout of `placements` whose mesh dimensions divide the tensor in this `order`, or the error if none.
 
     Raises PlacementError for a placement that shardmath lacks.
     """

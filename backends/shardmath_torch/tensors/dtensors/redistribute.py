@@ -59,7 +59,7 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """Return the tensor moved to the layout `target`; gradients flow back the same way.
+    """Return the tensor moved to the layout `target`; in the backward pass, gradients move the other way.
 
     `target` is a Layout, the text of one, or DTensor placements; text and placements are on
     `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is determined
@@ -237,7 +237,7 @@ class _Route(NamedTuple):
 
     @property
     def meshes(self) -> Meshes:
-        """The DeviceMeshes that may have a group of all ranks of the move."""
+        """The DeviceMeshes of source and target, one of which may have a process group of all ranks of the move."""
         return self.source.mesh, self.target.mesh
 
 

@@ -38,7 +38,7 @@ Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 
 
 class TorchStyle(NamedTuple):
-    """A tensor-parallel style: the dimension of a weight and of a bias that it divides, if any, and their names."""
+    """A tensor-parallel style: the dimensions of weight and bias that it divides (or None), and parameter names."""
 
     weight: int | None
     bias: int | None
@@ -134,7 +134,7 @@ def check_styles(styles: object) -> dict[str, AnyStyle]:
 def match_parameters(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, AnyStyle]
 ) -> Iterator[tuple[str, nn.Parameter, Asked | None]]:
-    """Yield each parameter once, by its first name that a pattern matches, with its style; None if none matches.
+    """Yield (name, parameter, style) per parameter, by its first name that a pattern matches; style None if none does.
 
     Raises PlacementError for a pattern that matches no parameter, and for two that differ for one parameter.
     """

@@ -62,7 +62,7 @@ def set_device_mesh(
     styles: Mapping[str, AnyStyle],
     local: bool = False,
 ) -> None:
-    """Make every parameter of the module a DTensor on `tp_mesh`, divided by the style that its name matches.
+    """Make every parameter of `module` a DTensor on `tp_mesh`, divided by the style that `styles` has for its name.
 
     `styles` maps patterns to "column", "row", "replicate", "vocabulary", "row_norm",
     "softmax_offset" or a Fused. `weight_mesh` has the ranks over which `amax` reduces: shards of

@@ -74,7 +74,7 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def make_table(element: Float, device: torch.device) -> Tensor:
-    """Return a table of the float32 number that each byte stands for; E2M1's two numbers per byte are one float64."""
+    """Return a table of the float32 number that each byte encodes; for E2M1, of two numbers, viewed as one float64."""
     codes = np.arange(256, dtype=np.uint8)
     if element is not E2M1:
         return torch.from_numpy(decode(element, codes)).to(device)
@@ -90,12 +90,12 @@ def read_into(table: Tensor, codes: Tensor, out: Tensor) -> None:
 
 
 def read_e4m3(codes: Tensor) -> Tensor:
-    """Return bytes that encode E4M3 numbers as float32, by a cast, which suits small tensors such as scales."""
+    """Decode bytes of E4M3 numbers to float32, by a cast, which suits small tensors such as scales."""
     return codes.contiguous().view(dtype_of(E4M3.dtype)).float()
 
 
 def read_e8m0(codes: Tensor) -> Tensor:
-    """Return bytes that encode E8M0 scales as float32: 2^(b - 127) for each byte b, exactly, and NaN for 255."""
+    """Decode bytes of E8M0 scales to float32: 2^(b - 127) for each byte b, exactly, and NaN for 255."""
     bits = codes.to(torch.int32) << FRACTION
     # Byte 0, 2^-127, is a subnormal float32; the exponent 255 with a zero fraction would be infinity instead of NaN.
     bits.masked_fill_(bits == 0, 1 << (FRACTION - 1))

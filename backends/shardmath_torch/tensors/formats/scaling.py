@@ -175,7 +175,7 @@ def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
 
 
 def make_global_scale(format: NVFP4, amax: Tensor) -> Tensor:
-    """Return NVFP4's global scale, a scalar, from the largest magnitudes of all blocks."""
+    """Return NVFP4's global scale, a scalar, from `format.tensor_amax`, or else from the blocks' largest magnitudes."""
     if format.tensor_amax is not None:
         largest = amax.new_full((), format.tensor_amax)
     elif amax.numel():

@@ -41,7 +41,7 @@ def choose_most(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """`count` blocks of `size` positions along one dimension of a tensor, from position `start`, in block `first`."""
+    """`count` blocks, or a part of one, along a dimension: `size` positions each, from `start`, in block `first`."""
 
     start: int
     first: int
@@ -56,24 +56,24 @@ class BlockSpan:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A box of a tensor that consists of whole blocks, given by a span of blocks for each dimension."""
+    """A box of a tensor, of whole blocks or of a part of one, given by a span of blocks for each dimension."""
 
     spans: tuple[BlockSpan, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape of the box, in positions of the tensor."""
+        """The shape of the box, counted in numbers rather than in blocks."""
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """Return the tensor's part in this box, split into blocks; it has an element per `per` positions of a row."""
+        """Return the part of `tensor` in this box, split into blocks; each of its elements holds `per` numbers."""
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
             tensor = tensor.narrow(d, span.start // step, span.count * span.size // step)
         return self.split(tensor)
 
     def split(self, box: Tensor) -> Tensor:
-        """Return a view of the box's tensor in which dimensions are split into blocks."""
+        """Return a view of `box` in which dimensions of several blocks are split in two: block, and position in it."""
         # From the last dimension backwards, so that earlier dimensions keep their numbers.
         for d in reversed(range(len(self.spans))):
             span = self.spans[d]
@@ -91,7 +91,7 @@ class Slab:
         return shared
 
     def amax(self, magnitudes: Tensor, nan: float) -> Tensor:
-        """Return each block's largest magnitude in `take`'s result, shaped as by `take_shared`; NaN counts as `nan`."""
+        """Return the largest of each block's `magnitudes`, shaped as by `take_shared`; NaN counts as `nan`."""
         largest = self._reduce(magnitudes)
         if may_have_nan(largest):
             # Rare, and so found out by a look at the blocks instead of all numbers.
@@ -116,7 +116,7 @@ def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
 
 
 def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Slab]:
-    """Return boxes of at most `most` elements that together cover a tensor of `shape`; [] for an empty tensor."""
+    """Yield boxes of at most `most` elements that together cover a tensor of `shape`; none for an empty tensor."""
     sizes = blocks.positions(shape)
     steps = _choose_steps(sizes, shape, most)
     spans = map(_cut_dimension, sizes, shape, steps)

@@ -74,7 +74,7 @@ def is_checkpointable(tensor: object) -> bool:
 
 
 def keep_boxes(source: Tensor, tensor: Tensor) -> None:
-    """Copy the attributes that `checkpointable` sets from `source`, if it has them, to `tensor`, its detached copy."""
+    """Give `tensor`, a detached copy of `source`, the attributes that `checkpointable` has set on `source`, if any."""
     if is_checkpointable(source):
         for name in ATTRIBUTES:
             setattr(tensor, name, getattr(source, name))

@@ -57,7 +57,7 @@ IMAGINARY = 1 << 20
 
 
 class Run(NamedTuple):
-    """One run of a loader: how values are chosen, their seed, and what it finds in its targets.
+    """One run of a weight loader: how the values to load are chosen, their seed, and what the targets hold before.
 
     That is a `byte`, or a `value` instead; or, if the run `keeps` it, what the targets had before recording.
     """
@@ -69,7 +69,7 @@ class Run(NamedTuple):
     keeps: bool = False
 
     def found(self, dtype: torch.dtype) -> int:
-        """Return the word that fills targets of dtype `dtype` before the run."""
+        """Return the word (bits as an integer) of every element of a target of dtype `dtype` before the run."""
         word = None if self.value is None else word_of(self.value, dtype)
         return repeat(self.byte, dtype) if word is None else word
 
@@ -98,7 +98,7 @@ class TypedElements:
             self.digits += 1
 
     def name(self, number: int) -> str:
-        """Return words for the element with this number, for messages: its index and its tensor."""
+        """Return a text for messages that names the element with this number: its index and its tensor."""
         tensor = int(np.searchsorted(self.starts, number, side="right")) - 1
         return f"element {number - self.starts[tensor]} of {self.names[tensor]!r}"
 
@@ -109,7 +109,7 @@ class TypedElements:
         return as_tensor(self.draw(numbers, run), self.dtype).reshape(self.shapes[name])
 
     def draw(self, numbers: _Flat, run: Run) -> Words:
-        """Return the values that the elements with these `numbers` have in a run, as a row of words."""
+        """Return the values that the elements with these `numbers` have in a run, as words (bits as integers)."""
         real_part = self._draw_part(numbers, run)
         if not self.dtype.is_complex:
             return real_part
@@ -142,7 +142,7 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """Return, per position, the number of the element whose digits the runs' `words` are, and whether it exists."""
+        """Return, per position, the number of the element whose values in the runs are `words`, and if it exists."""
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)
         for run in range(self.digits):
@@ -156,7 +156,7 @@ class TypedElements:
 
 
 def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
-    """Return the runs that identify elements of all these kinds."""
+    """Return the loader runs whose values together identify every element of `kinds` (the elements of each dtype)."""
     digits = max((kind.digits for kind in kinds), default=1)
     is_wide = any(kind.base < len(list_finite(real(kind.dtype))) for kind in kinds)
     further = _count_further(kinds)

@@ -65,7 +65,7 @@ def as_tensor(words: Words, dtype: torch.dtype) -> Tensor:
 
 
 def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
-    """Return elements given by their bits (`words`) after torch's cast from `dtype` to `to`, by their bits."""
+    """Cast elements, given by their bits (`words`), from `dtype` to `to` as torch does; return the results' bits."""
     if dtype == to:
         return words
     made: Words = as_words(as_tensor(words, dtype).to(to)).numpy()
@@ -81,7 +81,7 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
 
 
 def word_of(value: float, dtype: torch.dtype) -> int | None:
-    """Return the word of a value in `dtype`, of -1 for NaN that it has not; None if torch has no cast to the type."""
+    """Return the bits of `value` in `dtype`, or of -1 if it lacks NaN, as an integer; None if torch lacks the cast."""
     part = real(dtype)
     if value != value and not part.is_floating_point:
         value = -1
@@ -94,7 +94,7 @@ def word_of(value: float, dtype: torch.dtype) -> int | None:
 
 @memo()
 def list_finite(dtype: torch.dtype) -> Words:
-    """Return all finite values of a dtype that is not complex, ascending, as integers of their bits."""
+    """Return finite values of a real dtype, ascending, as integers of their bits: all, or a selection of many."""
     words = _list_all(dtype)
     values = _value(words, dtype)
     order = np.argsort(values, kind="stable")
@@ -104,26 +104,26 @@ def list_finite(dtype: torch.dtype) -> Words:
 
 @memo()
 def list_nan(dtype: torch.dtype) -> Words:
-    """Return the quiet NaN of a dtype that is not complex, as integers of their bits."""
+    """Return quiet NaN values of a real dtype, as integers of their bits: all, or a selection of many."""
     words = _list_all(dtype)
     return words[is_nan(words, dtype)] | QUIET.get(dtype, 0)
 
 
 @memo()
 def list_infinite(dtype: torch.dtype) -> Words:
-    """Return the infinities of a dtype that is not complex, as integers of their bits."""
+    """Return the infinities of a real dtype, as integers of their bits."""
     words = _list_all(dtype)
     infinite: Words = words[np.isinf(_value(words, dtype))]
     return infinite
 
 
 def is_finite(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """Return a mask of the finite elements of a dtype that is not complex, given by their bits (`words`)."""
+    """Return a mask of which elements of a real dtype, given by their bits (`words`), are finite."""
     return np.isfinite(_value(words, dtype))
 
 
 def is_nan(words: Words, dtype: torch.dtype) -> NDArray[np.bool_]:
-    """Return a mask of the NaN elements of a dtype that is not complex, given by their bits (`words`)."""
+    """Return a mask of which elements of a real dtype, given by their bits (`words`), are NaN."""
     return np.isnan(_value(words, dtype))
 
 

@@ -57,7 +57,7 @@ class Before:
         self._spoiled: dict[int, Tensor] = {}
 
     def keep_bytes(self, device: str = "") -> None:
-        """Copy the bytes of all tensors of the snapshot, or only of those on `device`, such as "cpu"; each once."""
+        """Copy the bytes of the snapshot's tensors, or of those on `device`, such as "cpu", unless copied before."""
         for tensor in self._tensors:
             memory = tensor.memory
             if memory is None or memory.is_meta or key_of(memory) in self._bytes:
@@ -74,7 +74,7 @@ class Before:
         return values.set_(saved.untyped_storage(), *place)
 
     def spoil(self, keys: Iterable[int]) -> None:
-        """Flip the lowest bit of each byte of the memories that `keys` name, until `put_back` restores them."""
+        """Flip the lowest bit of each byte of the copied memory with these `keys`; `put_back` restores it."""
         for key in keys:
             live, saved = self._bytes[key]
             # Every type then has another value of about the same size; bools are inverted.

@@ -37,7 +37,7 @@ ALL = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A record that some memory holds the logical tensor's elements from `start` on, at constant strides in it.
+    """The content of some memory: elements of the logical tensor `tensor`, from element `start`, at constant strides.
 
     Its numbers have `dtype`: the logical tensor's type, or the type that lost some of them (`lossy`). `made` names the
     operations that computed it from the logical tensor.
@@ -52,7 +52,7 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """Return which elements of the logical tensor a copy of `view` writes to which positions of the tensor `into`.
+        """Return, as pieces, which elements of the logical tensor a copy of `view` writes to which positions of `into`.
 
         Raises StoreError if very many pieces are needed.
         """
@@ -81,7 +81,7 @@ class Content:
         return Piece(self.tensor, box.cell[0], element, tuple(blocks))
 
     def copied(self, view: Tensor, copy: Tensor, made: str = "") -> Content | None:
-        """Return the record for `copy`, which operation `made` computed from `view`; None if strides cannot say it."""
+        """Return the Content of `copy`, which operation `made` computed from `view`; None if it has no strides."""
         if not is_dense(copy):
             return None
         try:

@@ -32,7 +32,7 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """Return an error for each DTensor in `natives` whose placements divide it otherwise than the planned `layouts`."""
+    """Return an error for each DTensor in `natives` that is Partial, or that is divided otherwise than in `layouts`."""
     whole = _find_whole(stored, slots)
     faults = []
     for native, tensor in natives.items():

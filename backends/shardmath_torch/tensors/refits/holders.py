@@ -55,7 +55,7 @@ class _HeldAt(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A given tensor with its name, its layout in memory when given, and the modules and mappings that hold it."""
+    """A tensor to check before moves: its name, its layout in memory, and the modules and mappings that hold it."""
 
     name: str
     tensor: Tensor
@@ -64,7 +64,7 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return a record per tensor of `natives`, with its memory and its place in the mappings `given`, to check."""
+    """Return a Watched per tensor of `natives`: its memory, and its entry in the mappings `given`, for later checks."""
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
         for native, tensor in natives.items()
@@ -78,7 +78,7 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
 
 
 def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None) -> None:
-    """Record in `watched` which modules hold each tensor, of `modules` and their submodules, or of all live modules."""
+    """Add to each record in `watched` the modules that hold its tensor; searches `modules`, or all live modules."""
     by_id: dict[int, list[Watched]] = {}
     for each in watched:
         by_id.setdefault(id(each.tensor), []).append(each)
@@ -209,7 +209,7 @@ def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:
 
 
 def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = None) -> str:
-    """Return an error for the first tensor that was moved, replaced or removed since `watch`; "" if there is none.
+    """Return an error for the first tensor that lies elsewhere, was replaced or removed since `watch`; "" if none.
 
     `modules` are as in `find_removed`.
     """

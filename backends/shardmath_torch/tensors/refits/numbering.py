@@ -66,7 +66,7 @@ class Numbering:
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """Return an error for the first position of a target that holds another element than `pieces` says, or ""."""
+        """Return an error for the first position of a target without the element that `pieces` says; "" if none."""
         words = _flatten(after, after.dtype)
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
@@ -83,7 +83,7 @@ class Numbering:
         return ""
 
     def find_written(self, found: Found, after: Tensor) -> tuple[_Truths, _Truths]:
-        """Return two masks of a target's positions: the written ones, and those written with nonzero values."""
+        """Return two masks of a target's positions: those that a run wrote, and those written with nonzero values."""
         words = _flatten(after, after.dtype)
         written = ~is_left(found, after)
         return written, written & (words != 0).any(axis=1)
@@ -142,12 +142,12 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether only the first run wrote to the target, or only runs that found in it what it had before."""
+        """Whether, of all runs, only the first or those that keep the target's earlier values wrote to it."""
         first, *later = self._wrote[False]
         return not any(later) and (first or any(self._wrote[True]))
 
     def find_fault(self) -> str:
-        """Return the error for the first written position with no element, or with several; "" if there is none."""
+        """Return the error for the first written position whose element is unknown or ambiguous; "" if none."""
         written = ~(self.unwritten | self.zero)
         matches = np.zeros(written.shape, np.int64)
         for guess in self.guesses:
@@ -196,7 +196,7 @@ class _Guess:
         self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
 
     def check(self, run: Run, seen: Words) -> None:
-        """Compare the values `seen` after a run with the values of the elements supposed to be there."""
+        """Compare the values `seen` after a run with those of the supposed elements, and mark differences as wrong."""
         cells = np.flatnonzero(self.right)
         if not len(cells):
             return
@@ -226,7 +226,7 @@ class _Guess:
 
 
 def is_left(found: Found, after: Tensor) -> _Truths:
-    """Return a mask of the positions of a target that have what a run `found` there."""
+    """Return a mask of a target's positions that, `after` a run, still have the values that the run `found`."""
     before = found if isinstance(found, int) else _flatten(found, after.dtype)
     left: _Truths = (_flatten(after, after.dtype) == before).all(axis=1)
     return left

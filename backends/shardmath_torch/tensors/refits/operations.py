@@ -15,7 +15,7 @@ GIVES_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__
 
 
 def find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors into which the operation writes, plain ones and those in lists."""
+    """Return the tensors into which the torch operation `func` writes, among its arguments and in lists there."""
     written: list[Tensor] = []
     for i, name in _list_written(func):
         value = args[i] if i < len(args) else kwargs.get(name)
@@ -25,7 +25,7 @@ def find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 @functools.cache
 def makes_views(func: Any) -> bool:
-    """Whether all results are views of arguments."""
+    """Whether all results of the torch operation `func` are views of its arguments."""
     results = [result.alias_info for result in func._schema.returns]
     return bool(results) and all(alias and not alias.is_write for alias in results)
 
@@ -41,7 +41,7 @@ def _list_written(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def list_tensors(values: object) -> Iterator[Tensor]:
-    """The tensors in arguments or results, plain ones and those in collections."""
+    """Yield the tensors in `values`, an operation's arguments or results, and in collections there."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, Mapping):

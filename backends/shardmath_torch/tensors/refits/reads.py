@@ -33,7 +33,7 @@ __all__ = ["Reads"]
 
 
 class Reads(TorchDispatchMode):
-    """The `names` of tensors that operations of this thread have read, and had not written before."""
+    """A torch mode that collects the `names` of tensors that this thread's operations read before they wrote them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def read(self, given: Iterable[Tensor]) -> None:
-        """Note that these tensors are read."""
+        """Add to `names` the tensors that share memory with one of `given`, except those written before."""
         self.names |= self._find(given) - self._written
 
     def _find(self, given: Iterable[Tensor]) -> set[str]:

@@ -128,7 +128,7 @@ class _Recording:
                 )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
-        """Record what the loader does by each of the `ways`, until all targets are explained."""
+        """Run the loader in each of the `ways` until every target's elements are known, and return these."""
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
         if "views" in ways:

@@ -74,7 +74,7 @@ class _RefitStage(Stage):
         self._refit = refit
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """Return the bound views. Raises ExchangeError if this rank has none, even if it has just released them."""
+        """Return the bound views of tensors to send and to receive into. Raises ExchangeError if nothing is bound."""
         if self._refit._watched is None:
             raise ExchangeError(
                 "this rank has not prepared the refit, or has released its tensors since; call "
@@ -87,7 +87,7 @@ class _RefitStage(Stage):
         give_back(self._refit._fsdp_groups)
 
     def finish(self, arrived: Tensors) -> Iterator[Pair]:
-        """Yield (stored tensor, new value) of each tensor that a function computes from received ones."""
+        """Yield a pair (stored tensor, new value) for each tensor that a function computes from received tensors."""
         computed = self._refit._dst.computed
         mark_written(each.stored for each in computed)
         for each in computed:
@@ -214,7 +214,7 @@ class Refit(Leaves):
 
     @property
     def is_broken(self) -> bool:
-        """Whether every call raises since a failure broke the refit's group: `replan` to another group then."""
+        """Whether a failure has broken the refit's group, so that every call raises until `replan` to another group."""
         return self._mover.is_broken
 
     @property
@@ -224,7 +224,7 @@ class Refit(Leaves):
 
     @property
     def torn(self) -> tuple[str, ...]:
-        """The tensors of this rank, as the plan calls them, that may be neither old nor new after a failed call."""
+        """The plan's names of this rank's tensors that may be neither old nor new after a failed call."""
         return self._mover.torn
 
     @property

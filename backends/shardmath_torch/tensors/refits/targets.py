@@ -74,7 +74,7 @@ class KeptTargets:
                 holder[key] = tensor
 
     def occupy(self, run: Run, untouched: Collection[str] = ()) -> dict[str, Found]:
-        """Fill the targets with what a run finds there; return it by target.
+        """Fill the targets with the values that the loader finds there in `run`, and return these by target.
 
         Targets on the meta device get memory. `untouched` are targets that the loader does not write. It may read them,
         so they keep their values, if they have any.

@@ -122,7 +122,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
-    """Return the memory, shape, strides and dtype of the tensor's local part, equal while views of it stay valid."""
+    """Return a value that is equal as long as the tensor's local part keeps its memory, shape, strides and dtype."""
     local = to_local(tensor)
     storage = local.untyped_storage()
     # An address alone may be reused after memory is freed; the views keep their storage alive, and so its identity.
@@ -262,7 +262,7 @@ def are_related(one: Planned, other: Planned) -> bool:
 
 
 def list_sides(planned: Planned, rank: int) -> dict[str | None, KnownSide]:
-    """Return the trainer, under None, and the engines, under their names, that have `rank`."""
+    """Return the sides that have `rank`: the trainer, under None, and engines, under their names."""
     sides: dict[str | None, KnownSide] = {None: planned.trainer}
     sides.update(planned.engines)
     return {name: side for name, side in sides.items() if rank in side.ranks}

@@ -53,7 +53,7 @@ BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 
 
 class Write(NamedTuple):
-    """A copy that a loader made into a target: the pieces written, None if unknown, and how they were computed.
+    """A copy that a loader made into a target: which elements it wrote where, if known, and what computed them.
 
     `carries` says whether the write had elements of logical tensors, known or not.
     """
@@ -174,7 +174,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def check_values(self, read: Iterable[Tensor]) -> None:
-        """Raise StoreError if values of tracked memory are read; kept as `failure`, so that no loader can hide it."""
+        """Raise StoreError if `read` has memory whose values were not really written; keep the error as `failure`."""
         for tensor in read:
             if tensor.device.type != "meta" and key_of(tensor) in self._contents:
                 self.failure = StoreError(
@@ -184,7 +184,7 @@ class Watch(TorchDispatchMode):
                 raise self.failure
 
     def check_address(self, tensor: Tensor) -> None:
-        """Raise StoreError if the tensor is without data; kept as `failure`, so that no loader can hide it."""
+        """Raise StoreError if the tensor has no data, and so no address; keep the error as `failure`."""
         if tensor.device.type == "meta":
             self.failure = StoreError(
                 "the loader asks for the address of a tensor without data; record it with "
@@ -214,7 +214,7 @@ class Watch(TorchDispatchMode):
         return _return_written(func, written) if is_target else func(*args, **kwargs)
 
     def explain(self, tensor: Tensor, into: Tensor) -> Write:
-        """Return the record of a copy of `tensor` into the target `into`."""
+        """Return the Write (a record) for a copy of `tensor` into the target `into`."""
         content = self._contents.get(key_of(tensor))
         made_by = self._operations.get(key_of(tensor), ())
         if content is BLANK:

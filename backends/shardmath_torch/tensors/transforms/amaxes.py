@@ -171,7 +171,7 @@ class _QuantizeStage(Stage):
         self._call = _QuantizeCall(None)
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the outputs if writing had begun."""
+        """Return the names of all outputs if a failure interrupted writing them; else none."""
         return tuple(self._parts.tensors) if self._writes else ()
 
 
@@ -244,7 +244,7 @@ def compile_quantize(
     group: compat.Group | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Quantizer:
-    """Compile the quantization of a tensor with this layout, even if ranks share blocks of one scale. Collective.
+    """Compile the quantization of a tensor with this layout, even if it cuts blocks that share a scale. Collective.
 
     The layout may cut blocks that share a scale: each rank gets its part of the whole tensor's data and scales, bit by
     bit. The layout has the tensor's dtype: float32, bfloat16 or float16. Raises ExchangeError on every rank if ranks

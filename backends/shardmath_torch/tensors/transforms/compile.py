@@ -85,7 +85,7 @@ class _BoundCall(NamedTuple):
 
 
 class EndStage(Stage):
-    """The steps of a move that apply transforms on this rank: before sending, and after receiving.
+    """The stage of a move that applies transforms on this rank: before sending, and after receiving.
 
     With `shadows` it finalizes into these, not into the destination. `holds` promises that callers keep the mappings
     that they pass, and never change them.
@@ -326,7 +326,7 @@ def make_ends(
     commit: object,
     holds: bool = False,
 ) -> tuple[Plan | Program, EndStage]:
-    """Return the plan of the transformed tensors, and this rank's steps that apply the transforms. Collective."""
+    """Return the plan of the transformed tensors, and the stage that applies transforms on this rank. Collective."""
     party = join_group(group, timeout)
     plan_and_stage, objection = attempt(
         lambda: _check_and_make(party, transforms, plan, commit, holds)

@@ -73,7 +73,7 @@ FINALIZE: dict[type, _Function] = {
 
 
 def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Apply `transform` at the source: compute the tensors to send from `values`, into `out`. Raises what it raises."""
+    """Apply `transform` at the source: compute the tensors to send from `values`, into `out`. Raises what that does."""
     into = PREPARE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
@@ -90,7 +90,7 @@ def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _V
 
 
 def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Apply `transform` at the destination: compute its tensors from the received `values`, into `out`.
+    """Apply `transform` at the destination: compute the tensors to store from the received `values`, into `out`.
 
     Raises what the transform raises.
     """

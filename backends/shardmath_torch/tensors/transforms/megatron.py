@@ -39,7 +39,7 @@ Slices: TypeAlias = tuple[slice, ...]
 
 
 class Hook(Protocol):
-    """The interface of Megatron-Core's ReshardTransform."""
+    """The interface of Megatron-Core's ReshardTransform, which converts tensors before and after they are sent."""
 
     def should_transform(self, param_name: str, /) -> bool: ...
     def prepare_send(

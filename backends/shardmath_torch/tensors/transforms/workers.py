@@ -45,10 +45,10 @@ class Worker(Protocol):
 
     @property
     def opaque(self) -> bool:
-        """Whether the worker takes any kind of tensor, such as a quantized one, so that it is not checked before."""
+        """Whether the worker takes any kind of tensor, such as a quantized one, so that movers do not check it."""
 
     def run(self, *tensors: Tensor) -> None:
-        """At the source, fill the buffers from the tensor and its companions; at the destination, the reverse."""
+        """At the source, fill the buffers from the given tensors; at the destination, the tensors from the buffers."""
 
     def let_go(self) -> None:
         """Free the worker's buffers; they are allocated again when they are next needed."""
@@ -77,7 +77,7 @@ def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Work
 
 
 def make_buffers(job: WireJob, rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return unfilled tensors, by local name, for what is sent for a local tensor (its wire tensors)."""
+    """Return new wire tensors (which are sent instead of a local tensor), not yet filled, by local name."""
     return {
         key: torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype), device=device)
         for key, layout in job.wires
@@ -85,7 +85,7 @@ def make_buffers(job: WireJob, rank: int, device: torch.device) -> dict[str, Ten
 
 
 def count_bytes(job: WireJob, rank: int) -> int:
-    """Return the bytes of the tensors that are sent for a local tensor (its wire tensors)."""
+    """Return the bytes of the wire tensors (which are sent instead of a local tensor)."""
     counts = []
     for _, layout in job.wires:
         cells = math.prod(layout.local_shape(rank))
