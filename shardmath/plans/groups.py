@@ -90,7 +90,7 @@ def pair_by_name(
 def key_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Return both sides as mappings from tensor names to layouts, which may have different names.
+    """Return both sides as mappings from tensor names to layouts; the sides may have different names.
 
     Raises PlanError if only one is a mapping.
     """
@@ -322,7 +322,7 @@ def _join_alike(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """Make a Batch of each group for each pair of source and destination windows that may have elements in common."""
+    """Make a Batch of each group for each pair (source window, destination window) that may share elements."""
     batches = []
     # Templates without Partial axes, which are found faster by the ids of their forms.
     known: dict[Identities, Template] = {}

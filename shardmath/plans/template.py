@@ -175,7 +175,7 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield how source and destination ranks divide the addends, for each extra dimension that counts addends."""
+    """Yield, for each extra dimension that counts addends, its division among source and destination ranks."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)

@@ -49,7 +49,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """Return, for each unit (elements with equal holders and receivers) of one box, the elements in a row of the box.
+    """Return, for each unit (elements with equal holders and receivers) of one box, the length of the box's rows.
 
     It is 0 if the box is never cut, and -1 if the unit has several boxes.
     """
@@ -60,7 +60,7 @@ def unit_rows(t: Template) -> Ints:
 
 
 def unit_grains(t: Template) -> Ints:
-    """Return, for each unit (elements with equal holders and receivers), the bytes of its largest uncut piece.
+    """Return, for each unit (elements with equal holders and receivers), the bytes of its largest indivisible piece.
 
     They are a small box, or a row of a large one.
     """

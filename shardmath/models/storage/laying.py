@@ -94,7 +94,7 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """The indices that select `component` from the stored tensor at `coords`, one per local number in `numbers`."""
+        """The index that selects `component` from the stored tensor at `coords`, for each number in a stack."""
         spans = []
         stack_dim = None
         for dim, stored in enumerate(self.stored):

@@ -103,7 +103,7 @@ class Name:
         return parse(str(self).removesuffix(REST) + rest)
 
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
-        """The name with `numbers` (by index) for its indices, `component` for its choice, and `star` for its star."""
+        """Fill in the pattern: `numbers` for its indices, `component` for its choice, and `star` for its star."""
         given = {"choice": component, "star": star, "rest": ""}
         words = []
         for part in self.parts:
@@ -112,7 +112,7 @@ class Name:
         return "".join(words)
 
     def template(self, component: str = "", star: str = "") -> str:
-        """The pattern with {} for each index, as in templates by `split`, `component` for the choice, and `star`."""
+        """The template, as by `split`: {} for each index, `component` for its choice, `star` for its star."""
         return self.fill({index.name: "{}" for index in self.indices}, component, star)
 
 

@@ -97,7 +97,7 @@ class KnownSide(Protocol):
         ...
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of `names` of which a rank stores a function, such as neg_exp, with its Slot; None without one."""
+        """The first tensor in `names` of which a rank stores a function, such as neg_exp, with its Slot, or None."""
         ...
 
 
@@ -305,7 +305,7 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The names that fit `template`: {other numbers: {stacked number: name}}; `stacked` is its index in names."""
+        """The names that fit `template`, as {other numbers: {number at position `stacked`: name}}."""
         # Both sides stack nearly all templates in the same way.
         key = template, stacked
         if key not in self._grouped:
@@ -313,7 +313,7 @@ class Vocabulary:
         return self._grouped[key]
 
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
-        """List `names`, which are by the number of `index` as in `find`, in ascending order of that number.
+        """List `names` (by their number of `index`, as `find` returns them) in ascending order of this number.
 
         Raises StoreError if a number is missing, or if a name differs from the others in shape or dtype.
         """

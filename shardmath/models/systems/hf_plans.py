@@ -33,7 +33,7 @@ __all__ = ["STYLES", "HFStyle", "ep_plan", "hf_parallel", "tp_plan"]
 
 
 class HFStyle(NamedTuple):
-    """How a parallel style of transformers, such as "colwise", divides parameters: over which dimension, or None.
+    """A parallel style of transformers, such as "colwise": the dimension of a parameter that it divides, or None.
 
     `halves` divides each half. `biases` and `vectors` say whether tensors named `bias` and tensors of one dimension are
     divided too; halves of vectors never are. With `even` it is an error if the axis does not divide the dimension.

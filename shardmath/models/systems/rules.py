@@ -70,7 +70,7 @@ class Rule:
         return f"{self.pattern} {self.layout}"
 
     def matches(self, name: str) -> bool:
-        """Whether the rule is for the tensor `name`: `pattern` is its kind, or a glob that its name fits."""
+        """Whether `pattern` fits the tensor `name`, as a glob or as the kind of tensor to which the name belongs."""
         return fits(self.pattern, name)
 
 

@@ -292,7 +292,7 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """The text of one row per module for all other tensors of a layer; per module, so that modules can be renamed."""
+    """The text of rows for all other tensors of a layer: one row for each module, so that modules can be renamed."""
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 

@@ -181,7 +181,7 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield, for each direction, Cuts around the ranks with one `label`: those that most bytes must enter or leave.
+    """Yield, for each direction, the Cuts around all ranks of one label that the most bytes must enter or leave.
 
     Of the sets that have equal links these are the ones with the most forced bytes.
     """

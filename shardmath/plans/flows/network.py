@@ -27,7 +27,7 @@ SPREAD = 7919
 
 
 class Network(NamedTuple):
-    """Lines (amounts of bytes) and the sinks that may take bytes of each; sink numbers follow lines, from `first`.
+    """Lines (amounts of bytes) and the sinks that may take bytes of each; the first sink has number `first`.
 
     At a level, a sink takes level x `weight` - `base` bytes. `reach` (the sinks of each line) and
     `base` change as lines lose sinks: a line with one sink left becomes part of that sink's base.

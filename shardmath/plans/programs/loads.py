@@ -341,7 +341,7 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
-    """Estimate the seconds if each hop's bytes are cut into `slots` slots, and each hop is one slot behind the last."""
+    """Estimate the seconds if each hop's bytes are cut into `slots` slots, and hop i + 1 is one slot behind hop i."""
     total = 0.0
     few = min(slots, LEGS)
     for slot in range(few + LEGS - 1):
