@@ -56,7 +56,7 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """The operation and the addend number of each rank's destination tensors when a plan is turned into its adjoint."""
+    """Turns a plan's transfers into its adjoint's, by an operation and addend number for each rank and local tensor."""
 
     entries: Mapping[str, Entry]
 
@@ -285,7 +285,7 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
 
 
 def flip_of(plan: Plan) -> Flip:
-    """Number a plan's destination replicas as addends of its adjoint: by window, then by ascending rank."""
+    """Return the Flip of a plan: replicas at its destination become addends, numbered by window, then by rank."""
     known: dict[_Identities, list[Entry]] = {}
     entries: dict[str, Entry] = {}
     for name, windows in plan.dst.items():

@@ -43,7 +43,7 @@ def measure_lines(demands: Demands) -> Ints:
 def balance(
     demands: Demands, batches: tuple[Batch, ...], topology: Topology | None = None
 ) -> Demands:
-    """Divide the bytes of each set of holders among its ranks, so that the largest load of a rank is minimal."""
+    """Choose the holder that sends each byte in `demands`, so that the largest load of a rank is about minimal."""
     length = measure_lines(demands)
     nodes = _find_nodes(demands, topology) if topology else None
     first, cuts = share_lines(demands, length.tolist(), nodes)
@@ -74,7 +74,7 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide lines of `length` bytes among their holders; return each line's first index in the cuts, and all cuts."""
+    """Divide line i (`length[i]` bytes) among its holders; return each line's first index in the cuts, and all cuts."""
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
     most = max(map(len, held), default=1)
@@ -126,7 +126,7 @@ def _snap_cuts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cutter:
-    """Finds the bytes at which messages may be cut: at whole rows of a box of a tensor; small boxes stay whole."""
+    """Finds the bytes at which messages may be cut: between the boxes of a tensor, or between rows of a large box."""
 
     demands: Demands
     batches: tuple[Batch, ...]
@@ -141,7 +141,7 @@ class Cutter:
         return at - content + self.of_block(block, content)
 
     def of_block(self, block: int, at: int) -> int:
-        """Return the last byte, not after `at`, at which the content of `block` (bytes with equal receivers) is cut."""
+        """Return the last byte, not after `at`, at which `block` (bytes with equal receivers) may be cut."""
         demands = self.demands
         row = row_at(demands, block, at)
         begin = int(demands.at[row])
@@ -184,7 +184,7 @@ class Grid:
     rows: Ints
 
     def snapped(self, block: Ints, at: Ints) -> Ints:
-        """For each i, the last byte, not after `at[i]`, at which the content of block `block[i]` may be cut."""
+        """Return, for each i, the last byte, not after `at[i]`, at which the content of block `block[i]` may be cut."""
         row, inside = self._find_rows(block, at)
         begin = at - inside
         snapped = begin + self._snap_in_box(row, inside)
@@ -240,7 +240,7 @@ class Grid:
 
 @memo(8)
 def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
-    """Make a Grid, which finds the bytes at which messages may be cut, of all blocks of `demands`."""
+    """Make the Grid of all blocks of `demands`, which finds the bytes at which messages may be cut."""
     blocks = Offsets.of_counts(demands.nbytes)
     base = blocks.first
     begin = demands.rows.spread(base[:-1])
@@ -271,7 +271,7 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """Return, for each row of `demands`, the size in bytes of its largest piece that is never cut: a box, or its row.
+    """Return, for each row of `demands` (bytes of like tensors), the bytes of its largest piece that is never cut.
 
     0 if that is not known, because the row is a stripe of a unit.
     """

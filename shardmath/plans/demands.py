@@ -392,7 +392,7 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Requests) -> Ints:
 
 
 def list_receivers(demands: Demands, line: int, block: int) -> Ranks:
-    """Return the ranks that need the bytes of `block`, which is on `line`, and do not hold them already."""
+    """Return the ranks that need the bytes of `block`, a part of `line`, and do not hold them already."""
     asking = demands.asked_by(block)
     if demands.count[block] == len(asking):
         return asking

@@ -78,7 +78,7 @@ class Group(NamedTuple):
 def pair_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Return both sides as mappings from tensor name; a side that is not a mapping gets the name "".
+    """Return both sides as mappings from names to layouts; on a side that is not a mapping, the tensor's name is "".
 
     Raises PlanError if only one side is a mapping, or if names differ.
     """
@@ -90,7 +90,7 @@ def pair_by_name(
 def key_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Return both sides as mappings from tensor name, whose names may differ.
+    """Return both sides as mappings from tensor names to layouts; the sides may have different names.
 
     Raises PlanError if only one is a mapping.
     """
@@ -283,7 +283,7 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """Return the names, ascending, of tensors of which the destination does not hold every element.
+    """Return the names, ascending, of the tensors that the destination does not hold completely.
 
     Raises PlanError for a tensor that must be whole: `window` is False, and it is not given as a tuple.
     """
@@ -322,7 +322,7 @@ def _join_alike(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """Make a Batch of each group of like tensors for each pair of windows that may have elements in common."""
+    """Make a Batch of each group for each pair (source window, destination window) that may share elements."""
     batches = []
     # Templates without Partial axes, which are found faster by the ids of their forms.
     known: dict[Identities, Template] = {}

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Stretch(NamedTuple):
-    """Bytes lo..hi-1 of the content of a block, which go from one rank to another, or stay if both are the same."""
+    """Bytes lo..hi-1 of a block (bytes with equal holders and receivers) that go from one rank to another, or stay."""
 
     block: int
     sender: int
@@ -138,7 +138,7 @@ def list_received(demands: Demands, rank: int) -> Iterator[Stretch]:
 
 
 def list_kept(demands: Demands, rank: int) -> Iterator[Stretch]:
-    """Yield the stretches that `rank` keeps, since it holds them already: whole blocks."""
+    """Yield the stretches (here whole blocks of bytes) that `rank` keeps, since it holds them already."""
     for line, block in _asked_by(demands, rank):
         if _among(demands.held_by(line), rank):
             nbytes = int(demands.nbytes[block])
@@ -189,7 +189,7 @@ def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tup
 
 
 def sum_sent(demands: Demands) -> dict[int, int]:
-    """Return the number of bytes that each rank that holds any sends to other ranks."""
+    """Return the number of bytes that each rank sends to other ranks; ranks that hold nothing are left out."""
     shares = np.diff(demands.cuts).tolist()
     first = demands.cut_first.tolist()
     out: dict[int, int] = {}

@@ -70,7 +70,7 @@ class Members:
             yield self.position[begin:end]
 
     def name(self, mesh: Mesh) -> Iterator[Ranks]:
-        """Yield the ranks of `mesh` that are at each set of positions, ascending."""
+        """Yield, for each set of positions, the ranks of `mesh` at these positions, ascending."""
         of_position = np.array(mesh.ranks, np.int64)
         ranks = of_position[self.position].tolist()
         bounds = self.first.tolist()
@@ -98,7 +98,7 @@ class Sets:
         return self._cached_numbers[key]
 
     def in_order(self) -> tuple[tuple[Ranks, ...], Ints]:
-        """Return all sets in ascending order, and the place in that order of each set's number."""
+        """Return all sets in ascending order, and for each set's number its index in this order."""
         listed = sorted(self.number)
         numbers = [self.number[ranks] for ranks in listed]
         place = np.empty(len(listed), np.int64)
@@ -130,7 +130,7 @@ class Template:
 
     @property
     def hidden(self) -> int:
-        """The number of leading dimensions of the overlays that count partial values (addends), not elements."""
+        """The number of leading `overlays` that stand for addends (partial values), not dimensions of the tensor."""
         return len(self.overlays) - self.src.ndim
 
 
@@ -175,7 +175,7 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield the division of addends among ranks at both ends, as of an extra dimension with one position per addend."""
+    """Yield, for each extra dimension that counts addends, its division among source and destination ranks."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)
@@ -341,7 +341,7 @@ def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
 
 
 def unit_addends(t: Template) -> Ints:
-    """Return the number of the addend that each unit (elements with equal holders and receivers) carries, else 0."""
+    """Return the addend number of each unit (elements with equal holders and receivers), 0 without a reduction."""
     if not t.reduction.folded:
         return np.zeros_like(t.unit_size)
     over = t.overlays[0]

@@ -65,7 +65,7 @@ def _show_box(slices: tuple[slice, ...]) -> str:
 
 
 def list_transfers(plan: Plan, src: int | None, dst: int | None) -> Iterator[Transfer]:
-    """The transfers of one sender, else of one receiver, else of every sender in turn."""
+    """Yield the transfers: all, or only those from rank `src`, to rank `dst`, or between the two."""
     if src is not None:
         sent = _list_sent(plan, src)
         if dst is None:
@@ -226,7 +226,7 @@ Columns: TypeAlias = tuple[int, ...]
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """Return the boxes with elements lo..hi-1 of the unit, on the way from mesh position `sender` to `receiver`.
+    """Return the boxes with elements lo..hi-1 of `unit` that mesh position `sender` sends to mesh position `receiver`.
 
     lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is
     a position of the destination too, and sends what it has received.

@@ -105,7 +105,7 @@ def _union(dimension: Dimension) -> tuple[Ints, Ints]:
 
 
 def find_meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int, int]]:
-    """List the pairs (i, j) for which the bounding boxes of `src[i]` and `dst[j]` overlap; at least one for each j."""
+    """List the pairs (i, j) for which the bounding boxes of `src[i]` and `dst[j]` overlap; (0, j) if none do for j."""
     if len(src) == len(dst) == 1:
         return [(0, 0)]
     meet = _hulls_meet(src, dst)
@@ -163,7 +163,7 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
 
 
 def find_not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
-    """Return the names, ascending, of tensors of which the ranks of a side do not hold every element."""
+    """Return the names, ascending, of the tensors that the ranks of `side` do not hold completely."""
     distinct = {id(windows): windows for windows in side.values()}
     incomplete = {key for key, windows in distinct.items() if not holds_all(windows)}
     if not incomplete:
@@ -212,7 +212,7 @@ def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
 
 
 def check_covered(batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless each destination rank gets as many elements, of each addend, as it holds."""
+    """Raise PlanError unless each destination rank gets as many elements, of each addend, as its layouts have."""
     windows: dict[tuple[str, int], list[Batch]] = {}
     for batch in batches:
         key = batch.names[0], batch.target

@@ -49,7 +49,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """Return the length of a row of each unit (elements with equal holders and receivers) that is a single box.
+    """Return, for each unit (elements with equal holders and receivers) of one box, the length of the box's rows.
 
     It is 0 if the box is never cut, and -1 if the unit has several boxes.
     """
@@ -60,7 +60,7 @@ def unit_rows(t: Template) -> Ints:
 
 
 def unit_grains(t: Template) -> Ints:
-    """Return the largest number of bytes of each unit (elements with equal holders and receivers) that are never cut.
+    """Return, for each unit (elements with equal holders and receivers), the bytes of its largest indivisible piece.
 
     They are a small box, or a row of a large one.
     """
@@ -109,7 +109,7 @@ def _measure_pairs(over: Overlay) -> tuple[Ints, Ints]:
 
 
 class Listed(NamedTuple):
-    """The columns of an overlay as lists, from which single items are read faster."""
+    """The columns of an Overlay (what source and destination parts share) as lists, to read single items faster."""
 
     first: list[int]
     start: list[int]
@@ -120,7 +120,7 @@ class Listed(NamedTuple):
 
 @memo()
 def list_columns(over: Overlay) -> Listed:
-    """The overlay's columns as lists."""
+    """The columns of the Overlay `over` as lists."""
     return Listed(
         first=over.first.tolist(),
         start=over.start.tolist(),
@@ -132,7 +132,7 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return, for each box of the unit, its row in each dimension, its sizes, and the elements up to its end.
+    """Return, for each box of a unit, its rows in the overlays, its shape, and the number of elements up to its end.
 
     Boxes are row-major.
     """
@@ -157,7 +157,7 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
 
 
 def snap(t: Template, unit: int, at: int) -> int:
-    """Return the last element, not after `at`, at which the unit may be cut: where a box, or a row of one, begins."""
+    """Return the last element of a unit, not after `at`, at which it may be cut: where a box, or row of one, begins."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0
@@ -171,7 +171,7 @@ def snap(t: Template, unit: int, at: int) -> int:
 
 
 def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield `count` ranges of elements (start, stop) that divide the unit about evenly, cut where it may be cut."""
+    """Yield `count` ranges of elements (start, stop) that divide `unit` about evenly, at places where it may be cut."""
     size = int(t.unit_size[unit])
     places = []
     for i in range(count):

@@ -39,7 +39,7 @@ class _Pair(NamedTuple):
 
 
 def prove_parts(parts: Sequence[RankProgram], *, relays: bool = False) -> None:
-    """Raise PlanError unless `parts`, one of every rank of a plan, together do what the plan says.
+    """Raise PlanError unless `parts`, the RankPrograms of all ranks of a plan, together do what the plan says.
 
     With `relays`, for parts of a program, the pieces are not compared with the plan's transfers.
     """

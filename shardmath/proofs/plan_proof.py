@@ -53,7 +53,7 @@ __all__ = ["prove"]
 
 
 def prove(plan: Plan) -> None:
-    """Raise PlanError unless the tables of `plan`, not an adjoint, move what its layouts ask for."""
+    """Raise PlanError unless the tables of `plan` (not of an adjoint) move what the layouts of `plan` ask for."""
     check_plan_shapes(plan)
     groups = check_batches(plan)
     proved: set[int] = set()

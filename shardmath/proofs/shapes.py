@@ -116,7 +116,7 @@ def check_program_shapes(prog: Program) -> None:
 
 
 def check_integers(table: Overlay | Template | Demands) -> None:
-    """Raise PlanError unless all columns of the table are 64-bit integers, so that all sums in the proof are exact."""
+    """Raise PlanError unless the table's columns are 64-bit integers (`near`: bools), so that sums are exact."""
     for field in fields(table):
         column = getattr(table, field.name)
         if not isinstance(column, np.ndarray):

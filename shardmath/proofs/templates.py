@@ -37,7 +37,7 @@ __all__ = ["End", "check_template", "find_end"]
 
 
 def check_template(t: Template, known: set[int]) -> None:
-    """Raise PlanError unless a template's tables are right; `known` collects the ids of tables already proved."""
+    """Raise PlanError unless the tables of `t` fit its layouts; `known` collects the ids of tables already proved."""
     check_integers(t)
     what = f"{t.src} to {t.dst}"
     expected = _list_partitions(t)
@@ -216,7 +216,7 @@ def _check_units(t: Template, what: str) -> None:
 
 
 class End(NamedTuple):
-    """One end of a move: in each dimension, the part that each mesh position holds, and the parts that have each unit.
+    """One end of a move, per dimension: the part that each mesh position holds, and the parts that have each unit.
 
     A unit is elements that move together.
 
@@ -230,7 +230,7 @@ class End(NamedTuple):
     code: Ints
 
     def has(self, units: Ints, at: Ints) -> Bools:
-        """For each i, whether position `at[i]` holds unit `units[i]`; False if the position is -1."""
+        """Return, for each i, whether position `at[i]` holds unit `units[i]`; False if the position is -1."""
         out: Bools = at >= 0
         for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
             set_numbers = self.set_numbers[units, d]

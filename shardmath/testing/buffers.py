@@ -98,7 +98,7 @@ _formats: st.SearchStrategy[bool | str] = st.sampled_from([False, False, True, "
 
 @dataclass(frozen=True)
 class RuleCase:
-    """A rule for buffers with the parameters and options that it is called with.
+    """A rule that lays out a flat buffer, with the parameters and the options with which it is called.
 
     `shards` is the number of shards of a bucket, None for no shards; parameters begin at multiples of `start`.
     """
@@ -239,7 +239,7 @@ def inside_one_bucket(case: RuleCase) -> None:
 
 
 def buckets_follow_one_another(case: RuleCase) -> None:
-    """Check that the first bucket starts at 0, and every other one where the one before ends."""
+    """Check that the first bucket starts at 0, and every other bucket where the bucket before it ends."""
     before = 0
     for number, (start, end) in enumerate(case.layout().bucket_indices):
         what = f"bucket {number} is [{start}, {end}), the one before ends at {before}"
@@ -259,7 +259,7 @@ def evenly_divided(case: RuleCase) -> None:
 
 
 def uncut_where_said(case: RuleCase) -> None:
-    """Check that `num_optimizer_shards`, if set, is the number of shards, and none of them cuts a parameter."""
+    """Check that `num_optimizer_shards`, if set, is the number of shards, and that no shard border cuts a parameter."""
     layout = case.layout()
     count = layout.num_optimizer_shards
     if count is None:
@@ -286,7 +286,7 @@ def starts_aligned(case: RuleCase) -> None:
 
 
 def padding_accounted(case: RuleCase) -> None:
-    """Check that parameters and padding fill the buffer, and that unpadded sizes are within their limits."""
+    """Check that parameters and padding fill the buffer, and that a bucket's unpadded size covers its parameters."""
     layout = case.layout()
     padding = layout.padding
     held = sum(param.numel for param in case.params)

@@ -42,7 +42,7 @@ PRIME = 2**61 - 1
 
 
 def define_digest(array: NDArray[Any], dtype: str, seed: int = 0) -> int:
-    """The digest of a whole array by its definition, computed element by element."""
+    """Compute the digest of a whole array element by element, as the digest is defined."""
     sealed = f"shardmath digest of {dtype}{list(array.shape)}"
     drawn = sha256(sealed.encode()).digest()
     total = int.from_bytes(drawn, "little")
@@ -83,7 +83,7 @@ def _draw_bits(shape: tuple[int, ...], seed: int = 0) -> Array:
 
 
 def digest_is_its_definition(layout: Layout) -> None:
-    """Check that a digest is the weighted sum of all words, whatever values are in holes."""
+    """Check that the digest of local arrays is `define_digest` of the whole array, whatever values are in holes."""
     values = _draw_bits(layout.shape)
     held = distribute(layout, [values], hole=np.nan)
     for seed in (0, 7):
@@ -130,7 +130,7 @@ def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
 
 
 def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
-    """Check that a change at one rank raises if others hold the element, and else changes the digest."""
+    """Check that a bit changed at one rank raises if other ranks hold the element, and else changes the digest."""
     held = distribute(layout, [_draw_bits(layout.shape)])
     before = digest_of(layout, held)
     rank = data.draw(st.sampled_from(layout.mesh.ranks))

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def compose_is_after(f: Runs, g: Runs) -> None:
-    """Check that compose(f, g) takes i to g(f(i)), and has a hole if f or g has one there."""
+    """Check that compose(f, g) takes i to g(f(i)), and has a hole at i if f has one at i, or g has one at f(i)."""
     before = f.indices()
     after = g.indices().tolist()
     expected = []
@@ -78,7 +78,7 @@ def runs_are_canonical(runs: Runs) -> None:
 
 
 def fast_is_definition(layout: Layout) -> None:
-    """Check that the fast formula of every stage equals cutting its pieces one by one."""
+    """Check that the fast formula for a stage of a dimension gives the same Runs as cutting its pieces one by one."""
     fields = [f for dim in layout.dims for f in dim.fields]
     for rank in layout.mesh.ranks:
         coords = layout.mesh.coords(rank)
@@ -143,7 +143,7 @@ def transpose_mesh(layout: Layout) -> Layout:
 
 
 def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
-    """Check that ranks hold the same after a mesh axis is split, or two that are used together are merged."""
+    """Check that ranks hold the same after a mesh axis is split, or two axes that are used together are merged."""
     shape = (n,)
     whole = Mesh(t=outer * inner)
     in_two = whole.split("t", x=outer, y=inner)
@@ -158,7 +158,7 @@ def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
-    """Check that `a | b` equals `a b` in a layout's text if a leaves one piece per rank."""
+    """Check that `a | b` equals `a b` in a layout's text if axis `a` leaves one piece per rank."""
     mesh = Mesh(a=first, b=second)
     shape = (n,)
     shards = (Shard(0), Shard(0))

@@ -71,7 +71,7 @@ def plan_is_proved(src: Layout, dst: Layout) -> None:
 
 
 def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
-    """Check that after the move every rank of the destination holds the source's value."""
+    """Check that a move keeps the tensor's value, and gives its part to each rank of a destination without Partial."""
     values = addends(src)
     shards = distribute(src, values, hole=99.0)
     out = run(plan(src, dst), shards)
@@ -195,7 +195,7 @@ def round_trip(src: Layout, dst: Layout) -> None:
 
 
 def path_independence(a: Layout, b: Layout, c: Layout) -> None:
-    """Check that moving from `a` to `c` and then to `b` equals moving from `a` to `b`."""
+    """Check that moving from `a` to `c` and then to `b` gives the same value as moving from `a` to `b`."""
     shards = distribute(a, addends(a))
     direct = run(plan(a, b), shards)
     half_way = run(plan(a, c), shards)

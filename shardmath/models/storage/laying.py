@@ -55,7 +55,7 @@ class Stack:
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
     def list_holders(self) -> list[tuple[_Point, ...]]:
-        """For each number of the stack, the coordinates (along `axes`) that hold it."""
+        """For each tensor of the stack, in order, the mesh coordinates (along `axes`) whose ranks hold it."""
         holders: list[list[_Point]] = [[] for _ in range(self.count)]
         for point, runs in self.held.items():
             for number in runs.indices().tolist():
@@ -94,7 +94,7 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """The index that selects `component` from the stored tensor at `coords`, for each local number of a stack."""
+        """The index that selects `component` from the stored tensor at `coords`, for each number in a stack."""
         spans = []
         stack_dim = None
         for dim, stored in enumerate(self.stored):
@@ -190,7 +190,7 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """For each stored dimension, its text in `row`, and the index whose tensors are stacked along it, or None."""
+    """Pair the words that `row` writes for each stored dimension with the index whose tensors it stacks, or None."""
     if row.dims is None:
         return [("...", None)] * ndim
     stacks = stack_names(row)

@@ -60,7 +60,7 @@ class PatternPart:
 
     @property
     def name(self) -> str:
-        """The words of the part joined by blanks, such as "l" for the index {l}, or "ep e" for a spread one."""
+        """The words of the part joined by blanks, such as "l" for the index {l}, or "ep e" for {ep e}."""
         return " ".join(self.words)
 
 
@@ -103,7 +103,7 @@ class Name:
         return parse(str(self).removesuffix(REST) + rest)
 
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
-        """The name that the pattern gives with `numbers` for its indices, `component` for its choice, and `star`."""
+        """Fill in the pattern: `numbers` for its indices, `component` for its choice, and `star` for its star."""
         given = {"choice": component, "star": star, "rest": ""}
         words = []
         for part in self.parts:
@@ -112,7 +112,7 @@ class Name:
         return "".join(words)
 
     def template(self, component: str = "", star: str = "") -> str:
-        """The pattern as `split` writes names: {} for each index, `component` for the choice, and `star`."""
+        """The template, as by `split`: {} for each index, `component` for its choice, `star` for its star."""
         return self.fill({index.name: "{}" for index in self.indices}, component, star)
 
 

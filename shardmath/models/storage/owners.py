@@ -35,7 +35,7 @@ __all__ = ["OwnedTensor", "Layouts", "Maker", "Owner", "Owners", "pile"]
 
 
 class Owner(NamedTuple):
-    """The ranks that hold a stored tensor, or each number of a stack of tensors.
+    """The ranks that hold a stored tensor or, if it stacks several tensors, the ranks that hold each of these.
 
     `meshes` has one mesh per number of the stack, or one without a stack; `local` has the other indices' local numbers.
     """
@@ -52,7 +52,7 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """The names under which `row` stores the tensors with these `local` numbers of the stack, one per number."""
+        """The stored names that `row` gives the tensors of the stack with the local numbers `local`, in order."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -138,7 +138,7 @@ class Owners:
             yield self.row.place.axis
 
     def find(self, numbers: Sequence[int], count: int) -> Owner:
-        """The ranks that hold the tensors whose names have these `numbers`, of which `count` are stacked.
+        """The ranks that hold the stored tensor with these index `numbers`, in which `count` tensors are stacked.
 
         Raises StoreError for a number without a declared spot, and for one that no rank has.
         """
@@ -305,7 +305,7 @@ def pile(meshes: Sequence[Mesh]) -> Mesh:
 
 
 class OwnedTensor(NamedTuple):
-    """A stored tensor: the names of each component (one per number of a stack), their positions, and its ranks."""
+    """A stored tensor: the logical names of each component, the positions of components in it, and its ranks."""
 
     names: tuple[list[str], ...]
     laid: Laid
@@ -317,7 +317,7 @@ Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
 
 
 class Maker:
-    """Makes the stored tensors of one row; layers and experts of equal shapes share the results."""
+    """Makes an OwnedTensor, with layouts, for each stored tensor of one row; tensors of equal shapes share results."""
 
     def __init__(
         self, stored: Stored, vocabulary: Vocabulary, row: Row, components: tuple[str, ...]

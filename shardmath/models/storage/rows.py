@@ -199,7 +199,7 @@ class _Line:
             raise NotationError(error.what, self.text, at, error.fix) from None
 
     def place(self) -> AxisPlace | None:
-        """Move past a place such as @pp=0, and return it; None if none comes next."""
+        """Move past an AxisPlace such as @pp=0, and return it; None if none comes next."""
         match = self.take(PLACE)
         return AxisPlace(match["axis"], int(match["at"])) if match else None
 

@@ -47,7 +47,7 @@ Shapes: TypeAlias = Mapping[str, Entry]
 
 
 class Spot(NamedTuple):
-    """The location of one number of an index, such as a layer: mesh coordinates, chunk, and its local number there."""
+    """The location of one number of an index, such as a layer: mesh coordinates, chunk, and number in that chunk."""
 
     coords: Mapping[str, int]
     chunk: int
@@ -89,7 +89,7 @@ class KnownSide(Protocol):
         ...
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """The row or recording of the stored tensor `native`, for messages. Raises StoreError if `rank` lacks it."""
+        """The row or recording that describes the stored tensor `native`. Raises StoreError if `rank` lacks it."""
         ...
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
@@ -292,7 +292,7 @@ def _read_shape(given: tuple[object, ...]) -> tuple[int, ...]:
 
 
 class Vocabulary:
-    """Logical tensors grouped by the template of their names, so that several sides can share the grouping."""
+    """Logical tensors grouped by template (the name with {} for its numbers); several sides share the groups."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = _read_shapes(shapes)
@@ -305,7 +305,7 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The names that fit `template`, by their numbers without number `stacked` of each, then by this number."""
+        """The names that fit `template`, as {other numbers: {number at position `stacked`: name}}."""
         # Both sides stack nearly all templates in the same way.
         key = template, stacked
         if key not in self._grouped:
@@ -313,7 +313,7 @@ class Vocabulary:
         return self._grouped[key]
 
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
-        """List `names`, which `find` grouped by their number of `index`, in ascending order of that number.
+        """List `names` (by their number of `index`, as `find` returns them) in ascending order of this number.
 
         Raises StoreError if a number is missing, or if a name differs from the others in shape or dtype.
         """

@@ -70,7 +70,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class GroupedDim:
-    """A dimension that a row writes in parentheses: stages, each of which cuts it, as sequences of terms."""
+    """A dimension that a row writes in parentheses, as stages (sequences of terms) that cut it one after another."""
 
     stages: tuple[tuple[Term, ...], ...]
 
@@ -87,7 +87,7 @@ def _join_terms(terms: Iterable[Term]) -> str:
 
 
 def list_words(dims: Iterable[Structure]) -> Iterator[Word]:
-    """Yield every word in the dimensions of `dims` that are written in parentheses."""
+    """Yield every Word in the dimensions `dims`; only dimensions written in parentheses have any."""
     groups = [dim for dim in dims if isinstance(dim, GroupedDim)]
     terms = [term for group in groups for stage in group.stages for term in stage]
     while terms:

@@ -41,7 +41,7 @@ def plain(kind: str) -> str:
 
 
 class Config:
-    """The fields of a Hugging Face model configuration, under any of their names."""
+    """The fields of a Hugging Face model configuration, each under any of its names, such as hidden_size or n_embd."""
 
     def __init__(self, given: object) -> None:
         self.given = given
@@ -74,7 +74,7 @@ class Config:
 
     @property
     def layers(self) -> int:
-        """The number of layers; a hybrid model has one per letter of its pattern, or per type in its list."""
+        """The number of layers: the field or, without it, the length of a hybrid model's pattern or list of types."""
         types = self.get("layers_block_type", ())
         pattern = self.get("hybrid_override_pattern", types)
         layers = self.get("num_hidden_layers", len(pattern))
@@ -97,7 +97,7 @@ class Config:
 
     @property
     def kv_heads(self) -> int:
-        """The number of key and value heads."""
+        """The number of key heads, which is also the number of value heads."""
         # The first Falcon models have one key and value head, whatever the field says.
         if self.get("multi_query", self.kind == "falcon") and not self.get(
             "new_decoder_architecture"
@@ -117,17 +117,17 @@ class Config:
 
     @property
     def groups(self) -> int:
-        """The number of groups of a Mamba layer, each with its own B and C."""
+        """The number of groups of heads in a Mamba layer; each group has its own B and C."""
         return int(self.get("n_groups", 1))
 
     @property
     def state(self) -> int:
-        """The number of rows of B, and equally of C, in a Mamba layer."""
+        """The number of rows of B in the input projection of a Mamba layer; C has as many."""
         return self.groups * int(self.get("ssm_state_size", 0))
 
     @property
     def inner(self) -> int:
-        """The number of rows of x in a Mamba layer."""
+        """The inner size of a Mamba layer: the number of rows of x in its input projection."""
         heads = self.get("mamba_num_heads")
         head = self.get("mamba_head_dim")
         if isinstance(heads, int) and isinstance(head, int):
@@ -141,12 +141,12 @@ class Config:
 
     @property
     def linear_keys(self) -> int:
-        """The number of rows of the queries, and equally of the keys, in linear attention."""
+        """The number of rows that a linear attention layer's projection has for queries; keys have as many."""
         return self.linear_key_heads * int(self.get("linear_key_head_dim", 0))
 
     @property
     def linear_values(self) -> int:
-        """The number of rows of the values in linear attention."""
+        """The number of rows that a linear attention layer's projection has for values."""
         heads = int(self.get("linear_num_value_heads", 0))
         return heads * int(self.get("linear_value_head_dim", 0))
 

@@ -51,7 +51,7 @@ def numbers(name: str) -> tuple[int | None, int | None]:
 
 
 def cell(expert: int, experts: int) -> str:
-    """The notation of dimension 0 of a tensor (1, ...) that is number `expert` in a stack of `experts`, with holes.
+    """The layout text of dimension 0 for expert number `expert` in a stack of `experts`, the others being holes.
 
     >>> cell(0, 1), cell(2, 8)
     ('<0:1>', '<-2 0:1 -5>')
@@ -66,7 +66,7 @@ def cell(expert: int, experts: int) -> str:
 
 
 def expert_counts(shapes: Shapes) -> Counter[int | None]:
-    """The number of numbered experts in each layer of `shapes`, by layer."""
+    """The number of experts in each layer of `shapes`, by layer: one more than the largest expert number there."""
     counts: Counter[int | None] = Counter()
     for name in shapes:
         layer, expert = numbers(name)
@@ -112,7 +112,7 @@ def _group(group: str, members: list[_Member]) -> Entry:
 
 
 class TensorPlace(NamedTuple):
-    """The mesh, the text and the shape of a tensor's Layout, without its dtype."""
+    """A tensor's Layout without the dtype: its mesh, its layout text, and its shape."""
 
     mesh: Mesh
     text: str

@@ -33,7 +33,7 @@ __all__ = ["STYLES", "HFStyle", "ep_plan", "hf_parallel", "tp_plan"]
 
 
 class HFStyle(NamedTuple):
-    """A style of transformers' plans: the dimension that it divides, negative from the end; None if it divides nothing.
+    """A parallel style of transformers, such as "colwise": the dimension of a parameter that it divides, or None.
 
     `halves` divides each half. `biases` and `vectors` say whether tensors named `bias` and tensors of one dimension are
     divided too; halves of vectors never are. With `even` it is an error if the axis does not divide the dimension.
@@ -79,14 +79,14 @@ HEAD = {"lm_head": "colwise_gather_output"}
 
 
 def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """The tensor-parallel plan (pattern -> style) of a causal language model with this `config`."""
+    """The tensor-parallel plan (pattern -> style) of transformers for a causal language model with this `config`."""
     base = _read_plan(config, "base_model_tp_plan")
     named = {**EMBEDDING, **base} if base else {}
     return {**HEAD, **{f"{prefix}{pattern}": style for pattern, style in named.items()}}
 
 
 def ep_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """The expert-parallel plan (pattern -> style) of a causal language model with this `config`; {} if it has none."""
+    """The expert-parallel plan (pattern -> style) of transformers for a model with this `config`; {} if it has none."""
     base = _read_plan(config, "base_model_ep_plan")
     return {f"{prefix}{pattern}": style for pattern, style in base.items()}
 

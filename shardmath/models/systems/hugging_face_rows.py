@@ -278,7 +278,7 @@ BY_KIND |= {plain(kind): ROWS[other] for kind, other in SAME.items()}
 
 
 def table(kind: str, *, fused: bool = False) -> str:
-    """The rows for a kind of model as a table's text; the last row stores all other tensors under their own names.
+    """The text of the storage rows for a `kind` of model; the last row stores all other tensors under their own names.
 
     With `fused` there are also rows of tensors that any kind may have fused.
     """

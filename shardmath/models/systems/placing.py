@@ -42,7 +42,7 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """The stage and chunk of each layer, as a Spot; `counts` has each stage's layers in chunk 0, then in chunk 1.
+    """The Spot (stage, chunk, number) of each layer; `counts` has the layers on each stage in chunk 0, then in 1.
 
     Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises StoreError, with this fix, when
     `counts` have another length than pp times `chunks`, another sum than `layers`, or a negative number.
@@ -65,7 +65,7 @@ def place_layers(
 
 
 def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -> dict[str, int]:
-    """The axis sizes with the one that is None computed, so that their product is `total`.
+    """The axis `sizes`, with None replaced by the size that makes their product `total`.
 
     Raises MeshError if the others do not divide the total; `of` says in the message what it counts.
 

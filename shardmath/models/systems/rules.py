@@ -70,7 +70,7 @@ class Rule:
         return f"{self.pattern} {self.layout}"
 
     def matches(self, name: str) -> bool:
-        """Whether the tensor `name` is of the kind that `pattern` names, or fits its glob."""
+        """Whether `pattern` fits the tensor `name`, as a glob or as the kind of tensor to which the name belongs."""
         return fits(self.pattern, name)
 
 
@@ -249,7 +249,7 @@ def _format_ranks(ranks: tuple[int, ...]) -> str:
 
 
 def parse(text: str, *, first_rank: int = 0) -> Side:
-    """Parse the text of a side, a mesh and rules; ranks count from `first_rank` if the text names none.
+    """Parse the text of a side (a mesh and rules); ranks count from `first_rank` if the text does not list them.
 
     Raises NotationError, with a caret, for text that is not a side; whether rules fit tensors is checked later.
     """
@@ -261,7 +261,7 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Parse the text of a mesh; ranks count from 0 if the text names none.
+    """Parse the text of a mesh; ranks count from 0 if the text does not list them.
 
     Raises NotationError, with a caret, for text that is not a mesh.
     """

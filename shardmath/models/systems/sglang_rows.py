@@ -64,7 +64,7 @@ RENAMES_BY_KIND = {plain(kind): renames for kind, renames in RENAMES.items()}
 
 
 class SGLangForm(NamedTuple):
-    """Options that choose the rows of a model in SGLang.
+    """Options of an SGLang engine on which the storage rows of a model depend.
 
     The axes that divide embedding (`words_in`) and head (`words_out`); whether there are several stages; whether linear
     layers have a scale per block; whether `unknown` tensors are whole on each rank instead of an error.
@@ -79,7 +79,7 @@ class SGLangForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: SGLangForm) -> tuple[Row, ...]:
-    """The rows for a kind of model in SGLang, with the options in `form`."""
+    """The storage rows of a `kind` of model in an SGLang engine with the options in `form`."""
     prefix = "model.layers.{l}."
     of_kind = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
     text = f"{_write_ends(kind, form)}{of_kind}[{prefix} = {prefix}]{NORMS}"

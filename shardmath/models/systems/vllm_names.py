@@ -156,5 +156,5 @@ def rename(kind: str, name: str) -> str:
 
 
 def everywhere(kind: str) -> list[str]:
-    """The names of the first and last modules that are on every pipeline stage in a kind of model."""
+    """The names of the modules, such as lm_head, that vLLM puts on every pipeline stage in a `kind` of model."""
     return sorted(name for name, kinds in EVERYWHERE.items() if plain(kind) in kinds)

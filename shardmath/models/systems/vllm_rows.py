@@ -219,7 +219,7 @@ GRAIN = re.compile(r" hd\b|\^tile\b")
 
 
 class VLLMForm(NamedTuple):
-    """Options that choose the rows of a model in vLLM.
+    """Options of a vLLM engine on which the storage rows of a model depend.
 
     The way in which experts are dealt; the order of gate and up in each; whether linear layers have a scale per block;
     whether `unknown` tensors are whole on each rank instead of an error.
@@ -233,7 +233,7 @@ class VLLMForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """The rows for a kind of model in vLLM, with the options in `form`."""
+    """The storage rows of a `kind` of model in a vLLM engine with the options in `form`."""
     prefix = "model.layers.{l}."
     text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
     if form.unknown:
@@ -243,7 +243,7 @@ def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
 
 @memo()
 def draft_table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """The rows for the model that predicts further tokens (MTP) in vLLM, with the options in `form`."""
+    """The storage rows, in a vLLM engine with these options, of the draft model that predicts further tokens (MTP)."""
     names = "model.layers.{m}.mtp_block.", "mtp.{m}."
     text = DRAFT + _write_layer(*names, kind, form)
     if form.unknown:
@@ -272,7 +272,7 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
-    """The rows `attention` and `mlp` as a table's text, once for each name that models give these modules."""
+    """The text of the rows `attention` and `mlp`, under every name that models give these two modules."""
     text = ""
     for modules, module_rows in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
@@ -292,7 +292,7 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """Rows for all other tensors in a layer, as a table's text, module by module so that modules can be renamed."""
+    """The text of rows for all other tensors of a layer: one row for each module, so that modules can be renamed."""
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 

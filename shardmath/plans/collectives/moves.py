@@ -36,7 +36,7 @@ class Move:
     number: Mapping[int, int]
 
     def members(self, groups: Groups) -> dict[tuple[int, ...], Members]:
-        """For each of `groups`, tuples of ranks, the class numbers of its ranks."""
+        """Return the class numbers of the ranks in each of `groups` (tuples of ranks), by group."""
         return {group: tuple(self.number[rank] for rank in group) for group in groups}
 
 

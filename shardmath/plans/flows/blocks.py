@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """The ranks of a program, ascending, with the node of each, the sizes of nodes, and the speeds of links.
+    """The ranks of a program, ascending, with the node of each, the number of ranks on nodes, and the speeds of links.
 
     `intra` and `inter` are what the links of one rank carry, in bytes per second.
     """
@@ -89,7 +89,7 @@ class BlockTable:
 def read_blocks(
     blocks: Sequence[Block], ranks: Iterable[int], topology: Topology
 ) -> tuple[BlockTable, Machine]:
-    """Read `blocks` into a table, a BlockTable, and `ranks` with their nodes and links into a Machine.
+    """Make a BlockTable of `blocks`, and a Machine of `ranks` with their nodes and links in `topology`.
 
     Raises PlanError for a block with a rank not among `ranks`, without a holder, or of a negative
     size.

@@ -22,7 +22,7 @@ __all__ = ["Cut", "TouchedLabels", "find_shared", "list_cuts", "touch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TouchedLabels:
-    """The labels, such as node numbers, of the ranks in each set of ranks, ascending, and the set of each block.
+    """Sets of ranks, each as the distinct labels of its ranks (such as node numbers), ascending; and each block's set.
 
     `sets` are ranges of `labels`.
     """
@@ -67,7 +67,7 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """Find all pairs (label, block) of which a rank with the label holds the block, and another needs it."""
+    """Find all pairs (label, block) in which ranks with the label hold the block, and ranks with the label need it."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
@@ -142,7 +142,7 @@ DIRECTIONS = (("in", _force_in), ("out", _force_out))
 
 
 class Cut(NamedTuple):
-    """A set of ranks (`inside`), the bytes that must enter or leave it, and the seconds that they take at least."""
+    """A set of ranks (`inside`), the bytes that must enter or leave it, and the least seconds that this takes."""
 
     seconds: Fraction
     inside: Bools
@@ -181,7 +181,7 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield, in each direction, the sets of ranks with one label into or out of which most bytes must go.
+    """Yield, for each direction, the Cuts around all ranks of one label that the most bytes must enter or leave.
 
     Of the sets that have equal links these are the ones with the most forced bytes.
     """

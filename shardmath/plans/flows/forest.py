@@ -28,7 +28,7 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Yield (line, sink, bytes) for all bytes that a sink takes of a line in a network of flows.
+    """Yield (line, sink, bytes), in whole bytes, for each line of which a sink takes bytes in the balanced `network`.
 
     Uses the network up.
     """

@@ -27,7 +27,7 @@ SPREAD = 7919
 
 
 class Network(NamedTuple):
-    """Lines (byte counts) and the sinks that may take each; sinks are numbered after the lines, from `first` on.
+    """Lines (amounts of bytes) and the sinks that may take bytes of each; the first sink has number `first`.
 
     At a level, a sink takes level x `weight` - `base` bytes. `reach` (the sinks of each line) and
     `base` change as lines lose sinks: a line with one sink left becomes part of that sink's base.
@@ -51,7 +51,7 @@ class Subnetwork(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Sinks that reach one level, `nbytes / weight`, and the bytes (times `weight`) that they take of each line.
+    """Sinks that all get one load, `nbytes / weight`, and the bytes (times `weight`) that each takes of each line.
 
     `sent[sink][line]` is the amount that the sink takes of the line.
     """
@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """Yield the network's sinks grouped by level, with the flow of each group; `top`: only the highest groups.
+    """Yield the network's sinks in groups of equal load, with the bytes they take of lines; `top`: highest loads only.
 
     Uses the network up.
     """
@@ -353,7 +353,7 @@ def _push(flow: _Flow, path: list[int]) -> None:
 
 
 def take(row: dict[int, int], line: int, amount: int) -> None:
-    """Subtract `amount` from the bytes of `line` in `row`; remove the line if nothing is left."""
+    """Subtract `amount` from `row[line]`; remove `line` from the dict `row` if nothing is left."""
     if row[line] == amount:
         del row[line]
     else:

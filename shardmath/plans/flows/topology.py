@@ -60,7 +60,7 @@ class Topology:
         return number // self.ranks_per_node
 
     def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Return the distinct `ranks` of each node, by node number, both ascending; nodes without any are left out."""
+        """Return the distinct `ranks` on each node, by node number, both ascending; nodes without one are left out."""
         given = listed(ranks, "ranks", PlanError)
         distinct = {as_integer(rank, "a rank", PlanError) for rank in given}
         by_node: dict[int, list[int]] = {}

@@ -70,7 +70,7 @@ def _are_related(one: Plan, other: Plan) -> bool:
 
 
 def count_peers(part: RankProgram, plan: Plan) -> int:
-    """Return the number of ranks to which `part.rank` sends, or from which it receives, under `plan`, the larger."""
+    """Return the number of ranks that `part.rank` sends to or receives from under `plan`, whichever is larger."""
     # A rank that stays receives from the same ranks as before.
     senders: set[int] = set()
     for posted in part.rounds:
@@ -83,7 +83,7 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
 
 
 def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
-    """Turn the part of `part.rank` into its part in `plan`, the same plan after ranks left or came back.
+    """Adapt the RankProgram `part` to `plan`, which is the same plan after ranks left or came back.
 
     None if nothing of the part can be kept.
     """

@@ -40,7 +40,7 @@ class _Shorter(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The windows that stay after ranks left, and the new position of each, by its old position."""
+    """The windows of a tensor that still have ranks after some left, and the new index of each by its old index."""
 
     windows: Windows
     places: dict[int, int]
@@ -55,7 +55,7 @@ class Staying:
     _windows: dict[int, Kept] = field(default_factory=dict)
 
     def keep(self, name: str, windows: Windows) -> Kept:
-        """Return the windows of the tensor `name` that still have ranks. Raises PlanError as `keep_layout` does."""
+        """Return the `windows` of the tensor `name` that still have ranks. Raises PlanError as `keep_layout` does."""
         # The plan keeps its windows alive, so that no id is reused.
         kept = self._windows.get(id(windows))
         if kept is None:

@@ -75,7 +75,7 @@ def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None 
 
 
 def find_running(plan: object, topology: Topology | None) -> Program:
-    """Return the Program that runs when `plan` is compiled for `topology`; a Program is returned as it is.
+    """Return the Program that runs, apart from its limits, when `plan` is compiled; a Program is returned as it is.
 
     Raises PlanError as `certify` does.
     """
@@ -94,7 +94,7 @@ def find_running(plan: object, topology: Topology | None) -> Program:
 
 
 def list_blocks(plan: Plan) -> Iterator[Block]:
-    """Yield the blocks of `plan`, from which its bound is found: distinct elements, and who holds and needs them."""
+    """Yield the Blocks from which the time bound of `plan` is found: bytes, and the ranks that hold and need them."""
     # Without the topology: it would divide one set of receivers into near and far lines, but the
     # bound counts what must move, whichever rank is asked for it.
     demands = plan.lines if plan.topology is None else gather_lines(plan.batches)

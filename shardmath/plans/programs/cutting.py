@@ -49,7 +49,7 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Return whether `other` cuts the bytes between the ranks of both paces into the same steps."""
+        """Return whether this Pace and `other` cut the bytes between ranks that both have into the same messages."""
         if self == other:
             return True
         # If all streams go in one turn, the other ranks make no difference.
@@ -59,7 +59,7 @@ class Pace(NamedTuple):
 
 
 def most_peers(transfers: Iterable[Transfer]) -> int:
-    """Return how many other ranks `transfers` of one rank go to, or come from, whichever is more."""
+    """Return the number of other ranks that `transfers` of one rank go to or come from, whichever number is larger."""
     pairs = {(t.src_rank, t.dst_rank) for t in transfers}
     out_of: Counter[int] = Counter()
     into: Counter[int] = Counter()
@@ -74,7 +74,7 @@ def most_peers(transfers: Iterable[Transfer]) -> int:
 def set_pace(
     ranks: tuple[int, ...], *, peers: int, max_inflight_bytes: int, by_addend: bool
 ) -> Pace:
-    """Choose the message size and the peers at once, a Pace, that keep a rank within `max_inflight_bytes`.
+    """Choose a Pace (message size, and peers at once) that keeps every rank within `max_inflight_bytes`.
 
     `ranks` are the plan's ranks; `peers` is the largest `most_peers` of any rank. Raises ExchangeError
     if the limit has no room for a message of `ALIGNMENT` bytes in each direction.
@@ -96,7 +96,7 @@ def set_pace(
 
 
 def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
-    """Cut `transfers` into messages by the limits of `pace`; return them in order of step, sender and receiver.
+    """Cut `transfers` into messages by the limits of `pace`; return them sorted by step, sender and receiver.
 
     Any union of whole streams may be given; the messages of a stream depend on that stream alone.
     """

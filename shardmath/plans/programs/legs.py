@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """The cuts of each block of bytes into bands, which reach nodes in different ways, and the cuts of the first hop.
+    """A division of each block of bytes into bands, which reach nodes in different ways, and cuts for the first hop.
 
     Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
     node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight
@@ -71,7 +71,7 @@ class Streams(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """All streams of several lines: line `lines[i]` has the streams first[i]..first[i+1]-1.
+    """All streams (bytes from one rank to another) of several lines: of `lines[i]`, streams first[i]..first[i+1]-1.
 
     Roots are numbered within each line.
     """
@@ -145,7 +145,7 @@ its streams. Larger bundles would be no faster, and take more memory.
 
 
 def bundle(lines: Ints, weights: Ints) -> list[Ints]:
-    """Divide `lines` into runs of neighbors whose `weights` add up to about MOST_TOGETHER.
+    """Divide `lines` into groups of consecutive lines whose `weights` add up to about MOST_TOGETHER.
 
     >>> weights = np.array([5000, 3000, 9000, 5000, 4000])
     >>> [together.tolist() for together in bundle(np.arange(5), weights)]
@@ -162,7 +162,7 @@ MOST_SHARING = 1 << 62
 
 
 def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
-    """Group the ranks that need the bytes of `lines` by up to `sharing` ranks of one node, block by block."""
+    """Group the ranks that need each block of `lines`: up to `sharing` ranks of one node form a group."""
     blocks, line = ranges(demands.first[lines], demands.first[lines + 1])
     receivers = list_all_receivers(demands, blocks)
     ranks = join(receivers)

@@ -310,7 +310,7 @@ def _code_ends(
 
 
 def estimate_seconds(where: Topology, loads: Loads) -> float:
-    """Estimate the time that rounds with these loads take one after the other: each its fullest link's, and a latency.
+    """Estimate the seconds that rounds with these `loads` take in sequence: each its slowest link's, and a latency.
 
     `loads` are bytes by (..., rank, link).
     """
@@ -341,7 +341,7 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
-    """Estimate the seconds if each hop's bytes are cut into `slots` slots, and each hop follows one slot behind."""
+    """Estimate the seconds if each hop's bytes are cut into `slots` slots, and hop i + 1 is one slot behind hop i."""
     total = 0.0
     few = min(slots, LEGS)
     for slot in range(few + LEGS - 1):

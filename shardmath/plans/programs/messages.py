@@ -92,7 +92,7 @@ def _show_pieces(m: Message) -> str:
 
 
 class Round(NamedTuple):
-    """All messages of one rank in one step: they are posted together, and done before the next round.
+    """All messages of one rank that are posted together, and completed before the next round.
 
     `keeps` stay on the rank.
     """
@@ -103,7 +103,7 @@ class Round(NamedTuple):
 
     @property
     def step(self) -> Step:
-        """The step of all messages of the round."""
+        """The step (phase, slot, turn) that all messages of the round have."""
         return self.messages[0].step
 
     @property
@@ -141,7 +141,7 @@ def itemsize_of(t: Transfer) -> int:
 def make_message(
     step: Step, src_rank: int, dst_rank: int, leg: int, pieces: Sequence[Transfer]
 ) -> Message:
-    """Make a Message of these pieces, end to end, each aligned to the size of its elements."""
+    """Make a Message of `pieces`, end to end, each aligned to the size of its elements."""
     starts = []
     end = 0
     for piece in pieces:
@@ -152,7 +152,7 @@ def make_message(
 
 
 def gather_rounds(given: Iterable[Message], rank: int) -> tuple[Round, ...]:
-    """Group the messages in `given` that `rank` sends and receives by step; return its Rounds, in order.
+    """Return the Rounds of `rank`, in order, made of the messages in `given` that it sends, receives or keeps.
 
     Several messages of one step between the same ranks stay in the given order.
     """

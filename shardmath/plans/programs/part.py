@@ -147,7 +147,7 @@ def _join_slices(runs: Runs) -> list[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The transfers that one rank sends, keeps and receives, not yet cut into the messages of a Pace.
+    """The transfers that one rank sends, keeps and receives: of a plan, not yet cut into messages; of a program, cut.
 
     `pieces` are all that the rank sends, keeps and receives. A plan's pieces are not cut yet, and `peers` is
     the most ranks to which it sends, or from which it receives. A program's pieces are already in `rounds`.
@@ -178,7 +178,7 @@ class Outline:
     def part(
         self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
     ) -> RankProgram:
-        """Cut the rank's transfers into messages by limits that all ranks have in common; return its RankProgram.
+        """Make the rank's RankProgram; the transfers of a plan are cut into messages by limits that all ranks share.
 
         `peers` is the largest of any rank's. With `by_addend` one addend goes after the other, which
         a plan needs if otherwise some rank's part does not keep their order. The limit applies to a
@@ -215,7 +215,7 @@ class Outline:
 
 
 def outline_part(plan: Plan | Transposed | Program, rank: int) -> Outline:
-    """Find what `rank` does in the plan or program, an Outline that is not cut into messages yet."""
+    """Find the transfers of `rank` in the plan or program, as an Outline from which its RankProgram is made."""
     if isinstance(plan, Program):
         rounds = plan.for_rank(rank)
         pieces = tuple(_list_pieces(rounds))
@@ -238,7 +238,7 @@ def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
 def make_parts(
     plan: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
 ) -> tuple[RankProgram, ...]:
-    """Make the RankProgram of every rank, cut by the limits on which the ranks would agree."""
+    """Make the RankProgram of every rank; a plan's transfers are cut into messages by limits that all ranks share."""
     outlines = [outline_part(plan, rank) for rank in plan.ranks]
     peers = max((outline.peers for outline in outlines), default=0)
     # One addend after the other takes more rounds, so it is done only if the order requires it.

@@ -239,7 +239,7 @@ def _make_messages(
 
 
 class Slices(NamedTuple):
-    """Slices of streams: of stream `stream[i]`, bytes lo[i]..hi[i]-1 are sent in slot `slot[i]`."""
+    """Pieces of streams (bytes between two ranks): bytes lo[i]..hi[i]-1 of stream `stream[i]` are sent in `slot[i]`."""
 
     stream: Ints
     slot: Ints
@@ -258,7 +258,7 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` into slices that are not empty, with slots as if each stream were in hop 1 of line 0."""
+    """Cut `streams` into slices that are not empty, with slots that do not yet depend on the stream's hop and line."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = find_lines(prog.legs.lines, streams.block)
     most = streams.root.max(initial=0) + 1
@@ -364,7 +364,7 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return the turn, modulo the number of turns, in which two ranks exchange bytes; `places` sums their positions.
+    """Return the turn, not yet modulo the number of turns, in which ranks whose positions add up to `places` meet.
 
     `places` is the sum of the places of the two ranks among all ranks. With 2 * `ranks` turns a rank has
     one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.

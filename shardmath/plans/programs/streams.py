@@ -121,7 +121,7 @@ class Straight(NamedTuple):
 
 
 def list_straight(legs: Legs, lines: Ints) -> Straight:
-    """List the bytes that go straight from the holders of `lines`, in their order on the lines."""
+    """List the bytes of `lines` that go straight from a holder, not from a relay, in their order on the lines."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     return _pick_straight(legs, entries)
@@ -159,7 +159,7 @@ def _find_first(lines: Ints) -> int:
 
 
 def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
-    """Yield the streams (bytes from rank to rank) of all lines, or of bundles that have some of the lines `some`."""
+    """Yield Bundles of streams (bytes from rank to rank): of all lines, or only Bundles with a line in `some`."""
     bundles = _divide_lines(legs)
     wanted: Iterable[int] = range(len(bundles))
     if some is not None:
@@ -171,7 +171,7 @@ def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
 
 
 def bundle_lines(legs: Legs, lines: Ints) -> list[Ints]:
-    """Divide `lines` into runs of neighbors with about equally many streams."""
+    """Divide `lines` into groups of consecutive lines with about equally many streams (bytes between two ranks)."""
     demands = legs.lines
     # A line has about one stream for each receiver of each band, and one more for each holder.
     bands = Offsets(legs.bands.first).counts()

@@ -43,7 +43,7 @@ class Stretches(NamedTuple):
 
 
 class StretchParts(NamedTuple):
-    """Parts of stretches: part i has equal elements of `copies[i]` tensors, and is of stretch `stretch[i]`.
+    """Parts of stretches (bytes between ranks): part i, of stretch[i], has the same elements of copies[i] tensors.
 
     In each of these tensors it is elements lo..hi-1 of the unit of row `row[i]`.
     """
@@ -61,7 +61,7 @@ class StretchParts(NamedTuple):
 
 
 def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
-    """Cut the stretches `given` into parts, each with equal elements of neighboring tensors of a batch."""
+    """Cut the byte ranges `given` (Stretches) into parts, each with the same elements of consecutive tensors."""
     grid = make_grid(demands, batches)
     cut = _cut_by_row(grid, given)
     by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])

@@ -56,7 +56,7 @@ MOST_BYTES = 1 << 62
 @public
 @dataclass(frozen=True, slots=True)
 class Relabeling:
-    """A renumbering of a destination's ranks: `pairs` (old, new), ascending, which are a permutation.
+    """A renumbering of a destination's ranks: `pairs` (old number, new number), ascending, which are a permutation.
 
     `kept_before` and `kept_after` are the bytes that stay where they are under the old and the new
     numbers.
