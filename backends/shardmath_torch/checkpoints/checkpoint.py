@@ -69,7 +69,7 @@ def save(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save tensors as one checkpoint at `path`, a folder or its URL, from each rank's parts; replaces an earlier one.
+    """Save `tensors`, of which ranks have parts, as a checkpoint at `path`, a folder or URL; replaces an earlier one.
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of

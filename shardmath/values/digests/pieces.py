@@ -53,7 +53,7 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Yield the pieces, products of DimensionParts, in which a local array is weighed.
+    """Divide a local array into pieces (one DimensionPart per dimension), whose weighted sums are then computed.
 
     The array has `words` words per element; `order` lists its dimensions, the closest in memory first.
     """

@@ -177,7 +177,7 @@ def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the global tensor under `layout` whose local tensors, by rank, are `shards`."""
+    """Assemble the global tensor from `shards`, the local tensors by rank that it has under `layout`."""
     whole = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
     for rank in layout.mesh.ranks:
         for local, glob in list_boxes(layout, rank):
