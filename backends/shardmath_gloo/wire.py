@@ -112,7 +112,7 @@ def _make_byte() -> Tensor:
 
 
 class GlooWire:
-    """The connections of a gloo group; a wait ends `patience` seconds after its message was posted."""
+    """The connections of a gloo group; a wait for a message fails `patience` seconds after the message was posted."""
 
     device = torch.device("cpu")
 

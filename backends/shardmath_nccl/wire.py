@@ -116,7 +116,7 @@ def _check_offered(group: compat.Group) -> None:
 
 
 class NcclWire:
-    """The connections of an NCCL group; a wait ends if no batch of messages is done within `patience` seconds."""
+    """The connections of an NCCL group; a wait fails if no batch of messages is done within `patience` seconds."""
 
     def __init__(self, group: compat.Group, patience: float) -> None:
         _check_handling()

@@ -29,7 +29,8 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """The size of a run of all ranks: its steps, the most rounds of a rank, the most messages and bytes of a round.
+    """The size of a run through all ranks' rounds: the number of steps, the most rounds of a rank, and the most
+    messages and bytes of a rank in one round.
 
     The number of steps, and over all ranks the most rounds, the most messages in a round, and the
     most bytes in flight in a round, in both directions together.

@@ -289,7 +289,7 @@ def _make_empty(layout: Layout, rank: int) -> Array:
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
-    """Plan how ranks quantize their parts of the tensor `name`, if its `layout` divides blocks of `format`.
+    """Plan how ranks quantize their parts of the tensor `name`, even if its `layout` divides blocks of `format`.
 
     Raises FormatError as `format.layouts` does, for a Partial layout and for a cut byte of two numbers; PlanError for
     a tensor without dimensions, and for a block of which ranks hold some positions but not all.

@@ -32,7 +32,7 @@ MOST = 256 * ROW
 
 
 class DimensionPart(NamedTuple):
-    """Local positions start..stop-1 of a dimension, and the ranges of global positions that lie there.
+    """Local positions `start` to `stop` - 1 of a dimension, and the ranges of global positions that lie there.
 
     If `inner` is not 0, the part is one range, whose global start and length are multiples of 2^`inner`.
     """

@@ -155,7 +155,8 @@ def read_shape(shape: object) -> tuple[int, ...]:
 
 
 def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
-    """Return the nearest borders of blocks of size `block`, at or before `position` and after it, in a length `n`."""
+    """Return the nearest borders, at or before `position` and after it, of blocks of size `block` in a dimension of
+    length `n`."""
     below = position - position % block
     return below, min(below + block, n)
 

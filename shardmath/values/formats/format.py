@@ -159,7 +159,7 @@ class Format(ABC):
         return self.blocks.data_slice(scale_slice, read_shape(shape), name)
 
     def check_shape(self, shape: tuple[int, ...], name: str = "") -> None:
-        """Raise FormatError if rows of this `shape` do not fill whole bytes, where two numbers share a byte."""
+        """Raise FormatError if two numbers share a byte, and rows of this `shape` do not fill whole bytes."""
         count = self.per_element
         if shape[-1:] and shape[-1] % count:
             what = f"{label(name)}{self.name} packs {count} numbers per byte, which shape {tuple(shape)}"
@@ -341,7 +341,7 @@ def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
 
 
 def read_flag(value: Format, field: str) -> None:
-    """Replace `field` of the format `value`, maybe a bool of numpy, by a plain bool. Raises FormatError for others."""
+    """Make `field` of the format `value`, a bool of Python or numpy, a plain bool. Raises FormatError for others."""
     given: object = getattr(value, field)
     if not isinstance(given, bool | np.bool_):
         what = f"{type(value).__name__}({field}={shown(given)})"

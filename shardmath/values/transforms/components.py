@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class AsHeld(NamedTuple):
-    """Whether a tensor is sent as the source holds it, and arrives as the destination holds it, without a transform."""
+    """Two flags: whether a tensor is sent as the source holds it, and arrives as the destination holds the tensor."""
 
     source: bool
     destination: bool

@@ -130,7 +130,7 @@ def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
 def finalize(
     job: WireJob, rank: int, given: Sequence[Array], into: Sequence[Array | None]
 ) -> dict[str, Array]:
-    """Make the tensor and its companions, by local name, from the received arrays `given`; write them `into` arrays."""
+    """Make the tensor and its companions, by local name, from the received arrays `given`, and write them to `into`."""
     wired = job.wired
     made = {}
     if wired is None or wired.as_held.destination:

@@ -133,7 +133,8 @@ class Transformed:
                     yield WireJob(name, local_held, local_wires, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
-        """Compute the wire tensors that `rank` sends, from its local `arrays`; without a transform, as they are.
+        """Compute the wire tensors that `rank` sends, from its local `arrays`; tensors without a transform are sent as
+        they are.
 
         Elements of a type that numpy lacks are words (`elements`). Raises PlanError for arrays that are missing, or
         not as held, and for what a transform makes that is not as it says.

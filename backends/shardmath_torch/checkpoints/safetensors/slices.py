@@ -70,7 +70,7 @@ def _open_tensors(
 
 
 def fits(weights: Weights, layouts: Mapping[str, Layout]) -> None:
-    """Raise WeightsError unless `weights` has each tensor of `layouts` with its shape and dtype, none Partial."""
+    """Raise WeightsError unless `weights` has each tensor in `layouts` with equal shape and dtype, not Partial."""
     for name, layout in layouts.items():
         _check_fit(weights, name, layout)
 

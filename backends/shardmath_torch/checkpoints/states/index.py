@@ -101,14 +101,14 @@ class Index:
     state: Mapping[str, Entries]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return the options of each parameter's group, such as the learning rate, by the parameter's name."""
+        """Return, for each parameter's name, the options of its parameter group, such as the learning rate."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.options)
         return found
 
     def members(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of all parameters in each parameter's group, in order, by the parameter's name."""
+        """Return, for each parameter's name, the names of all parameters in its parameter group, in order."""
         found: dict[str, tuple[str, ...]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.parameters)
