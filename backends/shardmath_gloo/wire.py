@@ -112,7 +112,7 @@ def _make_byte() -> Tensor:
 
 
 class GlooWire:
-    """The connections of a gloo group; a wait ends `patience` seconds after its message was posted."""
+    """The connections of a gloo group; a wait for a message fails `patience` seconds after the message was posted."""
 
     device = torch.device("cpu")
 
@@ -126,7 +126,7 @@ class GlooWire:
         self._tag = OURS
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Mark later messages with the number `turn`; they wait `patience` seconds, None for the default."""
+        """Mark messages from now on with number `turn`, and wait `patience` seconds for each; None for the default."""
         self._tag = OURS + turn % TURNS * STEPS
         self._patience = self._default_patience if patience is None else patience
         self._is_late = patience is not None

@@ -116,7 +116,7 @@ def _check_offered(group: compat.Group) -> None:
 
 
 class NcclWire:
-    """The connections of an NCCL group; a wait ends if no batch of messages is done within `patience` seconds."""
+    """The connections of an NCCL group; a wait fails if no batch of messages is done within `patience` seconds."""
 
     def __init__(self, group: compat.Group, patience: float) -> None:
         _check_handling()
@@ -134,7 +134,7 @@ class NcclWire:
         return compat.device_of(self._group)
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Set for how many seconds messages wait from now on. `turn` is not used: NCCL pairs messages by order."""
+        """Set how many seconds to wait for messages from now on. `turn` is not used: NCCL pairs messages by order."""
         self._patience = self._default_patience if patience is None else patience
 
     def receive(self, memory: Tensor, rank: int) -> _Batch:

@@ -61,7 +61,7 @@ BLOCKS = (8, 16, 64, 128, 256, 512)
 
 
 def lengths(most: int = 4096) -> st.SearchStrategy[int]:
-    """A strategy of lengths of a dimension, 0 to `most`: small ones, and ones around multiples of block sizes.
+    """A hypothesis strategy for lengths of a dimension, 0 to `most`: often small, or near a multiple of a block.
 
     A placement that aligns to blocks only if there are enough rows is right on every small size.
     """
@@ -84,7 +84,7 @@ def _around_blocks(draw: Draw, most: int) -> int:
 
 
 def parts(most: int = 8) -> st.SearchStrategy[int]:
-    """A strategy of numbers of coordinates on a mesh axis, from 1 to `most`, mostly few."""
+    """A hypothesis strategy for the size of a mesh axis (the parts into which it divides a dimension), 1 to `most`."""
     if most <= 4:
         return st.integers(1, most)
     few = st.integers(1, 4)
@@ -101,7 +101,7 @@ _block_sizes = st.integers(1, 3)
 
 @st.composite
 def runs(draw: Draw, most: int = 12) -> Runs:
-    """Draw Runs of any kind: ranges of the positions 0 to `most` - 1, in any order and with holes."""
+    """Draw Runs (positions of a dimension that a rank holds): ranges below `most`, in any order, with holes."""
     positions = st.integers(0, most)
     any_cuts = st.sets(positions, max_size=6)
     cuts = sorted(draw(any_cuts))
@@ -118,7 +118,7 @@ def runs(draw: Draw, most: int = 12) -> Runs:
 
 @st.composite
 def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
-    """Draw a mesh of up to three axes over ranks in any order, from `first` on (drawn if not given)."""
+    """Draw a mesh of up to three axes and `most` ranks, numbered from `first` (drawn if not given), in any order."""
     any_sizes = st.lists(_axis_sizes, max_size=3)
     few_ranks = any_sizes.filter(lambda sizes: math.prod(sizes) <= most)
     sizes = draw(few_ranks)
@@ -134,7 +134,7 @@ def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
 
 @st.composite
 def placements(draw: Draw, dim: int, n: int, count: int, overlap: bool = True) -> Placement:
-    """Draw a placement that divides length `n` of dimension `dim` into `count` parts, disjoint unless `overlap`."""
+    """Draw a placement that divides dimension `dim` of length `n` into `count` parts, disjoint unless `overlap`."""
     kinds: list[Callable[[], Placement]] = [
         lambda: Shard(dim),
         lambda: Balanced(dim),
@@ -203,7 +203,7 @@ def layouts(
     dtype: str = "float64",
     overlap: bool = True,
 ) -> Layout:
-    """Draw a layout that holds every element: any placements, given as a tuple or a mapping, and holes.
+    """Draw a layout that gives every element to some rank, with any placements, and sometimes holes in local tensors.
 
     Some axes are Partial(op) if op is given.
     """
@@ -272,7 +272,7 @@ def _draw_stored(draw: Draw, n: int) -> Runs:
 
 
 def shapes(most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
-    """A strategy of global shapes of zero to three dimensions, each up to `most`."""
+    """A hypothesis strategy for global shapes of zero to three dimensions, each of length 0 to `most`."""
     sizes = st.integers(0, most)
     listed = st.lists(sizes, max_size=3)
     return listed.map(tuple)
@@ -302,7 +302,7 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """Draw two layouts of one shape, the second on several copies of a mesh, and the ranks of some of the copies.
+    """Draw two layouts of one shape, the second replicated on several copies of a mesh, and the ranks of some copies.
 
     No rank of those copies is in the first layout, and the other ranks still reduce in the same way.
     """
@@ -335,7 +335,7 @@ def _copied(draw: Draw, src: Mesh, original: Mesh, count: int) -> Mesh:
 
 @st.composite
 def trees(draw: Draw) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Draw two mappings, name -> Layout, with the same names; some names share their layouts."""
+    """Draw two mappings from the same names to layouts, for a source and a destination; names may share layouts."""
     drawn = draw(st.lists(pairs(), min_size=1, max_size=3))
     count = draw(st.integers(1, 5))
     src = {}
@@ -360,7 +360,7 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
-    """Draw disjoint windows that together hold all of the layout, cut in two along every dimension."""
+    """Cut `layout` in two at a drawn position of every dimension; return the windows, layouts of one box of it each."""
     sides = []
     for n in layout.shape:
         cut = draw(st.integers(0, n))
@@ -371,7 +371,7 @@ def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
 
 
 def register_strategies() -> None:
-    """Let st.from_type of Mesh, Layout and Runs use these strategies; `shardmath.testing` calls it on import."""
+    """Let `st.from_type` draw Mesh, Layout and Runs by these strategies; `shardmath.testing` calls this on import."""
     st.register_type_strategy(Mesh, meshes())
     st.register_type_strategy(Layout, layouts())
     st.register_type_strategy(Runs, runs())

@@ -35,7 +35,7 @@ Case = tuple[Transform, Layout, Layout, int]
 
 
 def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check all laws of transforms for a tensor with layouts `src` and `dst`. Raises AssertionError."""
+    """Check that `transform` obeys TRANSFORM_LAWS on a tensor with layouts `src` and `dst`. Raises AssertionError."""
     for law in TRANSFORM_LAWS:
         law(transform, src, dst, seed)
 
@@ -43,7 +43,7 @@ def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -
 def preparing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that preparing a rank's part of the source gives the rank's part of the prepared whole."""
+    """Check that `prepare` of a rank's part of the source gives the rank's part of `prepare` of the whole source."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
     wires = whole.prepare(0, {"w": tensor})
@@ -55,7 +55,7 @@ def preparing_commutes_with_slicing(
 def finalizing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that finalizing a rank's part of what is sent gives the rank's part of the finalized whole."""
+    """Check that `finalize` of a rank's part of wire tensors gives the rank's part of `finalize` of them all."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     tensor = _only(whole.finalize(0, wires))
@@ -69,7 +69,7 @@ def finalizing_commutes_with_slicing(
 
 
 def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check that preparing, moving and finalizing parts gives the parts of the transformed whole."""
+    """Check that preparing, moving and finalizing ranks' parts gives the ranks' parts of the transformed tensor."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
     wires = whole.prepare(0, {"w": tensor})
@@ -86,7 +86,7 @@ def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed:
 
 
 def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check that finalizing leaves the destination's holes unchanged."""
+    """Check that `finalize` leaves holes (positions without an element) of destination tensors unchanged."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     for rank in dst.mesh.ranks:
@@ -194,7 +194,7 @@ def transform_cases(
     dst: str,
     dst_shape: tuple[int, ...] | None = None,
 ) -> Case:
-    """Draw arguments for `check_transform`: layouts of these shapes and dtypes, cut anywhere between blocks.
+    """Draw arguments for `check_transform`: two layouts of these shapes and dtypes, which cut no block of `transform`.
 
     Parts may be strided, block-cyclic, permuted, empty, held by several ranks, and next to holes.
     """

@@ -69,7 +69,8 @@ def save(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save tensors as one checkpoint at `path`, a folder or its URL, from each rank's parts; replaces an earlier one.
+    """Save tensors, from the parts that ranks hold, as one checkpoint at `path`, a folder or URL; replaces an older
+    one.
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
@@ -323,7 +324,7 @@ WANTED = "wanted names to stored ones"
 
 
 def check_names(names: object) -> None:
-    """Raise CheckpointError unless `names` is None or maps the names wanted, as str, to stored names."""
+    """Raise CheckpointError unless `names` is None, or a mapping from wanted names to stored names, all of type str."""
     if names is None:
         return
     given = mapping(names, "names is ", WANTED, CheckpointError)

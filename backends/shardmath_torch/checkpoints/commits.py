@@ -59,7 +59,7 @@ FILE = re.compile(rf"{OURS}(?P<save>[0-9a-f]{{{DIGITS}}})({_DATA}|{_DRAFT})")
 
 
 def name_draft(save: str) -> str:
-    """Return the name of the file in which the save `save` writes `.metadata`, before the file is renamed."""
+    """Return the name of the file in which the save with identifier `save` writes `.metadata`, before it renames it."""
     return f"{OURS}{save}{METADATA}{UNFINISHED}"
 
 
@@ -164,7 +164,7 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove files of saves that crashed, failed or were replaced: the i-th of n shares, if `share` is (i, n)."""
+    """Remove files of saves that crashed, failed or were replaced; only the i-th of n shares if `share` is (i, n)."""
     files = _list_ours(folder)
     saves = {save for _, save in files}
     # Locks are held until all is removed. A running save whose draft was removed before the save had locked it waits
@@ -213,7 +213,7 @@ def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
 
 
 def find_counting(folder: Place) -> str | None:
-    """Return the identifier of the save that wrote the folder's `.metadata`; None if there is none by `save`."""
+    """Return the identifier of the save that wrote the folder's `.metadata`; None if `save` did not write that file."""
     file = folder / METADATA
     try:
         size = length_of(file)

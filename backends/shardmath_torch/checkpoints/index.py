@@ -134,7 +134,7 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Return the stored name of the bytes that each rank saved, by name and rank, as `found` in untrusted metadata.
+    """Check what was `found` in untrusted metadata, and return the stored names of ranks' bytes, by name and rank.
     Raises CheckpointError if `tensors` lacks one."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []

@@ -33,7 +33,7 @@ __all__ = ["LoadPlanner", "has_same_bytes", "local_layouts"]
 
 
 def has_same_bytes(dtype: str, other: str) -> bool:
-    """Whether one dtype can be loaded as the other without conversion: equal dtypes, or FP8 or FP4 and uint8.
+    """Whether one dtype can be loaded as the other without conversion: equal dtypes, or uint8 and one of FP8 or FP4.
 
     >>> has_same_bytes("uint8", "float8_e8m0fnu"), has_same_bytes("float8_e5m2", "float8_e4m3fn")
     (True, False)
@@ -45,7 +45,7 @@ def has_same_bytes(dtype: str, other: str) -> bool:
 
 
 def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
-    """Yield the name, local key and layout of each tensor or window that `rank` holds in `side`."""
+    """Yield the tensor's name, the local name and the layout of each tensor or window that `rank` holds in `side`."""
     for name, windows in side.items():
         for key, layout in windows.locals(name, rank):
             yield name, key, layout
@@ -129,7 +129,7 @@ class LoadPlanner(theirs.LoadPlanner):
         raise CheckpointError(f"{what}; {fix}")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return a view of the local tensor's elements that `read_item` is read into."""
+        """Return the view of a local tensor into which `read_item` is to be read."""
         local = self._tensors[read_item.dest_index.fqn].detach()
         stored = self._find_stored(read_item.storage_index.fqn)
         # in the stored dtype, or copying into the cells would convert

@@ -125,11 +125,11 @@ class Reader(storage.StorageReader):
 
     @property
     def touched(self) -> bytes | None:
-        """Flags of the checksummed chunks that this rank reads, compressed; None if there are no checksums."""
+        """Compressed flags, one per chunk with a checksum: whether this rank reads it; None without checksums."""
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
-        """Choose which checksums this rank checks; `packed` has all ranks' `touched`, in their order.
+        """Choose the chunks that rank number `rank` checks, of those that it reads; `packed` has all ranks' `touched`.
 
         From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """

@@ -67,7 +67,7 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError if two tensors have a local tensor of one key, as a tensor `w[0]` and a window of `w`."""
+    """Raise CheckpointError if two tensors have one local name in `keys`, as a tensor `w[0]` and a window of `w` do."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
@@ -114,7 +114,7 @@ class SavePlanner(theirs.SavePlanner):
         self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """Return the boxes of tensors that this rank writes, with a report that ranks compare as planner data."""
+        """Return a plan of the boxes that this rank writes; its planner data is a report, which ranks compare."""
         moved = to_disk(self._windows)
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
@@ -170,7 +170,7 @@ class SavePlanner(theirs.SavePlanner):
         return item
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that ranks agree, and return all ranks' boxes, with equal bytes written once, and torch's metadata.
+        """Check that ranks agree; return all ranks' plans, which write equal bytes only once, and torch's metadata.
         Raises CheckpointError if ranks disagree."""
         reports: list[_RankReport] = [rank_plan.planner_data for rank_plan in all_plans]
         _check_agreed(reports)
@@ -254,8 +254,8 @@ def _describe_tensors(plans: Iterable[SavePlan]) -> dict[str, TensorStorageMetad
 
 
 def as_tensor(name: str, data: object) -> Tensor:
-    """Return the bytes `data` that a rank saves as a 1-d tensor of uint8. Raises CheckpointError, with `name`, if they
-    are not bytes."""
+    """Convert `data`, bytes that a rank saves, to a 1-d tensor of uint8. Raises CheckpointError, with `name`, if
+    they are not bytes."""
     if isinstance(data, Tensor) and data.dtype == torch.uint8 and data.ndim == 1:
         tensor = plain(data)
         fault = missing_memory(tensor)

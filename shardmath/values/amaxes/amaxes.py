@@ -92,7 +92,7 @@ class AmaxPiece(NamedTuple):
 @public_in("formats")
 @dataclass(frozen=True, slots=True)
 class Amaxes:
-    """A plan for quantizing a tensor of which ranks cut blocks, so that they agree on scales; from `plan_amaxes`.
+    """A plan for ranks that cut blocks to quantize their parts of a tensor with equal scales; from `plan_amaxes`.
 
     `src` and `dst` are the sides of the slots, under the tensor's `name`; they are empty if no block is cut. `layouts`
     has the layouts of data and scales: the scale of a block is on every rank that holds some of it.
@@ -107,7 +107,7 @@ class Amaxes:
     _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
-        """Return the amax (largest magnitude) of each block that the rank touches, within its local float32 array `x`.
+        """Return, for each block that `rank` touches, the amax (largest magnitude) within its local float32 array `x`.
 
         Raises PlanError for another array, and a rank that the layout does not have.
         """
@@ -131,7 +131,7 @@ class Amaxes:
         return None
 
     def list_pieces(self, rank: int) -> Iterator[AmaxPiece]:
-        """Yield the boxes of the rank's part, for backends that measure and cast with their own kernels."""
+        """Yield the boxes of the rank's part that can be quantized one by one, for backends with their own kernels."""
         part = self._find_part(rank).part
         shape = self.layout.shape
         scale_blocks = self.format.blocks
@@ -147,7 +147,7 @@ class Amaxes:
             yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """Return the amaxes that `rank` sends, by local name: its `own` amaxes of blocks that several ranks share.
+        """Return the amaxes that `rank` sends, by local name: its `own` amaxes of blocks that some rank cuts.
 
         Raises PlanError.
         """
@@ -159,7 +159,7 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the format to cast with, and each touched block's amax: the largest of `own` and `arrived` amaxes.
+        """Return the format to cast with, and each touched block's final amax, the largest in `own` and `arrived`.
 
         `own` has the rank's measured amaxes, `arrived` its received slots by local name. Raises PlanError.
         """
@@ -176,7 +176,7 @@ class Amaxes:
         return _with_tensor_amax(self.format, tensor_amaxes), amax
 
     def cast(self, rank: int, x: Floats, format: Format, amax: Floats) -> tuple[Array, ...]:
-        """Quantize the `x` of `rank`: return its data, and the scales of all blocks that it touches, as in `layouts`.
+        """Quantize `x`, the local array of `rank`: return its data and scales, laid out as the plan's `layouts` say.
 
         `format` and `amax` are as `settle` returns them. Results equal slices of the quantized whole tensor. Raises
         PlanError.
@@ -199,12 +199,12 @@ class Amaxes:
     def finish(
         self, rank: int, x: Floats, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Array, ...]:
-        """Call `settle`, then `cast`: the rank's quantized data and scales, given the amaxes that `arrived`."""
+        """Call `settle`, then `cast`: return the rank's quantized data and scales, given `own` and `arrived` amaxes."""
         format, amax = self.settle(rank, own, arrived)
         return self.cast(rank, x, format, amax)
 
     def list_local(self, end: str, rank: int) -> list[str]:
-        """Return the local names of the amaxes that `rank` sends (`end` "source") or receives ("destination")."""
+        """Return the local names of arrays of amaxes that `rank` sends (`end` "source") or receives ("destination")."""
         side = self.src if end == "source" else self.dst
         if self.name not in side:
             return []
@@ -289,7 +289,7 @@ def _make_empty(layout: Layout, rank: int) -> Array:
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
-    """Plan how ranks quantize their parts of the tensor `name` if its `layout` cuts blocks of the format.
+    """Plan how ranks quantize their parts of the tensor `name`, even if its `layout` divides blocks of `format`.
 
     Raises FormatError as `format.layouts` does, for a Partial layout and for a cut byte of two numbers; PlanError for
     a tensor without dimensions, and for a block of which ranks hold some positions but not all.

@@ -49,7 +49,7 @@ class PartStretches(NamedTuple):
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Yield the part's boxes for blocks of these sizes: as slices of the tensor, and of the packed local array."""
+        """Divide the part into boxes by block `sizes`; yield each as slices of the tensor and of the packed array."""
         placed = map(_place_stretches, self.dims, sizes)
         for box in itertools.product(*placed):
             in_tensor, in_part = zip(*box, strict=True)
@@ -57,7 +57,7 @@ class PartStretches(NamedTuple):
 
 
 def read_part(held: Sequence[Runs]) -> PartStretches:
-    """Read the positions in `held`, one Runs per dimension, as ascending ranges: a PartStretches."""
+    """Convert `held`, the positions that a rank holds, one Runs per dimension, into ascending ranges."""
     dims: list[Stretches] = []
     for runs in held:
         spans = tuple(list_stretches(runs))
@@ -87,7 +87,7 @@ def _cut_at_border(spans: Stretches, size: int | None) -> Iterator[tuple[int, in
 
 
 class TouchedBlocks(NamedTuple):
-    """The numbers of the blocks that a part touches, by dimension, and whether the part has all of each block."""
+    """The blocks of which a part has positions: by dimension, their numbers, and whether the part has all of each."""
 
     numbers: tuple[Ints, ...]
     has_all: tuple[Bools, ...]
@@ -111,7 +111,7 @@ class TouchedBlocks(NamedTuple):
         return numbers
 
     def locate(self, cover: Box) -> Box:
-        """Return the slices that select, among the touched blocks, the consecutive blocks `cover`."""
+        """Convert `cover`, slices of consecutive blocks of the tensor, into slices of the touched blocks."""
         located = []
         for numbers, span in zip(self.numbers, cover, strict=True):
             first = int(np.searchsorted(numbers, span.start))
@@ -126,7 +126,7 @@ def _spread(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
 
 
 def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> TouchedBlocks:
-    """Find the blocks of a tensor of this `shape` of which `part` has any position."""
+    """Find the blocks of which `part` has at least one position, in a tensor of this `shape` divided into `blocks`."""
     sizes = blocks.per_dimension(len(shape))
     numbers = []
     has_all = []

@@ -34,7 +34,7 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """The slots (places for one block's amax from one part) that a part sends and receives.
+    """The slots (each for one part's amax of one block) that a part sends, and those that it receives.
 
     It sends slots `sent`, filled with the amaxes of its touched blocks at `sources`; and receives slots `received`,
     which belong to its touched blocks at `targets`. Slot numbers ascend; touched blocks are counted row by row.
@@ -47,7 +47,7 @@ class Share(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The number of slots (places for one block's amax from one part), and the slots of each part."""
+    """The number of slots (each for one part's amax of one block), and each part's share of them."""
 
     size: int
     shares: list[Share]
@@ -61,7 +61,7 @@ class _BlockNumbers(NamedTuple):
 
 
 def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
-    """Number the slots for amaxes that parts exchange: one for each part that touches a block that any part cuts."""
+    """Number the amaxes that parts exchange (slots): one per part and block, for each block that any part cuts."""
     count = blocks.count(shape)
     total = math.prod(count)
     by_part = []
@@ -118,7 +118,7 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """Number the slots of all `kinds` of blocks one after the other; return the shares of each of `count` parts."""
+    """Number the slots of all `kinds` of blocks consecutively; return, for each of `count` parts, a Share per kind."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:
@@ -131,7 +131,7 @@ def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
 
 
 def lay_slots(name: str, size: int, held: Mapping[int, Ints]) -> Side:
-    """Return the layout, under `name`, in which each rank holds slots `held[rank]` of `size`; {} without slots."""
+    """Return {`name`: layout}, where each rank holds the slots `held[rank]` of a row of `size`; {} without any."""
     runs = {rank: (_pack_slots(slots),) for rank, slots in held.items() if slots.size}
     return {name: from_holdings((size,), runs)} if runs else {}
 

@@ -35,7 +35,7 @@ FEW = 16
 
 
 class Found(NamedTuple):
-    """Matches of cells (positions of elements) and boxes: a cell's index, the box, and the cell's number in the box."""
+    """Pairs of a cell (an element's number) and a box that contains it: their indices, and the cell's number there."""
 
     cell: Ints
     box: Ints
@@ -56,7 +56,7 @@ class _Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """An index of boxes in a tensor of this shape, from which `find` looks up the boxes that contain an element."""
+    """A search index of boxes in a tensor of this `shape`: `find` returns the boxes that contain given elements."""
 
     shape: Shape
     low: Ints
@@ -97,7 +97,7 @@ class Boxes:
 
 
 def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
-    """Index the boxes with first positions `low` and sizes `size` in a tensor of this `shape`, for searches."""
+    """Make a search index of the boxes with first positions `low` and sizes `size`, in a tensor of this `shape`."""
     shape, low, size = _join_dimensions(shape, low, size)
     numbers = np.arange(len(low))
     grids = _make_grids(numbers, low, low + size)
@@ -105,7 +105,7 @@ def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
 
 
 def unravel(cells: Ints, shape: Shape) -> list[Ints]:
-    """Return the coordinates, one array per dimension, of the row-major numbers `cells` in a tensor of this `shape`."""
+    """Return the coordinates, one array per dimension, of the elements with row-major numbers `cells` in `shape`."""
     along = []
     rest = cells
     for n in reversed(shape[1:]):

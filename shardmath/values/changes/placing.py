@@ -35,7 +35,7 @@ __all__ = ["Lying", "PlacedRow", "Receivers"]
 
 
 class Lying(NamedTuple):
-    """The place of a tensor in memory: its row of memory, its first position there, and its strides by dimension."""
+    """The location of a tensor in memory: its storage's number (`row`), its first element's position, its strides."""
 
     row: int
     start: int
@@ -43,7 +43,7 @@ class Lying(NamedTuple):
 
 
 class PlacedRow(NamedTuple):
-    """Elements to write to one `row` of memory: their indices, and the position (cell) of each in the row."""
+    """Elements to write to one storage, numbered `row`: their indices, and their positions (cells) in the storage."""
 
     row: int
     which: Ints
@@ -76,13 +76,13 @@ class _Arriving(NamedTuple):
 
 
 class Receivers:
-    """Finds the places, in a rank's destination tensors, of elements that arrive in these messages."""
+    """An index of messages that a rank receives: finds where in memory to write the elements that arrive."""
 
     def __init__(self, lying: Mapping[str, Lying], messages: Sequence[Message]) -> None:
         self._arriving = [_index_arriving(lying, message) for message in messages]
 
     def place(self, message: int, elements: Ints) -> Iterator[PlacedRow]:
-        """Yield, by row of memory, the places of the `elements` (ascending numbers) of message number `message`."""
+        """Yield, storage by storage, where to write `elements` (ascending numbers) of message number `message`."""
         arriving = self._arriving[message]
         begin = elements.searchsorted(arriving.first)
         end = elements.searchsorted(arriving.past)

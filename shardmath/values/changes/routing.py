@@ -43,14 +43,14 @@ _Borders: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class AskedCells(NamedTuple):
-    """Elements of the source tensor `key` to be sent, by their row-major numbers in its local shape."""
+    """Elements to send of the local source tensor `key`: their row-major numbers in it (`cells`)."""
 
     key: str
     cells: Ints
 
 
 class Routed(NamedTuple):
-    """For each changed element: its index, the piece of a message that carries it, and its number in the message.
+    """The routes of elements to send: each one's index, the message piece that carries it, its number in the message.
 
     Pieces are numbered message by message.
     """
@@ -118,7 +118,7 @@ class _CellBatch(NamedTuple):
 
 
 class Senders:
-    """Finds the messages into which elements of a rank's source tensors go.
+    """An index of messages that a rank sends: finds the messages that carry given elements of its source tensors.
 
     `pieces` has the range of piece numbers of each message.
     """
@@ -160,7 +160,7 @@ class Senders:
         rows.append([piece_number for piece_number, _ in leaving])
 
     def route(self, asked: Iterable[AskedCells]) -> Iterator[Routed]:
-        """Yield, in batches, the message piece and the number in the message of each element in `asked`.
+        """Yield, in batches, where each element in `asked` goes: a piece of a message, and its number in the message.
 
         Within a batch, cells of one piece keep their order and form few runs.
         """

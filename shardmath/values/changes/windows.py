@@ -32,7 +32,7 @@ Steps: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedWindow:
-    """A box of a tensor whose elements may change, with steps that lead through the elements' row-major numbers."""
+    """A box of a tensor, whose elements have numbers in the box, counted with its dimensions in a given order."""
 
     shape: tuple[int, ...]
     box: tuple[slice, ...]
@@ -51,7 +51,7 @@ class ChangedWindow:
         return step == 1 and not others
 
     def number(self, places: Ints) -> Ints:
-        """Return the row-major numbers in the tensor of the elements with numbers `places` in the window."""
+        """Convert `places`, numbers of elements in the window, into their row-major numbers in the whole tensor."""
         if self._is_interval:
             return places + self.first
         cells = np.full(len(places), self.first)
@@ -62,7 +62,7 @@ class ChangedWindow:
         return cells
 
     def find(self, cells: Ints) -> tuple[Ints, Ints]:
-        """Return the indices of those `cells` that lie in the window, and their numbers in the window."""
+        """Find which of `cells` (row-major numbers) are in the window; return their indices and their numbers in it."""
         if self._is_interval:
             return _select(cells - self.first, self.count)
         along = unravel(cells, self.shape)
@@ -92,7 +92,7 @@ def _select(places: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]) -> ChangedWindow:
-    """Make the window on `box` of a tensor of this `shape`; elements are numbered with dimensions in this `order`."""
+    """Make the window on `box` of a tensor of this `shape`, with elements numbered by dimensions in this `order`."""
     steps = []
     first = 0
     for k in order:
@@ -104,7 +104,7 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """Return the fewest (size, step) dimensions, at least one, that lead through the same numbers as `steps`."""
+    """Merge (size, step) dimensions: return the fewest, at least one, that lead through the same numbers as `steps`."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

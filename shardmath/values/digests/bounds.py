@@ -30,7 +30,7 @@ _Span: TypeAlias = tuple[int, int]
 
 
 def find_bounds(box: Box, differ: Differ) -> Box:
-    """Find the smallest box that contains all differences in `box`; `differ` says which of many boxes have one.
+    """Find the smallest box that contains all differences in `box`, by asking `differ` which of many boxes have any.
 
     If answers contradict each other, because memory is written meanwhile, the box is larger.
     """

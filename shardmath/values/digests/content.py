@@ -94,7 +94,7 @@ def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, in
 
 
 def read_side(held: Held) -> dict[str, Windows]:
-    """Return the Windows of each tensor in `held`, by name. Raises DigestError for tensors that have no digest."""
+    """Return each tensor's layouts in `held` as Windows, by name. Raises DigestError for tensors without a digest."""
     side = read_windows(held if isinstance(held, Mapping) else {"": held}, DigestError)
     for name, windows in side.items():
         first = windows[0]
@@ -119,7 +119,7 @@ def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
 def find_difference(
     src: Held, src_arrays: Given, dst: Held, dst_arrays: Given, *, seed: int = 0
 ) -> Difference | None:
-    """Find the first tensor, and the smallest box in it, in which two sides differ; None if they are equal.
+    """Find the first tensor that differs between two sides, and the smallest box with all differences; None if equal.
 
     Returns None if the sides are equal. Takes arrays as `digest_of` does. Raises DigestError as `digest_of` does, and
     if the sides cannot be compared.
@@ -240,7 +240,7 @@ BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def view_bits(what: str, array: _Array, layout: Layout) -> _Array:
-    """View `array` as the bits of the layout's elements. Raises DigestError if their sizes or byte order differ."""
+    """View `array` as its elements' bits. Raises DigestError if the layout has another element size or byte order."""
     if array.dtype.hasobject or array.itemsize != layout.itemsize:
         raise DigestError(
             f"{what} has elements of dtype {array.dtype}, {array.itemsize} B each, but {layout} has "

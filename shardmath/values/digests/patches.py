@@ -46,7 +46,7 @@ __all__ = [
 
 
 class Holder(NamedTuple):
-    """A rank that holds a patch of a tensor, and the number of the window in which it holds it."""
+    """A rank that holds a patch of a tensor, and the number of the window in which the rank holds the patch."""
 
     window: int
     rank: int
@@ -69,7 +69,7 @@ class Portion(NamedTuple):
 
 @memo(512)
 def list_patches(windows: Windows) -> tuple[Patch, ...]:
-    """Divide a tensor into patches: disjoint sets of elements, each held by the same ranks."""
+    """Divide a tensor into patches: disjoint sets of elements such that all elements of a set are on the same ranks."""
     patches: list[Patch] = []
     for group in _group_sharing(windows):
         patches += _divide_group(windows, group)
@@ -159,7 +159,7 @@ def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
 
 @memo(512)
 def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Return the (patch, window) of each patch that a rank holds, in order, by rank; other ranks are left out."""
+    """Return, by rank, the numbers (patch, window) of the patches that the rank holds, without ranks that hold none."""
     held: dict[int, list[tuple[int, int]]] = {}
     for number, patch in enumerate(list_patches(windows)):
         for window, rank in patch.holders:

@@ -32,7 +32,7 @@ MOST = 256 * ROW
 
 
 class DimensionPart(NamedTuple):
-    """Local positions start..stop-1 of a dimension, and the ranges of global positions that lie there.
+    """Local positions `start` to `stop` - 1 of a dimension, and the ranges of global positions that lie there.
 
     If `inner` is not 0, the part is one range, whose global start and length are multiples of 2^`inner`.
     """
@@ -53,7 +53,7 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Yield the pieces, products of DimensionParts, in which a local array is weighed.
+    """Divide a local array into pieces (one DimensionPart per dimension), whose weighted sums are then computed.
 
     The array has `words` words per element; `order` lists its dimensions, the closest in memory first.
     """

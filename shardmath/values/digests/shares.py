@@ -111,7 +111,7 @@ def _key_by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder],
 
 
 def add_patches(windows: Windows, shares: Shares) -> int:
-    """Sum the shares of all patches (elements held by the same ranks), each counted once."""
+    """Sum the shares of all patches (elements held by the same ranks), counting each patch once, modulo 2^61 - 1."""
     by_holder = _key_by_holder(windows, shares)
     total = 0
     for number, patch in enumerate(list_patches(windows)):
@@ -138,7 +138,7 @@ def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def counted_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """Return the patches that `rank` holds as their first holder, which together count every element once."""
+    """Return the patches of which `rank` is the first holder, as Portions: over all ranks, each element once."""
     patches = list_patches(windows)
     counted = []
     for portion in list_portions(windows, rank):
@@ -154,7 +154,7 @@ def weigh_boxes(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return, for each of `boxes`, the weighted sum of the elements in it that these portions of a tensor hold."""
+    """Return, for each of `boxes`, the weighted sum of the elements of `portions` (a rank's patches) that lie in it."""
     sums = []
     for box in boxes:
         total = 0
@@ -169,7 +169,7 @@ MAKE_ALIKE = "make the replicas equal, or use a layout with Partial if they are 
 
 
 def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> str:
-    """Write the error message that replicas of the tensor `name` differ in `box`, and how to `fix` that."""
+    """Return the error message that says that replicas of the tensor `name` differ in `box`, and how to `fix` that."""
     others = sorted({holder.rank for holder in unlike.others})
     alike = sorted({holder.rank for holder in unlike.alike})
     holds = "holds" if len(others) == 1 else "hold"

@@ -56,7 +56,7 @@ Array: TypeAlias = Any
 
 
 class Library(Protocol):
-    """The protocol of an array library (such as numpy) for `weigh`: functions that arrays themselves do not have."""
+    """The functions that `weigh` needs from an array library, such as numpy, besides the operators of its arrays."""
 
     def strides(self, array: Array) -> tuple[int, ...]:
         """Return the distance between neighbors along each axis of `array`, in any unit."""

@@ -93,7 +93,7 @@ class Blocks:
         return tuple((*range(0, n, block), n) for block, n in pairs)
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Return the index into the scales that belongs to the index `data_slice` of a tensor of this `shape`.
+        """Convert `data_slice`, an index into a tensor of this `shape`, into the index of the same blocks' scales.
 
         Raises FormatError, with the tensor's `name`, for a cut block, and for an invalid index.
         """
@@ -109,7 +109,7 @@ class Blocks:
         return tuple(out)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Return the index into a tensor of this `shape` that belongs to the index `scale_slice` of its scales.
+        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into an index into the tensor.
 
         An integer becomes the slice of its block. Raises FormatError as `scale_slice` does.
         """
@@ -155,7 +155,8 @@ def read_shape(shape: object) -> tuple[int, ...]:
 
 
 def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
-    """Return the nearest block borders at or before `position`, and after it, in a dimension of `n` positions."""
+    """Return the nearest borders, at or before `position` and after it, of blocks of size `block` in a dimension of
+    length `n`."""
     below = position - position % block
     return below, min(below + block, n)
 

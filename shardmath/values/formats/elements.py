@@ -34,7 +34,7 @@ def numpy_type(name: str) -> np.dtype[Any]:
 
 
 def read_elements(given: object, name: str, what: str) -> Array:
-    """View `given` as an array of the dtype `numpy_type(name)`.
+    """Return `given`, an array of dtype `name` or of its bits, viewed as dtype `numpy_type(name)`.
 
     Raises PlanError, beginning with `what`, for other dtypes.
     """
@@ -52,7 +52,7 @@ def read_elements(given: object, name: str, what: str) -> Array:
 
 
 def describe_type(array: Array, otherwise: str) -> str:
-    """Return the end of an error message about the dtype of `array`: its byte order if foreign, else `otherwise`."""
+    """Return the end of an error message: "has dtype ...", then the array's byte order if foreign, else `otherwise`."""
     if array.dtype.isnative:
         return f"has dtype {array.dtype}{otherwise}"
     fix = "pass x.astype(x.dtype.newbyteorder('='))"

@@ -66,7 +66,7 @@ class Float:
 
     @property
     def nan(self) -> int:
-        """The code of the NaN without a sign; of the largest number if the type has no NaN."""
+        """The code (bit pattern) of NaN without a sign, or of the largest number if the type has no NaN."""
         return (1 << (self.bits - 1)) - 1
 
     @property

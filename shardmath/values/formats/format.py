@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 @former_attributes(quantise="quantize", dequantise="dequantize")
 class Format(ABC):
-    """A quantized format: MXFP8, FP8Blocks, FP8 or NVFP4."""
+    """A quantized format, such as MXFP8 or NVFP4: how data and scales represent float32 numbers."""
 
     __slots__ = ()
 
@@ -80,7 +80,7 @@ class Format(ABC):
 
     @property
     def nan_magnitude(self) -> float:
-        """The magnitude of NaN in amaxes, which are never NaN: 0, or infinite if NaN spoils its block."""
+        """The magnitude that a NaN counts as in amaxes: 0, or infinity if one NaN makes its whole block NaN."""
         return 0
 
     @property
@@ -128,7 +128,7 @@ class Format(ABC):
         return padded
 
     def unpad_scales(self, padded: Array, shape: tuple[int, ...]) -> Array:
-        """Return the scales of a tensor of this `shape` without padding.
+        """Return `padded`, the scales of a tensor of this `shape`, without their padding.
 
         Raises FormatError if `padded` has another shape.
         """
@@ -145,21 +145,21 @@ class Format(ABC):
         return self.blocks.cuts(read_shape(shape))
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Return the index into the scales that belongs to the index `data_slice` of a tensor of this `shape`.
+        """Convert `data_slice`, an index into a tensor of this `shape`, into the index of the same blocks' scales.
 
         Raises FormatError, with the tensor's `name`, for a cut or a step inside a block, and for an invalid index.
         """
         return self.blocks.scale_slice(data_slice, read_shape(shape), name)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Return the index into a tensor of this `shape` that belongs to `scale_slice` of its scales.
+        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into an index into the tensor.
 
         Raises FormatError.
         """
         return self.blocks.data_slice(scale_slice, read_shape(shape), name)
 
     def check_shape(self, shape: tuple[int, ...], name: str = "") -> None:
-        """Raise FormatError if rows of a tensor of this `shape` do not fill whole bytes of the data."""
+        """Raise FormatError if two numbers share a byte, and rows of this `shape` do not fill whole bytes."""
         count = self.per_element
         if shape[-1:] and shape[-1] % count:
             what = f"{label(name)}{self.name} packs {count} numbers per byte, which shape {tuple(shape)}"
@@ -169,7 +169,7 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return the packed layouts of data, scales and other parts of a tensor with this `layout`.
+        """Return the layouts, without holes, of data, scales and other parts of a tensor with this `layout`.
 
         `kinds` gives them torch's names of the elements' types as dtypes.
 
@@ -193,14 +193,14 @@ class Format(ABC):
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """Return the packed layout of the scales of a tensor with this `layout`; arguments are as of `layouts`.
+        """Return the layout, without holes, of the scales of a tensor with this `layout`; arguments as of `layouts`.
 
         Raises FormatError as `layouts` does.
         """
         return self.layouts(layout, name, duplicated=duplicated, kinds=kinds)[1]
 
     def pad_layout(self, layout: Layout) -> Layout:
-        """Return the layout of scales, which has no padding yet, with each rank's scales padded as by `pad_scales`.
+        """Return `layout`, of scales without padding, changed so that each rank's scales are padded as by `pad_scales`.
 
         Padding is holes: it is never sent or stored, and is zeros when scales are loaded.
         """
@@ -209,11 +209,11 @@ class Format(ABC):
     # Numbers
 
     def cover(self, where: Index, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the slices of the scales of all blocks that the box `where` touches, including blocks that it cuts."""
+        """Return the slices of the scales of all blocks that the box `where` touches, even of those that it cuts."""
         return self._window(where, shape).cover
 
     def straddles(self, where: Index, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-        """For each block that the box `where` touches, whether some of its positions are outside the box."""
+        """Return, for each block that the box `where` touches, whether some of its positions are outside the box."""
         return self._window(where, shape).straddles()
 
     def amax(self, x: Floats, where: Index = ..., shape: tuple[int, ...] | None = None) -> Floats:
@@ -271,7 +271,7 @@ class Format(ABC):
     def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """Return the float32 numbers that data and scales stand for, for the box `where`, or the whole tensor.
+        """Return the float32 numbers that data and scales stand for, in the box `where` of a tensor or in all of it.
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
@@ -317,7 +317,7 @@ class Format(ABC):
 
 
 def read_array(given: object, dtype: str, what: str) -> Array:
-    """Return `given` as an array of `dtype`.
+    """Return `given` as an array, which must already be of `dtype` and have a dimension.
 
     Raises FormatError, beginning with `what`, for other dtypes and scalars.
     """
@@ -331,7 +331,7 @@ def read_array(given: object, dtype: str, what: str) -> Array:
 
 
 def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
-    """Set a format's `field` to the equal one of `choices`. Raises FormatError if it equals none."""
+    """Replace `field` of the format `value` by the equal one of `choices`. Raises FormatError if it equals none."""
     given = getattr(value, field)
     choice = known(given, choices)
     if choice is None:
@@ -341,7 +341,7 @@ def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
 
 
 def read_flag(value: Format, field: str) -> None:
-    """Set a format's `field` to True or False. Raises FormatError if it is not a bool."""
+    """Make `field` of the format `value`, a bool of Python or numpy, a plain bool. Raises FormatError for others."""
     given: object = getattr(value, field)
     if not isinstance(given, bool | np.bool_):
         what = f"{type(value).__name__}({field}={shown(given)})"

@@ -84,7 +84,7 @@ class _Scaled(Format):
 
 
 def divide_amax(amax: Floats, most: np.float32) -> Floats:
-    """Return the scales that map each largest magnitude in `amax` to `most`, the largest number of the format."""
+    """Return the scales `amax` / `most`, or 2^-126 if that is more; `most` is the largest number of the format."""
     scales: Floats = np.maximum(amax / most, LEAST)
     return scales
 

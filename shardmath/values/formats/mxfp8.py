@@ -45,7 +45,7 @@ SUBNORMAL = 0x40_0000
 
 @dataclass(frozen=True, slots=True)
 class MXFP8(Format):
-    """Data "e4m3" or "e5m2" with power-of-two scales, by "rceil" or "floor", of 32 numbers along `axis`, -1 or -2.
+    """The format MXFP8: 8-bit `data`, and a power-of-two scale per 32 numbers along `axis`, chosen by `rounding`.
 
     Raises FormatError for anything else.
     """
@@ -112,7 +112,7 @@ class MXFP8(Format):
 
 
 def round_up(element: Float, amax: Floats) -> Codes:
-    """Return the scales' bytes by TransformerEngine's rule: amax / largest number, rounded up to a power of two."""
+    """Return scales as E8M0 bytes by TransformerEngine's rule: amax / largest number, rounded up to a power of two."""
     inverse = np.float32(1) / np.float32(element.most)
     bits = (amax * inverse).view(np.uint32)
     field = bits >> 23
@@ -124,7 +124,7 @@ def round_up(element: Float, amax: Floats) -> Codes:
 
 
 def round_down(element: Float, amax: Floats) -> Codes:
-    """Return the scales' bytes by OCP's rule: exponent of amax minus exponent of the largest number.
+    """Return scales as E8M0 bytes, by OCP's rule: exponent of `amax` minus exponent of the largest number.
 
     The byte of infinities is 255.
     """

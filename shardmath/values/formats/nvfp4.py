@@ -49,7 +49,7 @@ MOST_OF_ALL = np.float32(E2M1.most * E4M3.most)
 
 @dataclass(frozen=True, slots=True)
 class NVFP4(Format):
-    """Two 4-bit numbers per byte, and an FP8 scale per 16 numbers in a row, or per 16 x 16 with `two_d`.
+    """The format NVFP4: two 4-bit numbers per byte, an FP8 scale per 16 (or 16 x 16 if `two_d`), one global scale.
 
     `tensor_amax` is the whole tensor's largest magnitude if all ranks know it; without it, a part of a tensor cannot be
     quantized separately. Raises FormatError for other values.

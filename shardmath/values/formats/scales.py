@@ -55,7 +55,7 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """Return the packed layout of one element of `dtype` per block, such as its scale, for a tensor with this `layout`.
+    """Return the layout, without holes, of one element of `dtype` per block (its scale) of a tensor with this `layout`.
 
     Partial axes replicate. Raises FormatError for a cut inside a block, unless numbers of such blocks are `duplicated`;
     the message says `what` the numbers of the tensor `name` are.
@@ -76,7 +76,7 @@ def lay_blocks(
 
 
 def spread_last(layout: Layout, factor: int) -> Layout:
-    """Return the layout of a tensor with `factor` elements for each element of `layout`, along the last dimension."""
+    """Return `layout` with its last dimension `factor` times as long, each element becoming `factor` in a row."""
     *others, last = layout.dims
     size = last.size * factor
     held = []
@@ -117,7 +117,7 @@ def _pack_runs(runs: Runs, block: int) -> Runs:
 
 
 def pad_parts(layout: Layout, multiples: Sequence[int]) -> Layout:
-    """Return the layout in which each rank pads its local size with holes to `multiples`, by dimension."""
+    """Return `layout` with the local size of each rank padded with holes to a multiple, given for each dimension."""
     dims = []
     for dim, multiple in zip(layout.dims, multiples, strict=True):
         if multiple > 1:

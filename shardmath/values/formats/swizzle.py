@@ -66,7 +66,7 @@ def _count_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def swizzle(scales: Array) -> Array:
-    """Arrange the `scales` in the order of tensor cores: consecutive tiles of 512 elements, padded with zeros.
+    """Arrange `scales` in the order in which tensor cores read them: tiles of 128 x 4 in turn, padded with zeros.
 
     Raises FormatError unless scales have two dimensions.
     """
@@ -81,7 +81,7 @@ def swizzle(scales: Array) -> Array:
 
 
 def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
-    """Return the scales of this `shape` in swizzled `storage`, without padding. Raises FormatError for another size."""
+    """Undo `swizzle`: return the scales of this `shape`, unpadded. Raises FormatError for storage of another size."""
     down, across = _count_tiles(shape)
     size = down * across * ROWS * COLUMNS
     if storage.shape != (size,):
@@ -100,13 +100,13 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """Return, as Runs, the row-major position in scales of this `shape` of each element of swizzled storage."""
+    """Return, for each element of swizzled storage, its row-major position in scales of this `shape`, as Runs."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return _make_runs(_swizzle_numbers(numbers))
 
 
 def flattened(layout: Layout) -> Layout:
-    """Return the layout, with one dimension, in which each rank stores its local array of `layout` flattened.
+    """Return the one-dimensional layout in which each rank stores its local array of `layout`, flattened.
 
     Raises FormatError for a Partial layout.
     """
@@ -114,7 +114,7 @@ def flattened(layout: Layout) -> Layout:
 
 
 def swizzled(layout: Layout) -> Layout:
-    """Return the layout, with one dimension, in which each rank stores its local array of scales swizzled.
+    """Return the one-dimensional layout in which each rank stores its local array of `layout` (scales), swizzled.
 
     Raises FormatError for a Partial layout, and unless scales have two dimensions.
     """

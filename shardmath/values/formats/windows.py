@@ -34,7 +34,7 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A box, from `starts` to `stops` (exclusive), of a tensor of this shape, whose blocks share scales.
+    """A box, from `starts` to `stops` (exclusive), of a tensor of this `shape` divided into blocks that share a scale.
 
     `blocks` has the positions of a block in each dimension; `whole` says whether the block is the whole dimension.
     """
@@ -63,7 +63,7 @@ class Window:
 
     @property
     def cover(self) -> tuple[slice, ...]:
-        """The slices of the scales of all blocks that the box touches."""
+        """The slices of the scales that belong to all blocks that the box touches."""
         return tuple(map(self._slice_blocks, range(len(self.shape))))
 
     def _slice_blocks(self, d: int) -> slice:
@@ -121,7 +121,7 @@ class Window:
         return out
 
     def spread(self, numbers: NDArray[_Number]) -> NDArray[_Number]:
-        """Return an array of the box's shape that has each block's entry of `numbers` at all positions of the block."""
+        """Spread `numbers`, one per block, over an array of the box's shape: each at all positions of its block."""
         for d in range(numbers.ndim):
             if self.blocks[d] > 1:
                 numbers = np.repeat(numbers, np.diff(self._borders(d)), axis=d)
@@ -129,7 +129,7 @@ class Window:
 
 
 def make_window(blocks: Blocks, where: Index, shape: tuple[int, ...]) -> Window:
-    """Return the Window that the index `where` selects. Raises FormatError unless it selects a box, without steps."""
+    """Return the Window that the index `where` selects. Raises FormatError unless it selects a box, with steps of 1."""
     # With blocks of one position, `scale_slice` only normalizes the index.
     anywhere = Blocks(())
     starts = []

@@ -56,7 +56,7 @@ class Form(NamedTuple):
 
 
 class AsHeld(NamedTuple):
-    """The ends at which a tensor is sent, or arrives, exactly as it is held there, without calling the transform."""
+    """Two flags: whether a tensor is sent as the source holds it, and arrives as the destination holds the tensor."""
 
     source: bool
     destination: bool
@@ -103,7 +103,8 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Return the block that an element stands for at `end`. Raises PlanError if it has over `ndim` dimensions."""
+        """Return the block that an element of the component stands for at `end`. Raises PlanError if the block has
+        over `ndim` dimensions."""
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
@@ -114,11 +115,11 @@ class Component:
         return blocks
 
     def block(self, ndim: int, end: End) -> tuple[int | None, ...]:
-        """Return the size in each of `ndim` dimensions of the block that an element stands for; None for the whole."""
+        """Return the sizes of the block that a component's element stands for at `end`; None for a whole dimension."""
         return self.blocks(ndim, end).per_dimension(ndim)
 
     def shape(self, form: Form, end: End) -> tuple[int, ...]:
-        """Return the global shape of the component for a tensor of this `form` at one `end`."""
+        """Return the global shape of the component for a tensor that has this `form` at `end`."""
         count = self.blocks(len(form.shape), end).count(form.shape)
         spread = self.spread_at(end)
         if spread == 1:
@@ -127,7 +128,7 @@ class Component:
         return *others, last * spread
 
     def spread_at(self, end: End) -> int:
-        """Return how many of its positions belong to each position of the tensor at `end`, in the last dimension."""
+        """Return how many elements of the component, in the last dimension, belong to each of the tensor's at `end`."""
         return self.spread[0 if end == "source" else 1]
 
 
@@ -201,7 +202,7 @@ def read_end(given: object, what: str) -> End:
 
 @runtime_checkable
 class Transform(Protocol):
-    """A change of tensors on their way, made by functions at the source, the destination or both; hashable.
+    """The protocol of changes that tensors undergo when moved, computed at the source, destination or both; hashable.
 
     `components` lists the wire tensors of a tensor that has these forms at its ends, and raises PlanError for forms
     that the transform does not support. At an end that `as_held` names, that end's function is never called.
@@ -212,7 +213,7 @@ class Transform(Protocol):
         ...
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return the ends at which a tensor of these forms is sent, or arrives, as it is held."""
+        """Return at which ends a tensor of these forms is sent, or arrives, exactly as that end holds it."""
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
@@ -220,5 +221,5 @@ class Transform(Protocol):
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Compute the destination's blocks from `arrays`: for each component, the part that these blocks need."""
+        """Compute some blocks of the destination's tensor from `arrays`: the part of each component that they need."""
         ...

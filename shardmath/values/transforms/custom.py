@@ -90,7 +90,7 @@ class Custom:
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return the ends for which the transform has no function."""
+        """Return at which ends the transform has no function, so that the tensor is sent, or arrives, as it is held."""
         return AsHeld(self.at_source is None, self.at_destination is None)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:

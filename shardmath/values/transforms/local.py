@@ -31,7 +31,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class WireJob(NamedTuple):
-    """A local tensor of a rank with its companions, and the tensors that are sent or received for it.
+    """A local tensor of a rank with its companions (such as scales), and the wire tensors sent or received for it.
 
     `wired` is None if the tensor travels as it is, under the same name."""
 
@@ -62,7 +62,7 @@ def find_array(arrays: Arrays, key: str, rank: int) -> Array:
 
 
 def prepare(job: WireJob, rank: int, given: tuple[Array, ...]) -> dict[str, Array]:
-    """Make the arrays that `rank` sends for a tensor, by local name, from `given`: the tensor and its companions."""
+    """Make the arrays that `rank` sends for a tensor, by local name, from `given`, the tensor and its companions."""
     wired = job.wired
     names = [key for key, _ in job.wires]
     made = given
@@ -130,7 +130,7 @@ def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
 def finalize(
     job: WireJob, rank: int, given: Sequence[Array], into: Sequence[Array | None]
 ) -> dict[str, Array]:
-    """Make the tensor and its companions, by local name, from the received arrays `given`; write them to `into`."""
+    """Make the tensor and its companions, by local name, from the received arrays `given`, and write them to `into`."""
     wired = job.wired
     made = {}
     if wired is None or wired.as_held.destination:

@@ -28,7 +28,7 @@ Cells: TypeAlias = tuple[slice | NDArray[np.int64], ...]
 
 
 def find_cells(layout: Layout, rank: int) -> Cells:
-    """Return the local positions of the elements that `rank` holds, in ascending order of global positions."""
+    """Return, by dimension, the local positions at which `rank` holds elements, by ascending global position."""
     return tuple(map(_find_positions, layout.runs(rank)))
 
 
@@ -49,7 +49,7 @@ def pack(layout: Layout, rank: int, local: Array) -> Array:
 
 
 def unpack(layout: Layout, rank: int, packed: Array, out: Array) -> None:
-    """Write the array `packed` into the local array `out`; its holes stay as they are."""
+    """Write the elements `packed`, in the order of `pack`, into the local array `out`, whose holes stay as they are."""
     out[_index(find_cells(layout, rank), out.shape)] = packed
 
 

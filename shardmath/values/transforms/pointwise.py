@@ -31,7 +31,7 @@ __all__ = ["Cast", "NegativeExp"]
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A transform that rounds numbers to `dtype`, to nearest even, at the source or at the destination.
+    """A transform that casts numbers to `dtype`, rounded to nearest even, at the source or at the destination.
 
     Floats may always be rounded. `lossy=True` also allows casts of integers to types that lack some of them: they keep
     their low bits, or are rounded to floats; and casts of numbers to bool. `transformed` raises PlanError for dtypes
@@ -62,18 +62,18 @@ class Cast:
         return (Component("data", middle if self.at == "source" else first),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return the ends that hold the tensor in the dtype in which it is sent."""
+        """Return at which ends nothing is cast, so that the tensor is sent, or arrives, as it is held there."""
         first, middle, last = self.path(src, dst)
         if self.at == "source":
             return AsHeld(first == middle, middle == last)
         return AsHeld(True, first == middle == last)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the array to send: `array` rounded to `dtype`."""
+        """Return the array to send: `array` cast to `dtype`."""
         return (cast_array(array, src.dtype, self.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Return the array in the destination's dtype, rounded to `dtype` first if the source did not do so."""
+        """Return the array in the destination's dtype, cast to `dtype` first if the source did not do so."""
         (array,) = arrays
         if self.at == "destination":
             array = cast_array(array, src.dtype, self.dtype)
@@ -101,11 +101,11 @@ class NegativeExp:
         return (Component("data", dst.dtype if self.at == "source" else src.dtype),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return the end at which -exp is not computed."""
+        """Return the end at which -exp is not computed, so that the tensor is sent, or arrives, as it is held."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the array to send: -exp of `array`."""
+        """Return the array to send: -exp of `array`, in the destination's dtype."""
         return (_negate_exp(array, src.dtype, dst.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:

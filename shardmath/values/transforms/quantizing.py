@@ -156,7 +156,7 @@ def _to_float32(array: Array, dtype: str, wire: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """A transform that rounds numbers to `wire` and quantizes them, at the source or at the destination.
+    """A transform that rounds numbers to the dtype `wire` and quantizes them, at the source or at the destination.
 
     The destination holds data and scales. A scale's name is the tensor's name and one of `suffixes`, which default to
     checkpoints' suffixes. The dtype of data is uint8, or their float8 type. `transformed` raises PlanError for sides
@@ -181,7 +181,7 @@ class Quantize:
         return _list_scales(self.format, self.suffixes) if end == "destination" else ()
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if ranks quantize at `end` but some rank holds only a part of what shares a scale."""
+        """Raise PlanError if ranks quantize at `end`, but divide a dimension that shares one scale of unknown amax."""
         if end == self.at:
             _check_whole(self.format, layout, name)
 
@@ -195,7 +195,7 @@ class Quantize:
         return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return the ends at which a tensor of these forms is sent, or arrives, as it is held."""
+        """Return at which ends a tensor of these forms is sent, or arrives, exactly as that end holds it."""
         if self.at == "source":
             return AsHeld(False, True)
         return AsHeld(src.dtype == self.wire, False)
@@ -296,7 +296,7 @@ class Requantize:
         return _list_scales(self.new, at_destination)
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if ranks quantize at `end` but some rank holds only a part of what shares a scale."""
+        """Raise PlanError if ranks quantize at `end`, but divide a dimension that shares one scale of unknown amax."""
         if end == self.at:
             _check_whole(self.new, layout, name)
 

@@ -115,7 +115,7 @@ class Transformed:
         return names
 
     def jobs(self, rank: int, end: End) -> Iterator[WireJob]:
-        """Yield a WireJob for each local tensor of `rank` at `end`: with companions, and the tensors sent for it."""
+        """Yield a WireJob for each local tensor of `rank` at `end`, with its companions and the wire tensors for it."""
         held, wires, number = self.held_src, self.src, 0
         if end == "destination":
             held, wires, number = self.held_dst, self.dst, 1
@@ -133,7 +133,8 @@ class Transformed:
                     yield WireJob(name, local_held, local_wires, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
-        """Make the local arrays that `rank` sends from its local `arrays`; tensors without a transform as given.
+        """Compute the wire tensors that `rank` sends, from its local `arrays`; tensors without a transform are sent as
+        they are.
 
         Elements of a type that numpy lacks are words (`elements`). Raises PlanError for arrays that are missing, or
         not as held, and for what a transform makes that is not as it says.
@@ -147,7 +148,7 @@ class Transformed:
         return out
 
     def finalize(self, rank: int, arrays: Mapping[str, Array], out: Arrays | None = None) -> Arrays:
-        """Make the rank's destination arrays from the received `arrays`; written to `out` if given.
+        """Make the local arrays of `rank` at the destination from the received `arrays`; write them to `out` if given.
 
         Holes stay as they are in `out`, and are zeros otherwise. Raises PlanError as `prepare` does.
         """

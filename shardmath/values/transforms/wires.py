@@ -196,7 +196,7 @@ def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> Lay
 
 
 def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
-    """Return the packed layout of a component for a tensor with this `layout`.
+    """Return the layout, without holes, of the wire tensor `component` for a tensor with this `layout` at `end`.
 
     Raises PlanError for a cut inside a block.
     """

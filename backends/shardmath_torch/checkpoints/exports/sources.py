@@ -42,7 +42,7 @@ TIED = "names to names of tensors"
 
 
 class ExportSource(NamedTuple):
-    """Tensors to export: this rank's local tensors, all ranks' layouts, tied names, and shapes that differ in files."""
+    """Tensors to export: this rank's local tensors, all layouts, tied names, and shapes in files where they differ."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -108,8 +108,8 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return the facts about `source` that must be the same on all ranks, as text by what they describe. Ranks compare
-    them before they exchange local shapes of DTensors."""
+    """Return facts about `source` that must be the same on all ranks: a dict from what is described to a text. Ranks
+    compare them before they exchange local shapes of DTensors."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}

@@ -92,7 +92,7 @@ def _split_end(text: bytes, length: int) -> tuple[bytes, bytes]:
 
 
 def save_of(tail: bytes) -> str | None:
-    """Return the identifier of the save that wrote the file with the end `tail`; None if `save` did not write it.
+    """Return the identifier of the save that wrote a `.metadata` file with the end `tail`; None if it is not by `save`.
 
     `tail` has at least SEAL bytes.
     """

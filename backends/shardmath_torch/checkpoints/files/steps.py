@@ -46,8 +46,8 @@ def is_alone() -> bool:
 
 
 def share_of(group: Group | None) -> tuple[int, int]:
-    """This rank's number in `group`, and the group's size; (0, 1) without a process group. Raises ExchangeError for a
-    rank outside it."""
+    """Return this rank's number in `group`, and the group's size; (0, 1) without a process group. Raises
+    ExchangeError for a rank outside it."""
     compat.check_registered(group, "save, load or export")
     if is_alone():
         return 0, 1
@@ -156,8 +156,8 @@ def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """Send `mine` to all ranks of `group`, and return every rank's, in order. Raises CheckpointError if a rank is lost,
-    or in another step."""
+    """Send the object `mine` to all ranks of `group`, and return the objects of all ranks, in the group's order.
+    Raises CheckpointError if a rank is lost, or in another step."""
     if is_alone():
         return [mine] * count
     try:

@@ -61,7 +61,7 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 
 
 def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
-    """Write safetensors in which each of `tensors` is also an archive of torch.save, and return their places.
+    """Write `tensors` to a safetensors `file` in which each is also an archive of torch.save; return their places.
 
     The tensors are contiguous, on the CPU, and fill their storages.
     """

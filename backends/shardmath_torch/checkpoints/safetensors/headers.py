@@ -91,7 +91,7 @@ class HeaderEntry:
 
 
 def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]:
-    """Return the entries of the tensors in a safetensors `file`, by name, and the metadata, from its header.
+    """Read the header of a safetensors `file`; return the entries of its tensors, by name, and its metadata.
 
     Raises WeightsError for a file that is damaged, cut short, or not a safetensors file.
     """
@@ -107,7 +107,7 @@ def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]
 
 
 def make_entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, object]:
-    """Return the JSON entry in a header of a tensor of safetensors type `dtype` at bytes `begin` to `end`."""
+    """Return a header's JSON entry for a tensor of safetensors type `dtype`, whose data are bytes `begin` to `end`."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 

@@ -70,7 +70,7 @@ def _open_tensors(
 
 
 def fits(weights: Weights, layouts: Mapping[str, Layout]) -> None:
-    """Raise WeightsError unless `weights` has each tensor of `layouts` with its shape and dtype, none Partial."""
+    """Raise WeightsError unless `weights` has each tensor in `layouts` with equal shape and dtype, not Partial."""
     for name, layout in layouts.items():
         _check_fit(weights, name, layout)
 
@@ -177,7 +177,7 @@ def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the global tensor under `layout` whose local tensors, by rank, are `shards`."""
+    """Assemble the global tensor from `shards`, the local tensors by rank that it has under `layout`."""
     whole = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
     for rank in layout.mesh.ranks:
         for local, glob in list_boxes(layout, rank):

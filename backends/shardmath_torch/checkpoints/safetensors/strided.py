@@ -57,7 +57,7 @@ class Strided(NamedTuple):
 
 
 def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
-    """Return the places and strides of the tensors in `archives` by torch.save, (offset, length) in `file`.
+    """Return the place and strides of the tensor in each archive by torch.save, given as (offset, length) in `file`.
 
     Raises CheckpointError if an archive is not a single plain tensor within its bytes, or if archives overlap.
     """

@@ -55,7 +55,7 @@ class Weights:
 
 
 def open_weights(path: str | Place) -> Weights:
-    """Return the tensors that the safetensors at `path` list: one file, an index, or a folder that holds either.
+    """Return the shapes, dtypes and places of tensors in safetensors: a file, an index, or a folder that holds either.
 
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """

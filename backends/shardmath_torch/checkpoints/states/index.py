@@ -101,14 +101,14 @@ class Index:
     state: Mapping[str, Entries]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return the options of each parameter's group, such as the learning rate, by the parameter's name."""
+        """Return, for each parameter's name, the options of its parameter group, such as the learning rate."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.options)
         return found
 
     def members(self) -> dict[str, tuple[str, ...]]:
-        """Return the names of all parameters in each parameter's group, in order, by the parameter's name."""
+        """Return, for each parameter's name, the names of all parameters in its parameter group, in order."""
         found: dict[str, tuple[str, ...]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.parameters)
@@ -210,8 +210,8 @@ def _decode_index(coded: object) -> Index:
 
 
 def read_groups(coded: object) -> tuple[SavedGroup, ...]:
-    """Return the parameter groups in JSON that `write_groups` made. Raises ValueError, KeyError or TypeError for other
-    JSON."""
+    """Decode parameter groups from JSON values that `write_groups` made. Raises ValueError, KeyError or TypeError
+    for other JSON."""
     return tuple(map(_read_group, _check_list(coded)))
 
 
@@ -225,8 +225,8 @@ def _read_group(coded: object) -> SavedGroup:
 
 
 def read_entries(coded: object) -> dict[str, Entries]:
-    """Return each parameter's optimizer state entries in JSON that `write_entries` made. Raises ValueError, KeyError or
-    TypeError for other JSON."""
+    """Decode each parameter's optimizer state entries from JSON values that `write_entries` made. Raises ValueError,
+    KeyError or TypeError for other JSON."""
     state = _check_object(coded)
     return {name: _read_parameter(entries) for name, entries in state.items()}
 

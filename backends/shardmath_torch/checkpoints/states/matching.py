@@ -91,7 +91,7 @@ class Goal(NamedTuple):
 
 
 def find_stored(model: Model, saved: Index) -> dict[str, str]:
-    """Return the checkpoint's name of each tensor in `model` that it has, by the tensor's first name in the module.
+    """Return the name in the checkpoint of each tensor of `model` that is there, by its first name in the module.
 
     Raises CheckpointError for a parameter of which the checkpoint has several values.
     """
