@@ -10,20 +10,18 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from shardmath.base.memo import memo
 from shardmath.base.public import public
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.partition import Partition
+from shardmath.layouts.holdings import Windows
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.stretches import Stretch, list_kept, list_received, list_sent
 from shardmath.plans.template import Template
 from shardmath.plans.units import Listed, Rows, Sizes, list_columns, unit_boxes
-
-if TYPE_CHECKING:
-    from shardmath.plans.plan import Plan
 
 __all__ = ["BoxPiece", "Transfer", "expand", "list_transfers", "spell_transfers"]
 
@@ -64,7 +62,22 @@ def _show_box(slices: tuple[slice, ...]) -> str:
     return f"[{ranges}]"
 
 
-def list_transfers(plan: Plan, src: int | None, dst: int | None) -> Iterator[Transfer]:
+class Planned(Protocol):
+    """The parts of a Plan from which its transfers are made: windows by name, batches of like tensors, and demands."""
+
+    @property
+    def src(self) -> Mapping[str, Windows]: ...
+    @property
+    def dst(self) -> Mapping[str, Windows]: ...
+    @property
+    def batches(self) -> tuple[Batch, ...]: ...
+    @property
+    def lines(self) -> Demands: ...
+    @property
+    def src_ranks(self) -> tuple[int, ...]: ...
+
+
+def list_transfers(plan: Planned, src: int | None, dst: int | None) -> Iterator[Transfer]:
     """Yield the transfers: all, or only those from rank `src`, to rank `dst`, or between the two."""
     if src is not None:
         sent = _list_sent(plan, src)
@@ -76,14 +89,14 @@ def list_transfers(plan: Plan, src: int | None, dst: int | None) -> Iterator[Tra
     return itertools.chain.from_iterable(_list_sent(plan, rank) for rank in plan.src_ranks)
 
 
-def _list_sent(plan: Plan, rank: int) -> Iterator[Transfer]:
+def _list_sent(plan: Planned, rank: int) -> Iterator[Transfer]:
     """The transfers that stay on the rank, then those that it sends to others."""
     kept = list_kept(plan.lines, rank)
     for stretch in itertools.chain(kept, list_sent(plan.lines, rank)):
         yield from spell_transfers(plan, plan.lines, stretch)
 
 
-def _list_received(plan: Plan, rank: int) -> Iterator[Transfer]:
+def _list_received(plan: Planned, rank: int) -> Iterator[Transfer]:
     """The transfers that stay on the rank, then those that it receives from others."""
     kept = list_kept(plan.lines, rank)
     for stretch in itertools.chain(kept, list_received(plan.lines, rank)):
@@ -91,7 +104,7 @@ def _list_received(plan: Plan, rank: int) -> Iterator[Transfer]:
 
 
 def spell_transfers(
-    plan: Plan, demands: Demands, stretch: Stretch, *, relayed: bool = False
+    plan: Planned, demands: Demands, stretch: Stretch, *, relayed: bool = False
 ) -> Iterator[Transfer]:
     """Yield the transfers that carry `stretch`, which is bytes from one rank to another, tensor by tensor.
 
@@ -136,7 +149,7 @@ def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, i
 
 
 def _name_pieces(
-    plan: Plan,
+    plan: Planned,
     batch: Batch,
     names: Sequence[str],
     stretch: Stretch,

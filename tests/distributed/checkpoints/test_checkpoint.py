@@ -443,7 +443,7 @@ def test_ranks_that_save_different_things(pool: Pool, tmp_path: Path) -> None:
 
 BAD_SAVES: dict[str, tuple[Any, str]] = {
     "addends": (sm.Layout((8, 2), DP, "n h {sum: tp}"), "is Partial"),
-    "nobody has it all": (sm.Layout((8, 2), DP, "(n)=<0:5> h"), "no rank holds it"),
+    "nobody has it all": (sm.Layout((8, 2), DP, "(n)=<0:5> h"), "no source rank holds it"),
     "other ranks": (sm.Layout((8, 2), sm.Mesh(dp=2, ranks=(7, 8)), "(dp n) h"), "the group has"),
 }
 

@@ -68,7 +68,7 @@ def test_a_tile_that_an_engine_cuts_is_named() -> None:
     row = fp8_rows.ROWS[7]._replace(engine=fp8_rows.Engine(tp=4))
     with pytest.raises(
         sm.StoreError,
-        match=r"experts.0.gate_proj.weight': rank 4 holds positions 0:2 .* cut every 4",
+        match=r"experts.0.gate_proj.weight': rank 4 holds positions 0:2 .* divide the dimension at multiples of 4",
     ):
         fp8_rows.plan(row)
     model = fp8_rows.MODELS["experts"]

@@ -548,7 +548,7 @@ def test_parts_are_computed_with_arguments(of: str, equal: bool) -> None:
         assert not record(load, into, functions={"a": "f"}).unwritten
     else:
         # The tensors of two calls have no values here that could be compared.
-        with pytest.raises(sm.StoreError, match=r"in part by aten.\w+.\w+.*, in part by aten"):
+        with pytest.raises(sm.StoreError, match=r"is computed by aten.\w+.\w+.*, another by aten"):
             record(load, into, functions={"a": "f"})
 
 

@@ -678,7 +678,7 @@ def test_a_loader_loads_only_what_is_not_loaded(before: float, device: str, ways
         if is_new.all():
             into["a"].copy_(given["q"])
 
-    what = "'a' is written in one run and not in another|'a' is read by the loader, and has no data"
+    what = "'a' is written in one run of the loader and not in another|'a' is read by the loader, and has no data"
     with pytest.raises(sm.StoreError, match=what):
         record(load, into, ways=ways)
 

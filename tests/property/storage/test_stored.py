@@ -139,7 +139,7 @@ def test_equal_values_have_one_digest() -> None:
         ("exact", True, r"declared storage has digest [0-9a-f]{12}, its text says [0-9a-f]{12}"),
         ("rows", ["a = a", "b = b"], "has digest"),
         ("meshes", [], r"must have the same ranks, and are \[\]"),
-        ("meshes", [[[["tp", 2]], [0]]], "1 rank for a mesh tp=2 of 2"),
+        ("meshes", [[[["tp", 2]], [0]]], "ranks= has 1 rank, but the mesh tp=2 has 2"),
         ("meshes", 5, "the text is not declared storage"),
         ("numbers", {"wide": "six"}, "not declared storage .*'six'.*; pass a text that to_json"),
         ("numbers", {"wide": float("inf")}, "the text is not declared storage"),

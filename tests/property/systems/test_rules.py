@@ -186,7 +186,7 @@ def attempt(text: str) -> tuple[Side | None, NotationError | None]:
         ("tp=2,dp=2: * ...", ",dp", "',dp=2:' is not axis=size"),
         ("tp=2 tp=4: * ...", "tp=4", "'tp' appears twice"),
         ("tp=2 ranks=0:2 ranks=2:4: * ...", "ranks=2", "'ranks' appears twice"),
-        ("tp=4 ranks=0:3: * ...", "ranks", "3 ranks for a mesh tp=4"),
+        ("tp=4 ranks=0:3: * ...", "ranks", "ranks= has 3 ranks, but the mesh tp=4 has 4"),
         ("tp=2 ranks=1,1: * ...", "ranks", "rank 1 appears twice"),
         ("tp=2 ranks=0,5:3: * ...", "5:3", "ranks 5:3 is an empty range"),
         ("tp=2:", "", "expected a rule, found none"),

@@ -162,7 +162,7 @@ def test_what_no_row_says_is_refused(fails: Fails) -> None:
     fails(
         make(pp=2),
         MeshError,
-        "4 ranks for a mesh dp=1 pp=2 tp=4 of 8; give one rank for each coordinate",
+        "ranks= has 4 ranks, but the mesh dp=1 pp=2 tp=4 has 8; give one rank for each coordinate, 8 in all",
     )
     fails(
         make(stages=[1, 1]),

@@ -440,7 +440,7 @@ def test_words_that_are_none(fails: Fails) -> None:
     fails(
         lambda: vllm(DENSE, ranks=range(2), unknown="guess"),
         MeshError,
-        "2 ranks for a mesh dp=1 pp=1 tp=1 of 1; give one rank for each coordinate",
+        "ranks= has 2 ranks, but the mesh dp=1 pp=1 tp=1 has 1; give one rank for each coordinate, 1 in all",
     )
     fails(
         lambda: vllm(DENSE, ranks=range(1), unknown="guess"),

@@ -4,6 +4,7 @@
    that Python or numpy gets is read, too.
 2. Values that were written before, to any part of the tensor, are the loader's own.
 
+>>> import torch
 >>> own = {"flag": torch.zeros(1), "weight": torch.zeros(2)}
 >>> with Reads(own) as reads:
 ...     _ = own["weight"].fill_(3).max()

@@ -365,8 +365,9 @@ class _Recording:
             raise StoreError(_show_read(min(read & untouched)))
         for name, way in self.recorded_by.items():
             if not way and name not in self.filled and name not in untouched:
-                fault = f"cell {np.flatnonzero(self.touched[name])[0]} is written, too"
-                raise StoreError(f"{name!r} differs from one run to the next: {fault}; {AGAIN}")
+                place = np.flatnonzero(self.touched[name])[0]
+                fault = f"position {place} is written only if there are data"
+                raise StoreError(f"{name!r} is loaded differently in two runs of the loader: {fault}; {AGAIN}")
         # Not those that the run without data wrote, and then overwrote by what was there before.
         return {name for name in untouched if not self._is_stored(name)}
 
