@@ -414,8 +414,8 @@ class _Recording:
     def _call_reading(self, tensors: Mapping[str, Callable[[], Tensor]], read: set[str]) -> None:
         """Run the loader, and add to `read` the targets without data that it reads before it writes them."""
         now = self.kept_targets.find()
-        targets = self.kept_targets.targets.items()
-        reads = Reads({name: now[name] for name, target in targets if target.is_meta})
+        replaced = {n: target for n, target in self.kept_targets.targets.items() if target.is_meta}
+        reads = Reads({name: now[name] for name in replaced}, replaced)
         try:
             with reads:
                 self._call(tensors)
@@ -423,6 +423,11 @@ class _Recording:
             if reads.names:
                 raise StoreError(f"{word_error(error)}; {_show_read(min(reads.names))}") from error
             raise
+        if reads.lost:
+            raise StoreError(
+                f"{min(reads.lost)!r} is written in a tensor that the loader has kept, and has no data "
+                f"on the meta device; get it from the module in each call, or record into one that has"
+            )
         read |= reads.names
 
     def _check_viewed(
