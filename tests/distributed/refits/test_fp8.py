@@ -49,7 +49,8 @@ def test_what_lacks_its_scales_is_an_error() -> None:
     short = Stored(parse("\n".join(rows)), (mesh,))
     served = {n: one for n, one in fp8.list_served().items() if "down_proj.weight_scale" not in n}
     with pytest.raises(
-        sm.PlanError, match=r"needs 'layers.0.down_proj.weight_scale_inv', which the destination does"
+        sm.PlanError,
+        match=r"needs 'layers.0.down_proj.weight_scale_inv', which the destination does",
     ):
         fp8.plan_to({"a": short}, served)
     whole = Stored(parse(fp8.ENGINE), (sm.Mesh(tp=2, ranks=range(6, 8)),))

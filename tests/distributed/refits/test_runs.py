@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardmath as sm
@@ -349,6 +350,50 @@ def test_logical_tensors_go_through_what_plain_ones_do(
     assert not record(lambda given: load(into, given), into, ways=("views",)).unwritten
     assert into["a"] is before
     assert type(before) is Tensor
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_a_tensor_without_data_that_the_loader_has_kept(ways: Any) -> None:
+    """What is written there in a run on numbers goes nowhere."""
+    into = make("meta", "a", "b")
+    kept = into["b"]
+
+    def load(given: Given) -> None:
+        assert torch.isfinite(given["q"]).any()
+        into["a"].copy_(given["q"])
+        kept[2:].copy_(given["k"][2:])
+
+    with pytest.raises(sm.StoreError, match="'b' is written in a tensor that the loader has kept"):
+        record(load, into, ways=ways)
+
+
+def _gather_into_target(into: Given, given: Given) -> None:
+    dist.all_gather([into["a"]], given["q"])
+
+
+def _gather_into_blank(into: Given, given: Given) -> None:
+    staged = torch.empty_like(into["a"]).zero_()
+    dist.all_gather([staged], given["q"])
+    into["a"].copy_(staged)
+
+
+@pytest.mark.parametrize("gather", [_gather_into_target, _gather_into_blank])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_a_loader_receives(gather: Callable[[Given, Given], None], device: str) -> None:
+    """torch's collectives do nothing without data, and do not say into what they write."""
+    into = make(device, "a", "b")
+
+    def load(given: Given) -> None:
+        into["b"].copy_(given["k"])
+        gather(into, given)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        recorded = record(load, into)
+    finally:
+        dist.destroy_process_group()
+    assert not recorded.unwritten
+    assert [native.way for native in recorded.natives] == ["numbers", "numbers"]
 
 
 # What is left

@@ -88,7 +88,9 @@ def test_nested_tensors(tmp_path: Path) -> None:
             act(tmp_path, module)
     with pytest.raises(CheckpointError, match="'w' is a nested tensor, of 2 parts"):
         export(tmp_path, {"w": module.w})
-    with pytest.raises(CheckpointError, match="'w' is a nested tensor, where a move takes a tensor of one shape"):
+    with pytest.raises(
+        CheckpointError, match="'w' is a nested tensor, where a move takes a tensor of one shape"
+    ):
         save(tmp_path, {"w": module.w}, {"w": layout_of(nn.Linear(1, 1))["weight"]})
 
 

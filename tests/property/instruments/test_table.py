@@ -99,7 +99,11 @@ def test_all_that_an_engine_in_fp8_stores_comes_from_a_trainer_as_it_is() -> Non
 @pytest.mark.parametrize(
     ("model", "engine", "cut"),
     [
-        ("qwen3-4b-fp8", Engine(tp=8), "mlp.gate_proj.weight': .* 0:1216 .* at 1216; divide the dimension at multiples of 128"),
+        (
+            "qwen3-4b-fp8",
+            Engine(tp=8),
+            "mlp.gate_proj.weight': .* 0:1216 .* at 1216; divide the dimension at multiples of 128",
+        ),
         pytest.param(
             "qwen3-30b-a3b-fp8",
             Engine(tp=4),

@@ -346,7 +346,8 @@ def test_what_has_no_certificate_of_that_topology(fails) -> None:
     p = plan(Layout((8,), Mesh(a=2), "(a n)"), Layout((8,), Mesh(a=2), "n"))
     prog, other = schedule(p, topology=Topology(ranks_per_node=1)), Topology(ranks_per_node=2)
     what = (
-        f"{prog!r} was scheduled for {prog.topology}, not for {other}; schedule its plan for that"
+        f"{prog!r} was scheduled for {prog.topology}, not for {other}; "
+        "schedule its plan for that topology, or leave topology= out"
     )
     fails(lambda: certify(prog, topology=other), PlanError, what)
     fails(lambda: crossing_bytes(prog, topology=other), PlanError, what)

@@ -447,7 +447,7 @@ def test_sums_are_not_relayed(fails) -> None:
     )
     wrong = made._replace(sender=np.array([1, 2]), leg=np.array([1, 2]), root=np.array([0, 0]))
     block = int(made.block[0])
-    where = f"bytes 0:32 of block {block}, tensor '', from rank 2 to 3"
+    where = f"bytes 0:32 of block {block}, the tensor, from rank 2 to 3"
     with having_streams(prog, second, wrong):
         what = "are relayed where another addend is already"
         fails(

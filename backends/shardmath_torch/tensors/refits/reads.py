@@ -3,6 +3,7 @@
 1. A tensor is read by an operation that gets it, or a view of it, unless this writes it or takes only its shape. Memory
    that Python or numpy gets is read, too.
 2. Values that were written before, to any part of the tensor, are the loader's own.
+3. What a loader writes into the tensors that are `replaced` is lost: it has kept them from before the run.
 
 >>> import torch
 >>> own = {"flag": torch.zeros(1), "weight": torch.zeros(2)}
@@ -16,6 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -34,14 +36,20 @@ __all__ = ["Reads"]
 
 
 class Reads(TorchDispatchMode):
-    """A torch mode that collects the `names` of tensors that this thread's operations read before they wrote them."""
+    """A torch mode that collects the `names` of tensors that this thread's operations read before they wrote them.
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    `lost` are the names of the tensors without data, among those `replaced`, into which they wrote.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], replaced: Mapping[str, Tensor] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
+        self.lost: set[str] = set()
         self._written: set[str] = set()
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
-        for name, tensor in tensors.items():
+        for name, tensor in chain(tensors.items(), (replaced or {}).items()):
             self._tensors.setdefault(key_of(tensor), []).append((name, tensor))
         self._memory = _Memory(self)
 
@@ -66,6 +74,7 @@ class Reads(TorchDispatchMode):
             given = list_tensors((args, kwargs))
             self.read(one for one in given if not any(one is into for into in written))
             self._written |= self._find(written)
+            self.lost |= self._find(into for into in written if into.is_meta)
         return func(*args, **kwargs)
 
     def read(self, given: Iterable[Tensor]) -> None:

@@ -367,7 +367,9 @@ class _Recording:
             if not way and name not in self.filled and name not in untouched:
                 place = np.flatnonzero(self.touched[name])[0]
                 fault = f"position {place} is written only if there are data"
-                raise StoreError(f"{name!r} is loaded differently in two runs of the loader: {fault}; {AGAIN}")
+                raise StoreError(
+                    f"{name!r} is loaded differently in two runs of the loader: {fault}; {AGAIN}"
+                )
         # Not those that the run without data wrote, and then overwrote by what was there before.
         return {name for name in untouched if not self._is_stored(name)}
 
@@ -435,8 +437,8 @@ class _Recording:
     def _call_reading(self, tensors: Mapping[str, Callable[[], Tensor]], read: set[str]) -> None:
         """Run the loader, and add to `read` the targets without data that it reads before it writes them."""
         now = self.kept_targets.find()
-        targets = self.kept_targets.targets.items()
-        reads = Reads({name: now[name] for name, target in targets if target.is_meta})
+        replaced = {n: target for n, target in self.kept_targets.targets.items() if target.is_meta}
+        reads = Reads({name: now[name] for name in replaced}, replaced)
         try:
             with reads:
                 self._call(tensors)
@@ -444,6 +446,11 @@ class _Recording:
             if reads.names:
                 raise StoreError(f"{word_error(error)}; {_show_read(min(reads.names))}") from error
             raise
+        if reads.lost:
+            raise StoreError(
+                f"{min(reads.lost)!r} is written in a tensor that the loader has kept, and has no data "
+                f"on the meta device; get it from the module in each call, or record into one that has"
+            )
         read |= reads.names
 
     def _check_viewed(

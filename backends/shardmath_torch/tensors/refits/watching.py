@@ -48,6 +48,8 @@ ADDRESSES = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
 """Functions that return a tensor's address, which all tensors without data share."""
 GOES_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result has a type or shape that depends on values."""
+BARRIER = torch.ops.c10d.barrier.default
+"""The collective that moves no values."""
 BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 """Operations that fill padding before or after the weights are written."""
 
@@ -155,6 +157,7 @@ class Watch(TorchDispatchMode):
         # Views are in memory that is known already, and a loader makes several for each copy.
         if makes_views(func):
             return func(*args, **kwargs)
+        _check_collective(func)
         written = find_written(func, args, kwargs)
         if written:
             return self._write(func, written, args, kwargs)
@@ -452,6 +455,12 @@ class _ReadMode(TorchFunctionMode):
         if func in ADDRESSES and self._watch.thread is not None:
             self._watch.check_address(args[0])
         return func(*args, **(kwargs or {}))
+
+
+def _check_collective(func: Any) -> None:
+    """Raise StoreError for a collective: it does nothing without data, and its schema does not name what it writes."""
+    if func.namespace == "c10d" and func != BARRIER:
+        raise StoreError("the loader communicates without data; load it by numbers")
 
 
 def _list_bytes(tensor: Tensor) -> bytes:
