@@ -82,7 +82,8 @@ def test_errors_are_errors_on_all_ranks(pool: Pool) -> None:
     *said, digest = answers[0]
     starts = [
         "rank 3: the given tensor has shape (1, 6), the plan's layout stores (4, 6) there",
-        "the tensor: rank 6 holds other bits in [1:2, 2:4] than ranks 0, 2, 4; make the replicas equal, or use a layout with Partial if they are addends",
+        "the tensor: rank 6 holds other bits in [1:2, 2:4] than ranks 0, 2, 4; "
+        "make the replicas equal, or use a layout with Partial if they are addends",
         "ranks disagree",
         "ranks disagree",
         "ranks 0-7: the tensor is Partial, so its ranks do not hold its content",

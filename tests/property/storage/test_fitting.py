@@ -146,7 +146,7 @@ def test_from_holdings_prints_as_people_write() -> None:
 
 
 def test_what_is_not_held_of_a_tensor() -> None:
-    with pytest.raises(LayoutError, match="held is {}; give at least one rank"):
+    with pytest.raises(LayoutError, match=r"held is \{\}; give at least one rank"):
         from_holdings((4,), {})
     with pytest.raises(LayoutError, match="rank 3 holds 2 dimensions"):
         from_holdings((4,), {3: (from_ranges([(0, 1)]),) * 2})
