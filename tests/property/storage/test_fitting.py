@@ -148,7 +148,7 @@ def test_from_holdings_prints_as_people_write() -> None:
 def test_what_is_not_held_of_a_tensor() -> None:
     with pytest.raises(LayoutError, match=r"held is \{\}; give at least one rank"):
         from_holdings((4,), {})
-    with pytest.raises(LayoutError, match="rank 3 holds 2 dimensions"):
+    with pytest.raises(LayoutError, match=r"rank 3 has 2 Runs, but shape \(4,\) has 1 dimension"):
         from_holdings((4,), {3: (from_ranges([(0, 1)]),) * 2})
     with pytest.raises(LayoutError, match=r"rank 3 holds \[0:5\] of a dimension of 4"):
         from_holdings((4,), {3: (from_ranges([(0, 5)]),)})
