@@ -61,7 +61,7 @@ def _differ(sorted_: Ints) -> Bools:
 
 
 def distinct(numbers: Ints) -> tuple[Ints, Ints]:
-    """The distinct `numbers`, ascending, and for each of `numbers` the index of its value among them.
+    """The distinct values in `numbers`, ascending, and for each item of `numbers` the index of its value in these.
 
     `numpy.unique` with `return_inverse`, faster for few numbers.
     """
@@ -73,7 +73,7 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """The first index i of each distinct tuple (keys[0][i], keys[1][i], ...), and for each i the number of its tuple.
+    """The first i of each distinct tuple (keys[0][i], keys[1][i], ...), sorted, and each i's index in these.
 
     Tuples are sorted, and numbered in this order.
 

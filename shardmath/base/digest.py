@@ -32,7 +32,7 @@ T = TypeVar("T", bound=_Digested)
 
 
 def digest(value: object) -> str:
-    """The SHA-256 digest, 64 hexadecimal digits, of the repr of `value`: a number, text, Runs, or tuples of these."""
+    """The SHA-256 digest, as 64 hexadecimal digits, of the repr of `value`, made of numbers, text, Runs and tuples."""
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 
     printed = repr(value)
@@ -56,7 +56,7 @@ def names_digest(names: Sequence[str]) -> str:
 
 
 def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) -> T:
-    """Parse JSON `text`, check its format `name`, `version` and digest, and return the value that `read` makes.
+    """Parse JSON `text`, check its format `name`, `version` and digest, and return what `read` makes of it.
 
     Raises StoreError for any other text, NotationError if `read` does.
     """

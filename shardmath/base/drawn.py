@@ -16,12 +16,12 @@ DRAWING = "shardmath.display.pictures.drawing"
 
 
 def svg(value: object, **options: object) -> str:
-    """A picture of `value` as an SVG document."""
+    """A picture of `value` (a mesh, a layout, a plan or a program) as an SVG document."""
     picture: str = import_module(DRAWING).svg(value, **options)
     return picture
 
 
 def html(value: object) -> str:
-    """A picture of `value` as the HTML that a notebook shows."""
+    """The HTML with which a notebook shows `value`: its picture, or its text if it has no picture."""
     page: str = import_module(DRAWING).html(value)
     return page

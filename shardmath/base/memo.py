@@ -60,7 +60,7 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the bytes of a cached `result`, computed in `seconds`, to the total; empty all caches above a limit."""
+        """Add the bytes of a cached call, which took `seconds`, to the total; empty all caches if that is too many."""
         self._allowed_s += seconds * SHARE
         if self._allowed_s > 0:
             start = perf_counter()

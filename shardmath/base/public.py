@@ -16,7 +16,7 @@ _C = TypeVar("_C", bound=type)
 
 
 def public(cls: _C) -> _C:
-    """Set `__module__` of the class to its top package, which tracebacks and pickles then name; return the class."""
+    """Set `__module__` of the class `cls` to its top package, which tracebacks and pickles then name; return `cls`."""
     cls.__module__ = cls.__module__.partition(".")[0]
     return cls
 

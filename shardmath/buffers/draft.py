@@ -58,7 +58,7 @@ class Draft:
     def finish(
         self, params: Sequence[Param], *, ranks: int, shards: int | None = None
     ) -> PerBufferParamLayout:
-        """The layout of the finished buffer of `params` (in forward order) for `ranks` and optimizer `shards`."""
+        """The layout of the finished buffer of `params`, in forward order, for `ranks` ranks and `shards` shards."""
         shape_of = {param.name: param.shape for param in params}
         kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
         return PerBufferParamLayout(

@@ -184,7 +184,7 @@ class _Shards:
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:
-        """Assign `param` to a shard; `least` is the size of the smallest parameter not assigned yet."""
+        """Assign `param` to the shard with least work that has room; `least` is the smallest size still to come."""
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:

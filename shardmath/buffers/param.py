@@ -97,7 +97,7 @@ def pad_param_start(start: int) -> int:
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """The number that divides the end of every bucket, in elements, in Megatron's optimizers."""
+    """The number of elements of which the end of every bucket is a multiple, in Megatron's optimizers."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)

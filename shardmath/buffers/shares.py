@@ -81,7 +81,7 @@ def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis =
 
 
 def check_shards(buffer: object, given: int) -> int:
-    """Return `given`, a number of shards, as an int. Raises ParamLayoutError if `buffer` is not divisible by it."""
+    """Return `given`, a number of shards, as an int. Raises ParamLayoutError if `buffer` cannot be divided so."""
     if not isinstance(buffer, PerBufferParamLayout):
         what = f"{type(buffer).__name__} is not a PerBufferParamLayout"
         raise ParamLayoutError(f"{what}; call this for each value of a FullParamLayout")
@@ -137,7 +137,7 @@ Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
 def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
-    """Yield the name and the Shares of each parameter in `buffer`; equal cuts are one object, kept in `known`."""
+    """Yield (name, division among shards) of each parameter in `buffer`; equal cuts are one object, kept in `known`."""
     check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]

@@ -43,7 +43,7 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window of a tensor: its group, its cut, and the window's offset within the cut."""
+    """A rank that holds a window of a tensor: its group, its part of the tensor (`cut`), and the offset in it."""
 
     window: int
     group: int

@@ -50,7 +50,7 @@ def relabeled(layout: Layout, ranks: Mapping[int, int]) -> Layout:
 
 
 def transposed(layout: Layout, order: Sequence[int]) -> Layout:
-    """Return the layout of the tensor with its dimensions in the given `order`.
+    """Return the layout of the tensor with its dimensions in the given `order`, as torch.permute reads it.
 
     Raises LayoutError unless each dimension is named once.
     """
@@ -81,7 +81,7 @@ def window(layout: Layout, box: Box) -> Layout:
 
 
 def sliced(layout: Layout, box: Box) -> Layout:
-    """Return the layout of the slice `box` as a separate tensor, in the same local tensors, with holes around it.
+    """Return the layout of the slice `box` as a separate tensor; local tensors keep their shapes, with holes around it.
 
     Raises LayoutError for a box that is not inside the tensor.
     """

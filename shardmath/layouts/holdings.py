@@ -181,7 +181,7 @@ class Windows(tuple[Layout, ...]):
         return [self.local_name(name, window) for window in range(len(self))]
 
     def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:
-        """Yield (local name, layout) of each window of the tensor `name` (with `rank`: of windows with this rank)."""
+        """Yield (local name, layout) of each window of the tensor `name`; with `rank`, only of those on the rank."""
         for local, layout in zip(self.local_names(name), self, strict=True):
             if rank is None or rank in layout.mesh:
                 yield local, layout
@@ -193,7 +193,7 @@ class Windows(tuple[Layout, ...]):
         return others
 
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
-        """Return the Windows of `layouts` (position in this tuple -> layout), whose local tensors keep their names.
+        """Return the windows at the positions in `layouts`, with its layouts; their local tensors keep their names.
 
         >>> from shardmath.layouts.algebra.mesh import Mesh
         >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))
@@ -231,7 +231,7 @@ def label(name: str) -> str:
 
 
 def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
-    """Return `held`, a Layout or a tuple of Layouts, as Windows. Raises `error`, which names it `name`, for others."""
+    """Return `held`, a Layout or a tuple of Layouts, as Windows. Raises `error` about tensor `name` for others."""
     windows = held if isinstance(held, tuple) else (held,)
     if not windows or not all(isinstance(layout, Layout) for layout in windows):
         raise error(f"{label(name)} is {shown(held)}; give a Layout or a tuple of Layouts")

@@ -73,7 +73,7 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """Read the layout text `spec`: return its dimensions and Partial axes; `rules` has the placements named in it.
+    """Read the layout text `spec`: return its dimensions and Partial axes; `rules` has the placements that it names.
 
     Raises LayoutError, PlacementError or NotationError. A `stored` that is not empty raises LayoutError, too.
     """

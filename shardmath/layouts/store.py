@@ -125,7 +125,7 @@ class Place(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the position in the buffer of the local tensor's last element."""
+        """One past the position of the local tensor's last element in the buffer."""
         if 0 in self.shape:
             return self.offset
         last = self.offset
@@ -307,7 +307,7 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """Return the windows and the Store of a tensor of which rank r holds elements `ranges[r]`, a row-major [lo, hi).
+    """Return windows and a Store for a tensor of which rank r holds the row-major elements `ranges[r]`, (lo, hi).
 
     Windows are listed rank by rank and in order. They lie in a flat buffer per rank, called `buffer` (`name`, if
     not given), whose element 0 is the rank's element lo. Raises PlanError for a range outside the tensor,

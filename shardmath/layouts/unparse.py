@@ -34,7 +34,7 @@ NAMES = ("n", "h", "w", "d")
 
 
 def free_name(d: int) -> str:
-    """Return the name that dimension number `d` has in a layout's canonical text."""
+    """Return the name of dimension number `d` in a layout's canonical text, without the `_` added if an axis has it."""
     return NAMES[d] if d < len(NAMES) else f"n{d}"
 
 
@@ -55,7 +55,7 @@ def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
 
 
 def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
-    """Return a name for each custom placement in `dims`: its class in lower case, numbered from the second on."""
+    """Return a name for each custom placement in `dims`: its class's name in lower case, numbered if taken."""
     name_of: dict[Splits, str] = {}
     taken: set[str] = set()
     for digit in _digits(dims):

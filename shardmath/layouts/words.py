@@ -38,7 +38,7 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """Make the Field of `n` positions that the words in `stages` divide.
+    """Make a Field: `n` positions, and the stages of cuts for which the words in `stages` stand.
 
     Raises NotationError if they cannot divide it.
     """

@@ -65,7 +65,7 @@ KEY = 'a-z parameters, #= others, . padding, | between ranks; "at" is where in t
 
 
 class BucketSpan(NamedTuple):
-    """Elements start..end-1 of a bucket that are drawn as one: a parameter, `several` parameters, or padding ("")."""
+    """Elements start..end-1 of a bucket, drawn as one: a parameter, `several` parameters, or padding (no name)."""
 
     start: int
     end: int
@@ -242,7 +242,7 @@ def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
 def read_arguments(
     layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
 ) -> tuple[int, int, int]:
-    """Return `shards`, `width` and `most` as ints. Raises ParamLayoutError, as for a width below `narrowest`."""
+    """Return `shards`, `width` and `most` as ints. Raises ParamLayoutError if one is too small or not an int."""
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
             f"{type(layout).__name__} is not a PerBufferParamLayout; "

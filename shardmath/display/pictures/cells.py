@@ -253,7 +253,7 @@ def idle_ranks(layout: Layout) -> list[int]:
 
 
 def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
-    """The first local ranges of a dimension, and for each a text: its global range, or "" if it is a hole."""
+    """The first ranges of local positions of `runs`, and for each a text: its global range, or "" if it is a hole."""
     pieces = []
     texts = []
     end = 0

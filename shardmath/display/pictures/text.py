@@ -104,7 +104,7 @@ class Shown(str):
 
 
 def show(value: object, most: int = 32) -> Shown:
-    """Return a mesh, a layout with each rank's elements, or a plan or program with each rank's bytes, as text.
+    """Return text about a mesh, a layout (with each rank's elements), or a plan or program (with each rank's bytes).
 
     Lists at most `most` ranks, and as many transfers of a plan. A notebook shows meshes, layouts, plans and programs as
     pictures. Raises ShardError for anything but a value of shardmath.

@@ -48,7 +48,7 @@ class RankGroup(NamedTuple):
 
 
 class TrafficMatrix(NamedTuple):
-    """The bytes from each sender to each receiver, ranks or groups of ranks, as int64 arrays (senders, receivers).
+    """The bytes from each group of senders to each group of receivers, as int64 arrays of shape (senders, receivers).
 
     `sent` counts bytes to other ranks, `far` the part sent to other nodes, and `stays` bytes that stay on their rank.
     """

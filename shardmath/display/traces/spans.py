@@ -123,14 +123,14 @@ def _pair_successive(spans: tuple[Span, ...]) -> Iterator[tuple[Span, Span]]:
 
 
 def name_track(message: Message, rank: int) -> str:
-    """The name of the track on which `rank`, its sender or its receiver, shows `message`."""
+    """The name of the track (line of a timeline) that shows `message` on `rank`, which sends or receives it."""
     if rank == message.src_rank:
         return f"to {message.dst_rank}"
     return f"from {message.src_rank}"
 
 
 def name_step(step: Step) -> str:
-    """The round of `step`, its (phase, slot, turn), in words, such as "phase 0, slot 1, turn 2"."""
+    """The round `step`, a tuple (phase, slot, turn), in words, such as "phase 0, slot 1, turn 2"."""
     phase, slot, turn = step
     return f"phase {phase}, slot {slot}, turn {turn}"
 

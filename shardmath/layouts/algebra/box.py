@@ -62,7 +62,7 @@ def from_slices(index: Sequence[slice]) -> Box:
 
 
 def row_size(dims: Sequence[int]) -> int:
-    """Return the number of elements at one index of a tensor's first dimension longer than 1; `dims` is its shape."""
+    """Return how many elements share an index of the first dimension longer than 1, in a tensor of shape `dims`."""
     for d, n in enumerate(dims):
         if n > 1:
             return math.prod(dims[d + 1 :])
@@ -70,7 +70,7 @@ def row_size(dims: Sequence[int]) -> int:
 
 
 def flat_boxes(dims: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:
-    """Return boxes, in order, that together are elements lo..hi-1, in row-major order, of a tensor of shape `dims`.
+    """Return boxes, in order, that together have elements lo..hi-1, counted row-major, of a tensor of shape `dims`.
 
     There are at most 2 d - 1 of them. Raises PlanError if [lo, hi) is not a range of the tensor.
     """
@@ -182,7 +182,7 @@ def _first_other_label(label: Ints) -> tuple[int, int] | None:
 
 
 def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """Return the first element that `held` (ranges per dimension) contains and none of `boxes` does, or None.
+    """Return the index of the first element that `held` (ranges per dimension) has and none of `boxes` has, or None.
 
     >>> first_gap([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2))])
     (1, 2)

@@ -76,7 +76,7 @@ class _CountedCut:
 
 @dataclass(frozen=True, slots=True)
 class Chunks(_CountedCut):
-    """A cut into chunks of ceil(length / parts) positions, as by torch.chunk; the last ones are short or empty."""
+    """A cut into chunks of ceil(length / parts) positions, as by torch.chunk; the last ones may be short or empty."""
 
     def part(self, length: int, i: int) -> tuple[int, int]:
         """Return the offset and the length of part number `i` of a piece of `length` positions."""
@@ -123,7 +123,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class FixedBlock:
-    """A cut into blocks of `size` positions, the last one short; blocks beyond the end of the piece are empty."""
+    """A cut into blocks of `size` positions; the last may be short, and blocks beyond the piece's end are empty."""
 
     size: int
 
@@ -142,7 +142,7 @@ class FixedBlock:
 
 @dataclass(frozen=True, slots=True)
 class UserCut:
-    """A cut made by the `split` of a custom placement, `by`; the parts of recently divided lengths are cached."""
+    """A cut of a length into `parts` parts by a custom placement, `by`, whose `split` returns them, each as Runs."""
 
     by: Splits
     parts: int

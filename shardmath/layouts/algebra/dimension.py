@@ -66,7 +66,7 @@ class Field:
 
 
 def divided(size: int, stages: Iterable[Stage]) -> Field:
-    """Return `size` positions divided among ranks by `stages` of cuts, as a Field in canonical form.
+    """Return a Field: `size` positions, with the `stages` of cuts that divide them among ranks in canonical form.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -76,7 +76,7 @@ def divided(size: int, stages: Iterable[Stage]) -> Field:
 
 
 def lengths_at(f: Field, stage: int) -> set[int]:
-    """Return the set of lengths of ranks' parts of the field `f` before its stage number `stage` divides the parts."""
+    """Return the set of lengths that ranks' parts of `f` have before stage number `stage` of cuts divides them."""
     return {len(runs) for runs in _field_cells(f.size, f.stages[:stage])}
 
 
@@ -132,7 +132,7 @@ class Dimension:
         return out
 
     def runs(self, coords: Coords) -> Runs:
-        """Return the position in the tensor of each local position, as Runs, on the rank at coordinates `coords`."""
+        """Return, for the rank at `coords`, the position in the tensor of each of its local positions, as Runs."""
         kept = self._stored_runs(coords)
         if self.stored is None:
             return kept
@@ -154,7 +154,7 @@ class Dimension:
 
 @memo()
 def cells(dimension: Dimension) -> tuple[Runs, ...]:
-    """Return the Runs that ranks hold of `dimension` at each combination of coordinates on its axes, row-major."""
+    """Return the Runs (positions held) at each combination of coordinates on the axes of `dimension`, row-major."""
     if len(dimension.fields) != 1:
         return tuple(map(dimension.runs, list_coordinates(dimension.axes)))
     (only,) = dimension.fields

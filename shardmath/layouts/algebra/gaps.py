@@ -31,7 +31,7 @@ GRID = 1 << 24
 
 
 def find_gap(shape: tuple[int, ...], products: tuple[Product, ...]) -> tuple[int, ...] | None:
-    """Return the first element, row-major, of a tensor of `shape` that none of `products` of ranges contains, or None.
+    """Return the first index, row-major, in `shape` that none of `products` (of ranges per dimension) has, or None.
 
     No dimension is empty. A grid of all cells is one product of matrices; if it would be too large,
     the first dimension is taken border by border.
@@ -69,7 +69,7 @@ class _RangeTable(NamedTuple):
     owner: Ints
 
     def holds(self, position: int) -> Bools:
-        """For each range of the table, whether it contains `position`."""
+        """A bool array: for each range of the table, whether it contains `position`."""
         has_begun = self.lo <= position
         return has_begun & (position < self.hi)
 

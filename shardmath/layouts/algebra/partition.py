@@ -45,7 +45,7 @@ class Partition:
 
 @memo()
 def partition(dimension: Dimension) -> Partition:
-    """Return the distinct parts that ranks hold of `dimension`, and the part held at each coordinate of its axes."""
+    """Return the Partition of `dimension`: the distinct parts that ranks hold, and which is held at each coordinate."""
     number: dict[Runs, int] = {}
     cell = []
     for runs in cells(dimension):
@@ -62,7 +62,7 @@ def overlapping(dimension: Dimension) -> bool:
 
 
 def list_spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return all segments of `parts`, by global start, as four arrays: global start, stop, local start, part number."""
+    """Return all ranges of `parts`, sorted by start, as arrays: global start and stop, local start, part number."""
     rows = []
     for part, runs in enumerate(parts):
         for local, start, size in runs.segments:

@@ -53,7 +53,7 @@ StartSize: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """One cut of a dimension, and the mesh axes along which each rank takes one part; without axes, all parts."""
+    """One cut of a dimension, and the mesh axes along which each rank takes one part (no axes: all parts)."""
 
     cut: Cut
     axes: tuple[str, ...] = ()
@@ -202,7 +202,7 @@ def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
 
 
 def stage_cells(stage: Stage, length: int) -> list[Runs]:
-    """Return the positions, out of 0..length-1, that ranks keep at each coordinate of the stage's axes, row-major."""
+    """Return a list of Runs: the positions of 0..length-1 kept at each coordinate of the axes of `stage`, row-major."""
     if len(stage) == 1:
         digit = stage[0]
         cut = digit.cut

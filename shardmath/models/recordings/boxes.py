@@ -36,7 +36,7 @@ class Atom(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A regular set of elements: the first one's index in the stored and the logical tensor, and series (`atoms`)."""
+    """A regular set of elements: the first one's index in the stored and logical tensor, and its repeats (`atoms`)."""
 
     cell: _Numbers
     element: _Numbers
@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """Split `piece` (flat positions) into boxes of a stored tensor of shape `cells` and a logical one of `elements`.
+    """Split `piece` into Boxes of elements, for a stored tensor of shape `cells` and a logical one of `elements`.
 
     Raises StoreError if the piece needs more than 65536 boxes.
     """

@@ -32,7 +32,7 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 def record_declared(bound: KnownSide, shapes: Shapes, rank: int) -> Recorded:
-    """The elements of logical tensors that `rank` stores, as if recorded, computed from `bound` without a loader.
+    """The recording of `rank` (the logical element in each stored cell), computed from `bound`, not from a loader.
 
     A stored tensor has the dtype of the first logical tensor in it.
     """

@@ -113,7 +113,7 @@ class Recorded:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """The number of positions that nothing wrote, for each stored tensor that has any."""
+        """The number of positions that no piece fills, by the stored tensor's name; tensors without any are omitted."""
         return {native.label: native.unwritten for native in self.natives if native.unwritten}
 
     @property

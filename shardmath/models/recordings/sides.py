@@ -50,7 +50,7 @@ SHOWN = 5
 @public_in("storage")
 @dataclass(frozen=True, slots=True)
 class RecordedSide:
-    """A trainer or engine whose storage was recorded, rank by rank. Raises StoreError if there are no ranks."""
+    """A trainer or engine given by the recorded storage of each rank. Raises StoreError if there are no ranks."""
 
     ranks: Mapping[int, Recorded]
 
@@ -206,7 +206,7 @@ class _ViewFinder:
         self._views_by_key: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
-        """The part of the tensor `name` that a rank stores, as a view. Raises StoreError if it is not one view."""
+        """The part of the tensor `name` that a rank stores, as one view. Raises StoreError if it is not one view."""
         first, *others = holders
         stored = first.native
         if others:
@@ -274,7 +274,7 @@ class _LayoutFinder:
         self._layouts_by_key: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Find the layout of the tensor `name`; add it, or an error, or the name if no rank stores the tensor."""
+        """Add the layout of the tensor `name` to `layouts`, an error to `faults`, or an unstored name to `missing`."""
         parts = {}
         for rank, on_rank in self.held.items():
             if name in on_rank.parts:

@@ -56,7 +56,7 @@ class RecordedView:
         self._spans = {stored_dims[of]: view.span for of, (view, _) in enumerate(trimmed)}
 
     def cut(self, ndim: int) -> tuple[int | slice, ...]:
-        """The index that selects the view from the stored tensor, reshaped to `ndim` dimensions by adding 1s."""
+        """The index that selects the view from the stored tensor, reshaped to `ndim` dimensions by appending 1s."""
         cut: list[int | slice] = [0] * ndim
         cut[: len(self.stored)] = self.boxes[0].cell
         for dim, span in self._spans.items():

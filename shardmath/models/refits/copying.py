@@ -28,7 +28,7 @@ __all__ = ["copy_bound"]
 
 
 def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
-    """Return the Bound of the side `stored`, a copy of `bound` with other ranks; None if more than the ranks differ."""
+    """Return `bound` with the ranks of the side `stored`, which has equal rows; None if more than the ranks differ."""
     ranks = _match_ranks(bound.stored.meshes, stored.meshes)
     if ranks is None or dataclasses.replace(bound.stored, meshes=stored.meshes) != stored:
         return None
@@ -60,7 +60,7 @@ class _Renamer:
         self.meshes: dict[tuple[Mesh, ...], tuple[Mesh, ...]] = {}
 
     def rename(self, held: Held) -> Held:
-        """Return `held`, the stored tensors of a row, with its ranks renumbered."""
+        """Return the stored tensors of a row, `held`, with their ranks renumbered."""
         blocks = map(self._rename_block, held.blocks)
         return dataclasses.replace(held, blocks=tuple(blocks))
 

@@ -33,7 +33,7 @@ def show_native(native: Native) -> str:
 
 
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
-    """Error texts for tensors that only a side (`stored`) or only its rank (`has`) has, or whose shapes differ."""
+    """Error texts for tensors that only the side (`stored`) or only the rank (`has`) has, or whose shapes differ."""
     faults = []
     for native, shape in stored.items():
         if native not in has:

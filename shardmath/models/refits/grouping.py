@@ -41,7 +41,7 @@ def _find_layer(name: str) -> tuple[str, int] | None:
 
 
 def join_modules(groups: Sequence[Sequence[str]], engines: Iterable[KnownSide]) -> list[list[str]]:
-    """Merge the `groups` of tensor names whose tensors an engine's rank stores in one module; return all groups."""
+    """Merge those `groups` of tensor names that share a module on an engine's rank; return all groups."""
     group_of = {name: i for i, group in enumerate(groups) for name in group}
     # Union-find: each group points to an earlier one that it is joined with, or to itself.
     parents = list(range(len(groups)))

@@ -107,7 +107,7 @@ class Bound:
     def visit(
         self, rank: int, rows: Sequence[Held] | None = None
     ) -> Iterator[tuple[str, Slot, _Shape]]:
-        """Yield (logical name, Slot, shape of the stored tensor) for each tensor on `rank` (with `rows`: of these)."""
+        """Yield (logical name, Slot, shape of the stored tensor) for each tensor of `rank` in `rows` (default: all)."""
         # An axis in several meshes of a side gives a rank the same coordinate in all of them.
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:
@@ -169,7 +169,7 @@ class _Binder:
         self.layouts: dict[str, Layout] = {}
 
     def bind(self) -> Bound:
-        """Match all rows to tensors. Raises StoreError, which lists everything that does not fit."""
+        """Match all rows to tensors; return the Bound. Raises StoreError, which lists everything that does not fit."""
         held: list[Held] = []
         faults: list[str] = []
         for row in self._list_rows():

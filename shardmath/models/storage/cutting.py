@@ -80,7 +80,7 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """The positions of the dimension `group` that a rank at `coords` stores, counted through all its components.
+    """The positions of dimension `group` that a rank at `coords` stores, as Runs, counted through its components.
 
     Raises LayoutError for unknown words, and if an axis or a number does not divide what it cuts.
     """
@@ -105,7 +105,7 @@ class _GroupLayer:
         self.before: list[_Piece] | None = None  # the pieces of the stages laid so far
 
     def lay(self, group: GroupedDim) -> Runs:
-        """The positions of the dimension `group` that a rank stores: each stage cuts the result of the stage before."""
+        """The positions of the dimension `group` that a rank stores, as Runs: each stage cuts what is left."""
         for stage in group.stages:
             self.before = self._lay_terms(stage, ())
         pieces = self.before or []

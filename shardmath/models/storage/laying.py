@@ -43,7 +43,7 @@ _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A stack of `count` tensors, such as experts, along one dimension, and the numbers of those on each rank."""
+    """A stack of `count` tensors, such as experts, along one dimension, and the numbers of those that each rank has."""
 
     index: str
     count: int
@@ -121,7 +121,7 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 
 
 def stack_names(row: Row) -> dict[int, str]:
-    """The name of the index, such as an expert's, of the stacked tensors, by stored dimension; {} without stacks."""
+    """For each stored dimension along which tensors are stacked, the name of their index, such as an expert's."""
     indices = {index.name for index in row.logical.indices}
     stacks: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
@@ -137,7 +137,7 @@ def stack_names(row: Row) -> dict[int, str]:
 
 
 def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None = None) -> Laid:
-    """The layout of the stored tensor of `row`, of components of these `shapes`; `stack` describes stacked tensors.
+    """The layout of the stored tensor of `row`, with components of `shapes`; `stack` describes stacked tensors.
 
     Raises StoreError if the words do not fit the shapes, LayoutError if a size does not divide.
     """
