@@ -56,12 +56,12 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Turns a plan's transfers into its adjoint's, by an operation and addend number for each rank and local tensor."""
+    """Turns transfers of a plan into transfers of its adjoint: swaps their ends, sets their operations and addends."""
 
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return the operation and the addend number with which `rank`'s tensor `local` enters the adjoint."""
+        """Return the operation and addend number of the adjoint's transfers from `rank`'s tensor `local`."""
         op, addends = self.entries[local]
         return op, addends[rank]
 
@@ -285,7 +285,7 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
 
 
 def flip_of(plan: Plan) -> Flip:
-    """Return the Flip of a plan: replicas at its destination become addends, numbered by window, then by rank."""
+    """Return the Flip that turns a plan's transfers into its adjoint's: destination replicas become addends."""
     known: dict[_Identities, list[Entry]] = {}
     entries: dict[str, Entry] = {}
     for name, windows in plan.dst.items():

@@ -74,7 +74,7 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide line i (`length[i]` bytes) among its holders; return each line's first index in the cuts, and all cuts."""
+    """Divide line i (`length[i]` bytes) among its holders; return (first, cuts): it has cuts[first[i]:first[i+1]]."""
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
     most = max(map(len, held), default=1)

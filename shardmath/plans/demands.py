@@ -67,12 +67,12 @@ class Demands:
 
     @property
     def blocks(self) -> Offsets:
-        """The blocks (bytes that the same ranks need) of each line (bytes that the same ranks hold), as Offsets."""
+        """The range of blocks (bytes needed by one set of ranks) in each line (bytes held by one set), as Offsets."""
         return Offsets(self.first)
 
     @property
     def rows(self) -> Offsets:
-        """The rows (bytes of one batch of tensors) of each block, as Offsets."""
+        """The range of rows (bytes of like tensors) in each block (bytes needed by one set of ranks), as Offsets."""
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
@@ -111,7 +111,7 @@ class _Requests(NamedTuple):
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """The number of the line that each request belongs to."""
+        """A number for each request, equal for requests of one line (bytes with equal holders, all near or all far)."""
         return self.holders * 2 + self.near
 
 

@@ -59,7 +59,7 @@ class Reduction:
     fill: complex | None = None
 
     def op_of(self, addend: int) -> str:
-        """Return the operation with which addend number `addend` enters: "copy" for the first one without a fill."""
+        """Return the operation that puts an addend into the result: "copy" for the first one if there is no fill."""
         if self.op is None or self.addends == 1:
             return "copy"
         if addend == 0 and self.fill is None:
@@ -163,7 +163,7 @@ def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
 
 
 def ranks_along(mesh: Mesh, axes: Axes) -> tuple[frozenset[int], ...]:
-    """Return the set of ranks at each coordinate of the mesh along `axes`, which are flattened into one axis."""
+    """Return, for each coordinate along `axes`, which are flattened into one axis, the set of ranks that have it."""
     coordinate = mesh.coordinate(axes)
     ranks = np.array(mesh.ranks)
     count = math.prod(map(mesh.axis_size, axes))

@@ -43,17 +43,17 @@ class Stretch(NamedTuple):
 
 
 def block_at(demands: Demands, line: int, at: int) -> int:
-    """Return the block (bytes with equal receivers) with byte `at` of `line`; the last block if `at` is its end."""
+    """Return the number of the block (bytes with equal receivers) that has byte `at` of `line`; the last at its end."""
     return _last_not_after(demands.start, demands.first[line], demands.first[line + 1], at)
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """Return the row (bytes of like tensors) that has byte `at` of the content of `block`."""
+    """Return the number of the row (bytes of like tensors) that has byte `at` of the content of `block`."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 
 def find_lines(demands: Demands, blocks: Ints) -> Ints:
-    """Return the line (bytes that one set of ranks holds) to which each of `blocks` belongs."""
+    """Return, for each of `blocks`, the number of the line (bytes that one set of ranks holds) to which it belongs."""
     lines: Ints = demands.first.searchsorted(blocks, "right") - 1
     return lines
 

@@ -175,7 +175,7 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield, for each extra dimension that counts addends, its division among source and destination ranks."""
+    """Yield (source Partition, destination Partition) of each extra dimension, which counts addends, not elements."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)
@@ -244,7 +244,7 @@ class _OverlaySide(NamedTuple):
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks hold different parts on this side, instead of all ranks one part."""
+        """Whether ranks on this side hold different parts of the dimension, rather than all the same part."""
         return len(self.held.parts) > 1 or len(self.sets) > 1
 
 

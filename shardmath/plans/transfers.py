@@ -239,7 +239,7 @@ Columns: TypeAlias = tuple[int, ...]
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """Return the boxes with elements lo..hi-1 of `unit` that mesh position `sender` sends to mesh position `receiver`.
+    """Return the boxes of elements lo..hi-1 of `unit` (elements moved together) that `sender` sends to `receiver`.
 
     lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is
     a position of the destination too, and sends what it has received.

@@ -132,7 +132,7 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return, for each box of a unit, its rows in the overlays, its shape, and the number of elements up to its end.
+    """Return the boxes of a unit (elements that move together): rows in the overlays, shapes, and ends in elements.
 
     Boxes are row-major.
     """

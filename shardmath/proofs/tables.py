@@ -335,7 +335,7 @@ class MemberTable(NamedTuple):
 
 
 class Places:
-    """Finds the mesh positions of the ranks in given sets, once for all sets of each mesh.
+    """Finds the positions, in any mesh, of the ranks in given sets; computes all of them once for each mesh.
 
     >>> places = Places([(3, 4), (5,)])
     >>> positions, which = places.within(Mesh(tp=2, ranks=[5, 4])).of(np.array([0, 1]))

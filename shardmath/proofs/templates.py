@@ -216,7 +216,7 @@ def _check_units(t: Template, what: str) -> None:
 
 
 class End(NamedTuple):
-    """One end of a move, per dimension: the part that each mesh position holds, and the parts that have each unit.
+    """One end of a move, by dimension: the part that each mesh position holds, and the parts that hold each unit.
 
     A unit is elements that move together.
 

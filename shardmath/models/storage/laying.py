@@ -51,7 +51,7 @@ class Stack:
     held: Mapping[_Point, Runs]
 
     def at(self, coords: Coords) -> Runs:
-        """The numbers of the tensors that ranks at `coords` hold, as Runs: the global number at each local position."""
+        """Return, as Runs, the numbers (in the stack) of the tensors that ranks at mesh coordinates `coords` hold."""
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
     def list_holders(self) -> list[tuple[_Point, ...]]:
@@ -82,7 +82,7 @@ class Laid:
     dims: Mapping[str, tuple[Dimension, ...]]
 
     def shape(self, coords: Coords) -> Shape:
-        """The shape of the stored tensor on ranks at `coords`."""
+        """The local shape of the stored tensor on the ranks at the mesh coordinates `coords`."""
         sizes = []
         for stored in self.stored:
             if isinstance(stored, Stack):
@@ -94,7 +94,7 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """The index that selects `component` from the stored tensor at `coords`, for each number in a stack."""
+        """List, for each of `numbers` in a stack, the index of `component` (such as q) in the tensor at `coords`."""
         spans = []
         stack_dim = None
         for dim, stored in enumerate(self.stored):
@@ -190,7 +190,7 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """Pair the words that `row` writes for each stored dimension with the index whose tensors it stacks, or None."""
+    """Return, for each stored dimension, what `row` writes for it, and the index whose tensors it stacks (or None)."""
     if row.dims is None:
         return [("...", None)] * ndim
     stacks = stack_names(row)

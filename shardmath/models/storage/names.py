@@ -46,7 +46,7 @@ BRACKETS = {"choice": "[{}]", "index": "{{{}}}"}
 
 @dataclass(frozen=True, slots=True)
 class PatternPart:
-    """A part of a name pattern: plain text, a choice such as [q k v], an index such as {l}, a star, or an open rest.
+    """A part of a name pattern: plain text, a choice such as [q k v], an index such as {l}, `*`, or `...` for any rest.
 
     A "choice" has a word per component, an "index" the words that spread its number, most significant first. A "star",
     the "rest" at the end and "plain" text are one word, as written.
@@ -66,7 +66,7 @@ class PatternPart:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A pattern of tensor names, such as `layers.{l}.[q k v].*`, in parts."""
+    """A pattern of tensor names, such as `layers.{l}.[q k v].*`, parsed into PatternParts."""
 
     parts: tuple[PatternPart, ...]
 
@@ -103,7 +103,7 @@ class Name:
         return parse(str(self).removesuffix(REST) + rest)
 
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
-        """Fill in the pattern: `numbers` for its indices, `component` for its choice, and `star` for its star."""
+        """Return the name that `numbers` (for the indices), `component` (for the choice) and `star` (for `*`) make."""
         given = {"choice": component, "star": star, "rest": ""}
         words = []
         for part in self.parts:
@@ -112,7 +112,7 @@ class Name:
         return "".join(words)
 
     def template(self, component: str = "", star: str = "") -> str:
-        """The template, as by `split`: {} for each index, `component` for its choice, `star` for its star."""
+        """Return the pattern as text, with {} for each index, `component` for its choice, and `star` for its `*`."""
         return self.fill({index.name: "{}" for index in self.indices}, component, star)
 
 

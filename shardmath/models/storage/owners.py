@@ -47,12 +47,12 @@ class Owner(NamedTuple):
 
     @property
     def mask(self) -> int:
-        """The ranks that hold any part, as an integer in which bit r is set for rank r."""
+        """The ranks that hold any part of the tensor, as an integer in which bit r is set for rank r."""
         ranks = {rank for mesh in set(self.meshes) for rank in mesh.ranks}
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """The stored names that `row` gives the tensors of the stack with the local numbers `local`, in order."""
+        """List the names under which `row` stores the tensors of the stack with the local numbers `local`, in order."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -83,7 +83,10 @@ class _Location:
 
 
 class Owners:
-    """Finds the ranks that hold the tensors of one row. Raises StoreError if no mesh has all of the row's axes."""
+    """Finds the ranks that hold the tensors of one row (a line of a storage table).
+
+    Raises StoreError if no mesh has all of the row's axes.
+    """
 
     def __init__(self, stored: Stored, row: Row) -> None:
         self.stored = stored
@@ -138,7 +141,7 @@ class Owners:
             yield self.row.place.axis
 
     def find(self, numbers: Sequence[int], count: int) -> Owner:
-        """The ranks that hold the stored tensor with these index `numbers`, in which `count` tensors are stacked.
+        """Find the Owner (ranks that hold it) of the stored tensor with the index `numbers`; it stacks `count` tensors.
 
         Raises StoreError for a number without a declared spot, and for one that no rank has.
         """
@@ -305,7 +308,7 @@ def pile(meshes: Sequence[Mesh]) -> Mesh:
 
 
 class OwnedTensor(NamedTuple):
-    """A stored tensor: the logical names of each component, the positions of components in it, and its ranks."""
+    """A stored tensor: the logical names of each component (such as q), where each lies in it, and its ranks."""
 
     names: tuple[list[str], ...]
     laid: Laid
@@ -317,7 +320,7 @@ Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
 
 
 class Maker:
-    """Makes an OwnedTensor, with layouts, for each stored tensor of one row; tensors of equal shapes share results."""
+    """Makes an OwnedTensor, with layouts, for each stored tensor of one row (a line of a storage table)."""
 
     def __init__(
         self, stored: Stored, vocabulary: Vocabulary, row: Row, components: tuple[str, ...]
@@ -333,7 +336,7 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """The stored tensor for these index `numbers`, and the layouts of its components, whose names are in `names`.
+        """Make the stored tensor for the index `numbers`, and its components' layouts; `names` has each one's names.
 
         Raises StoreError if numbers of a stack are missing, or differ in shape or dtype.
         """

@@ -52,7 +52,7 @@ PLACE = re.compile(r"@\s*(?P<axis>\w+)\s*=\s*(?P<at>-?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class AxisPlace:
-    """One coordinate of a mesh axis, such as @pp=0; -1 is the last one."""
+    """One coordinate of a mesh axis, such as 0 of pp, written @pp=0 in a row; -1 is the last coordinate."""
 
     axis: str
     at: int
@@ -98,7 +98,7 @@ class Row:
         return None
 
     def close(self, rest: str) -> Row:
-        """The row with `rest` instead of the `...` at the end of both names, as `Name.close` does it."""
+        """The row with `rest` instead of the `...` at the end of its stored name and its logical name."""
         return dataclasses.replace(
             self, native=self.native.close(rest), logical=self.logical.close(rest)
         )
@@ -115,7 +115,10 @@ class _Head:
 
 @memo(64)
 def parse(text: str) -> tuple[Row, ...]:
-    """Parse a storage table into its rows, prefixes included. Raises NotationError with a caret in the line."""
+    """Parse the text of a storage table into Rows, whose names include the prefixes from head lines.
+
+    Raises NotationError with a caret in the line.
+    """
     rows: list[Row] = []
     heads = [_Head()]
     below = True  # a row stands below the last heads, so that the next head replaces them

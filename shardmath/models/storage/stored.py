@@ -47,7 +47,7 @@ Shapes: TypeAlias = Mapping[str, Entry]
 
 
 class Spot(NamedTuple):
-    """The location of one number of an index, such as a layer: mesh coordinates, chunk, and number in that chunk."""
+    """The location of a layer, or other numbered part: mesh coordinates, chunk (virtual stage), and number there."""
 
     coords: Mapping[str, int]
     chunk: int
@@ -55,7 +55,7 @@ class Spot(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The place where a rank stores a logical tensor: `native[cut]`, whose dimension i is logical dimension `order[i]`.
+    """The location of a logical tensor on a rank: `native[cut]`, whose dimension i is logical dimension `order[i]`.
 
     `function` is applied to the logical tensor before it is stored; "" if none is.
     """
@@ -81,7 +81,7 @@ class KnownSide(Protocol):
         ...
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The Slot in which `rank` stores its part of each logical tensor that it holds, by the tensor's name."""
+        """The Slot (stored name and slices) of each logical tensor of which `rank` holds a part, by logical name."""
         ...
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -89,7 +89,10 @@ class KnownSide(Protocol):
         ...
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """The row or recording that describes the stored tensor `native`. Raises StoreError if `rank` lacks it."""
+        """The description of the stored tensor `native`: a Row (a line of text), or the recording of a loader.
+
+        Raises StoreError if `rank` lacks it.
+        """
         ...
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
@@ -97,13 +100,13 @@ class KnownSide(Protocol):
         ...
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first tensor in `names` of which a rank stores a function, such as neg_exp, with its Slot, or None."""
+        """The first of `names` that a rank stores as a function (such as neg_exp) of it, and its Slot; or None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The storage of a trainer or engine: rows of text, with the meshes, indices and numbers that the rows name.
+    """How a trainer or engine stores its tensors: rows of text, with the meshes, indices and numbers that rows name.
 
     With `exact`, axes must divide what they cut; otherwise parts are ceil-chunks. Raises StoreError for meshes over
     different ranks, for no mesh, and for rows that are not parsed.
@@ -305,7 +308,7 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The names that fit `template`, as {other numbers: {number at position `stacked`: name}}."""
+        """The logical names that fit `template`, grouped as {other numbers: {number at position `stacked`: name}}."""
         # Both sides stack nearly all templates in the same way.
         key = template, stacked
         if key not in self._grouped:
@@ -313,7 +316,7 @@ class Vocabulary:
         return self._grouped[key]
 
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
-        """List `names` (by their number of `index`, as `find` returns them) in ascending order of this number.
+        """List the values of `names` (number -> name, one group that `find` returns) in ascending order of number.
 
         Raises StoreError if a number is missing, or if a name differs from the others in shape or dtype.
         """

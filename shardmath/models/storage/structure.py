@@ -38,7 +38,7 @@ Number: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A component, an axis or a number in a row, with its marks: `tp/rep`, `ep~`, `n=vocab`, `n^128`, `e%slots`."""
+    """A component, axis or number in a row's dimension, with marks: `tp/rep`, `ep~`, `n=vocab`, `n^128`, `e%slots`."""
 
     name: Number
     over: Number | None = None
@@ -106,7 +106,10 @@ def parse(text: str) -> GroupedDim:
 
 
 def read_dims(text: str) -> tuple[Structure, ...]:
-    """Parse the dimensions that a row writes after its colon. Raises NotationError with a caret."""
+    """Parse the dimensions that a row writes after its colon, such as `(tp n) k`; return them in order.
+
+    Raises NotationError with a caret.
+    """
     read = Cursor(text, MARKS)
     dims: list[Structure] = []
     while read.here.kind != "end":

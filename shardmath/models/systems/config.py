@@ -69,7 +69,7 @@ class Config:
 
     @property
     def kind(self) -> str:
-        """The type of model, in normal form (`plain`)."""
+        """The model type in lower-case letters and digits, such as qwen3moe, without the suffix "text"."""
         return plain(str(self.get("model_type", "")))
 
     @property

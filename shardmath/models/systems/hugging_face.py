@@ -36,7 +36,7 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
 
 
 def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
-    """The storage of a model with this `config` in a Hugging Face checkpoint, as a side of one rank.
+    """How a Hugging Face checkpoint of a model with this `config` stores its tensors, as a Stored on one rank.
 
     `names` are the names of the checkpoint's tensors: rows with other names are omitted. Without names, only fused
     tensors that belong to the kind of model are included.
@@ -58,7 +58,7 @@ def _is_among(row: Row, templates: set[str]) -> bool:
 
 
 def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
-    """The shape and dtype of each logical tensor in a checkpoint whose tensors have the shapes in `checkpoint`.
+    """Return the shape and dtype of each logical tensor, with fused ones split, from the shapes in `checkpoint`.
 
     Raises StoreError for shapes that do not fit the configuration's numbers.
     """

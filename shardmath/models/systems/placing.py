@@ -42,7 +42,7 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """The Spot (stage, chunk, number) of each layer; `counts` has the layers on each stage in chunk 0, then in 1.
+    """List the Spot (stage, chunk, number) of each layer; `counts` has each stage's layers in chunk 0, then in chunk 1.
 
     Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises StoreError, with this fix, when
     `counts` have another length than pp times `chunks`, another sum than `layers`, or a negative number.

@@ -58,7 +58,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberedSets:
-    """Distinct sets of ranks, numbered: block i has set number `of[i]`.
+    """The distinct sets of ranks that hold, or need, blocks of bytes; block i has set number `of[i]`.
 
     Members are listed for all `count` sets in one table: set `owner[j]` has the rank at position
     `member[j]`.

@@ -22,7 +22,7 @@ __all__ = ["Cut", "TouchedLabels", "find_shared", "list_cuts", "touch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TouchedLabels:
-    """Sets of ranks, each as the distinct labels of its ranks (such as node numbers), ascending; and each block's set.
+    """The distinct labels (such as node numbers) of the ranks in each of several sets, and each block's set.
 
     `sets` are ranges of `labels`.
     """
@@ -67,7 +67,7 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """Find all pairs (label, block) in which ranks with the label hold the block, and ranks with the label need it."""
+    """Return (labels, blocks), all pairs in which ranks with the label hold the block, and such ranks need it."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
@@ -181,7 +181,7 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield, for each direction, the Cuts around all ranks of one label that the most bytes must enter or leave.
+    """Yield Cuts around all ranks of one label: for each direction and number of links, the one most bytes must cross.
 
     Of the sets that have equal links these are the ones with the most forced bytes.
     """

@@ -28,7 +28,7 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Yield (line, sink, bytes), in whole bytes, for each line of which a sink takes bytes in the balanced `network`.
+    """Balance `network`; yield (line, sink, bytes), in whole bytes, for each line and each sink that takes bytes of it.
 
     Uses the network up.
     """

@@ -27,7 +27,7 @@ SPREAD = 7919
 
 
 class Network(NamedTuple):
-    """Lines (amounts of bytes) and the sinks that may take bytes of each; the first sink has number `first`.
+    """Lines (amounts of bytes) and the sinks (takers, numbered from `first`) that may take bytes of each line.
 
     At a level, a sink takes level x `weight` - `base` bytes. `reach` (the sinks of each line) and
     `base` change as lines lose sinks: a line with one sink left becomes part of that sink's base.
@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """Yield the network's sinks in groups of equal load, with the bytes they take of lines; `top`: highest loads only.
+    """Balance `network`; yield its sinks by equal load, with the bytes that they take; with `top`, only highest loads.
 
     Uses the network up.
     """

@@ -22,7 +22,7 @@ at random none took more than three. A missed target only costs time.
 
 
 def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
-    """Return the fewest bytes that the busiest rank can send if `once[i]` bytes that ranks `held[i]` hold go once."""
+    """Return the fewest bytes that the busiest rank can send if, for each i, ranks `held[i]` share `once[i]` bytes."""
     found = find_levels(once, held)
     if not found:
         return 0
@@ -33,7 +33,7 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """Return, for each line (bytes with equal holders), how many other ranks relay to keep holders near `target`.
+    """Return, for each line (bytes with equal holders), the bytes that others must relay to keep holders near `target`.
 
     Line i sends `copies[i]` bytes and cannot go below `once[i]`.
     """

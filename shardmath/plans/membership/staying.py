@@ -48,14 +48,17 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """Computes windows and meshes without the ranks `left`, each only once."""
+    """Removes the ranks `left` from meshes and windows (layouts that together hold a tensor), each only once."""
 
     left: frozenset[int]
     _meshes: dict[Mesh, _Shorter] = field(default_factory=dict)
     _windows: dict[int, Kept] = field(default_factory=dict)
 
     def keep(self, name: str, windows: Windows) -> Kept:
-        """Return the `windows` of the tensor `name` that still have ranks. Raises PlanError as `keep_layout` does."""
+        """Return, as Kept, those `windows` of the tensor `name` that still have ranks, without the ranks that left.
+
+        Raises PlanError as `keep_layout` does.
+        """
         # The plan keeps its windows alive, so that no id is reused.
         kept = self._windows.get(id(windows))
         if kept is None:

@@ -75,7 +75,7 @@ def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None 
 
 
 def find_running(plan: object, topology: Topology | None) -> Program:
-    """Return the Program that runs, apart from its limits, when `plan` is compiled; a Program is returned as it is.
+    """Return the Program that runs when `plan` is compiled, with all limits at 1; a Program is returned as it is.
 
     Raises PlanError as `certify` does.
     """

@@ -41,7 +41,7 @@ LEAST_MESSAGE = 1 << 16
 
 
 class Pace(NamedTuple):
-    """The limits of all ranks for cutting what they send into messages: bytes per message, and peers at once."""
+    """The limits that all ranks keep when they cut transfers into messages: bytes per message, and peers at once."""
 
     ranks: tuple[int, ...]
     message_bytes: int
@@ -96,7 +96,7 @@ def set_pace(
 
 
 def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
-    """Cut `transfers` into messages by the limits of `pace`; return them sorted by step, sender and receiver.
+    """Cut `transfers` into messages by the limits of `pace`; sort by step (phase, slot, turn), sender and receiver.
 
     Any union of whole streams may be given; the messages of a stream depend on that stream alone.
     """

@@ -42,7 +42,7 @@ __all__ = ["find_legs"]
 def find_legs(
     plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
-    """Yield the Legs (what ranks send in each hop) of one way to fan out: `by_node` once per node, `relays` by relays.
+    """Yield, at most once, the Legs (what ranks send in each hop) to send `by_node` (once per node) and by `relays`.
 
     Yields nothing if `relays` would shed nothing: the legs would equal those without relays.
     """

@@ -71,7 +71,7 @@ class Streams(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """All streams (bytes from one rank to another) of several lines: of `lines[i]`, streams first[i]..first[i+1]-1.
+    """All streams (bytes from rank to rank) of several lines: streams first[i]..first[i+1]-1 are of `lines[i]`.
 
     Roots are numbered within each line.
     """

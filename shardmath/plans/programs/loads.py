@@ -135,7 +135,7 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
 
 
 def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
-    """Sum the bytes of each phase, hop, rank and link (in or out, within or between nodes) in an array."""
+    """Return an array of the bytes of `pairs` by phase, hop, rank and link (in or out, within or between nodes)."""
     shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
     out_link = 2 * pairs.far
@@ -168,7 +168,7 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
 
 
 def sum_round_loads(prog: Program) -> Loads:
-    """Sum the bytes of each phase, slot, turn, rank and link of the program, exactly, in an array.
+    """Return an array of the program's exact bytes by phase, slot, turn, rank and link (in or out, near or far).
 
     The latest loads are cached with the legs: a program that is scheduled is often certified and proved next.
     """
@@ -310,7 +310,7 @@ def _code_ends(
 
 
 def estimate_seconds(where: Topology, loads: Loads) -> float:
-    """Estimate the seconds that rounds with these `loads` take in sequence: each its slowest link's, and a latency.
+    """Estimate the seconds of rounds with these `loads` in sequence: each takes its slowest link's time, and a latency.
 
     `loads` are bytes by (..., rank, link).
     """
@@ -341,7 +341,7 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
-    """Estimate the seconds if each hop's bytes are cut into `slots` slots, and hop i + 1 is one slot behind hop i."""
+    """Estimate the seconds if each hop is cut into `slots` equal parts, and hop i + 1 runs one part behind hop i."""
     total = 0.0
     few = min(slots, LEGS)
     for slot in range(few + LEGS - 1):

@@ -91,7 +91,7 @@ class RankProgram:
         return len(self.rounds) + 2
 
     def list_torn(self, begun: int | None) -> tuple[str, ...]:
-        """Return the local names of destination tensors that may be partly written once the first `begun` steps began.
+        """Return the local names of destination tensors that may be partly written when `begun` of the steps began.
 
         `begun` is more than `steps` when everything is done. None stands for any number of steps.
         """

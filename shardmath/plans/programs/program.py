@@ -248,7 +248,7 @@ class Slices(NamedTuple):
 
 
 def list_slices(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes from rank to rank) into slices; return all that are not empty, with their slots."""
+    """Cut `streams` (bytes from rank to rank) into Slices that are not empty, with the slot in which each is sent."""
     slices = cut_streams(prog, streams)
     line = find_lines(prog.legs.lines, streams.block)
     # Each line begins one slot later than the line before, each leg one later than the leg before.
@@ -258,7 +258,7 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` into slices that are not empty, with slots that do not yet depend on the stream's hop and line."""
+    """Cut `streams` (bytes from rank to rank) as `list_slices` does, but with slots that ignore their hop and line."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = find_lines(prog.legs.lines, streams.block)
     most = streams.root.max(initial=0) + 1
@@ -364,7 +364,7 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return the turn, not yet modulo the number of turns, in which ranks whose positions add up to `places` meet.
+    """Return the turn, not yet modulo the number of turns, in which two ranks meet: `places` adds their positions.
 
     `places` is the sum of the places of the two ranks among all ranks. With 2 * `ranks` turns a rank has
     one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.

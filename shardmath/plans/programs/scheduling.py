@@ -201,7 +201,7 @@ class _Undivided(NamedTuple):
 
     @property
     def by_rank(self) -> Ints:
-        """The bytes of each phase and rank, over all hops and both directions."""
+        """The bytes that each rank sends and receives in each phase, over all hops, as an array (phase, rank)."""
         total: Ints = self.loads.sum(axis=(1, 3))
         return total
 

@@ -44,7 +44,7 @@ class _Entries(NamedTuple):
 
     @property
     def number(self) -> Ints:
-        """The number of each entry: 0, 1, 2, ..."""
+        """The number of each entry (a rank that takes bytes in), as an array: 0, 1, 2, ..."""
         return np.arange(len(self.rank))
 
 
@@ -107,7 +107,7 @@ def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints)
 
 
 class Straight(NamedTuple):
-    """Bytes that go straight from holders to the ranks (entries) that need or relay them, as columns of a table.
+    """Bytes that go straight from holders to the ranks that need or relay them (entries), as columns of a table.
 
     An item is `size` bytes: from byte `begin` of the content of `block`, at `place` on its line, to entry
     number `entry`.
@@ -144,7 +144,7 @@ MOST_KEPT = 1 << 20
 
 
 def list_streams(legs: Legs, line: int) -> Streams:
-    """List all streams (bytes from one rank to another) of `line`: the first hop from its holders, and the relays."""
+    """List all streams (bytes from rank to rank) of `line` (bytes with equal holders), relayed ones included."""
     bundles = _divide_lines(legs)
     number = bisect.bisect_right(bundles, line, key=_find_first) - 1
     found = _keep_bundle(legs, number)

@@ -33,7 +33,7 @@ _Column: TypeAlias = NDArray[Any]
 
 
 class Stretches(NamedTuple):
-    """Bytes lo..hi-1 of blocks that go from one rank to another, or stay on a rank, as columns of a table."""
+    """Bytes lo..hi-1 of blocks (bytes with equal holders and receivers) that go from rank to rank, or stay; a table."""
 
     block: Ints
     sender: Ints

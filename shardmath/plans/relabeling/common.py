@@ -65,7 +65,7 @@ class _Shared(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """A dictionary key made of the ranks on both sides and their classes."""
+        """A dictionary key that is equal for equal ranks and equal numbers of their classes, on both sides."""
         columns = *self.rows[:2], *self.columns[:2]
         return tuple(column.tobytes() for column in columns)
 
