@@ -67,7 +67,8 @@ class Broadcast:
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The rounds of this rank's part of the plan, as if its messages were sent, though tensors are broadcast."""
+        """The rounds in which this rank would send and receive messages by its plan, for records of a move; in fact
+        tensors are broadcast."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:

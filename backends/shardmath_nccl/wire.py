@@ -134,7 +134,8 @@ class NcclWire:
         return compat.device_of(self._group)
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Set how many seconds to wait for messages from now on. `turn` is not used: NCCL pairs messages by order."""
+        """Set the limit of waits for messages from now on to `patience` seconds, or the default if None. `turn` is not
+        used: NCCL pairs messages by order."""
         self._patience = self._default_patience if patience is None else patience
 
     def receive(self, memory: Tensor, rank: int) -> _Batch:

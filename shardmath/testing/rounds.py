@@ -29,8 +29,8 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """The size of a run through all ranks' rounds: the number of steps, the most rounds of a rank, and the most
-    messages and bytes of a rank in one round.
+    """The size of a run through all ranks' rounds: the number of distinct steps, the most rounds of any rank, and the
+    most messages and bytes that a rank sends and receives in one round.
 
     The number of steps, and over all ranks the most rounds, the most messages in a round, and the
     most bytes in flight in a round, in both directions together.
@@ -58,7 +58,8 @@ _Waits: TypeAlias = dict[tuple[int, int], dict[int, int]]
 
 
 def walk(rounds: Rounds) -> Walk:
-    """Simulate all ranks working through their `rounds`, each waiting for its messages; return the size of the run.
+    """Simulate all ranks working through their `rounds`, each waiting for its messages; return the counts of steps,
+    rounds, messages and bytes as a Walk.
 
     Raises PlanError for a message that contradicts its pieces, if the two ends of a message differ
     in step, leg, bytes or pieces, if one of them is missing, and for a deadlock.

@@ -118,7 +118,8 @@ def runs(draw: Draw, most: int = 12) -> Runs:
 
 @st.composite
 def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
-    """Draw a mesh of up to three axes and `most` ranks, numbered from `first` (drawn if not given), in any order."""
+    """Draw a mesh of up to three axes and at most `most` ranks: consecutive from `first` (drawn if not given), but in
+    any order."""
     any_sizes = st.lists(_axis_sizes, max_size=3)
     few_ranks = any_sizes.filter(lambda sizes: math.prod(sizes) <= most)
     sizes = draw(few_ranks)
@@ -134,7 +135,8 @@ def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
 
 @st.composite
 def placements(draw: Draw, dim: int, n: int, count: int, overlap: bool = True) -> Placement:
-    """Draw a placement that divides dimension `dim` of length `n` into `count` parts, disjoint unless `overlap`."""
+    """Draw a placement that divides dimension `dim` of length `n` into `count` parts, which may overlap if
+    `overlap`."""
     kinds: list[Callable[[], Placement]] = [
         lambda: Shard(dim),
         lambda: Balanced(dim),
@@ -203,7 +205,8 @@ def layouts(
     dtype: str = "float64",
     overlap: bool = True,
 ) -> Layout:
-    """Draw a layout that gives every element to some rank, with any placements, and sometimes holes in local tensors.
+    """Draw a layout in which every element is on some rank, with any placements, and sometimes with holes (positions
+    without an element) in local tensors.
 
     Some axes are Partial(op) if op is given.
     """
@@ -302,7 +305,8 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """Draw two layouts of one shape, the second replicated on several copies of a mesh, and the ranks of some copies.
+    """Draw (source, destination, ranks): two layouts of one shape, the destination replicated over several copies of a
+    mesh, and all ranks of some of these copies.
 
     No rank of those copies is in the first layout, and the other ranks still reduce in the same way.
     """
@@ -335,7 +339,8 @@ def _copied(draw: Draw, src: Mesh, original: Mesh, count: int) -> Mesh:
 
 @st.composite
 def trees(draw: Draw) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Draw two mappings from the same names to layouts, for a source and a destination; names may share layouts."""
+    """Draw two dicts from the same tensor names to layouts, one for a source and one for a destination; several names
+    may have the same layouts."""
     drawn = draw(st.lists(pairs(), min_size=1, max_size=3))
     count = draw(st.integers(1, 5))
     src = {}
@@ -348,7 +353,7 @@ def trees(draw: Draw) -> tuple[dict[str, Layout], dict[str, Layout]]:
 
 @st.composite
 def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
-    """Draw a box inside `shape`, possibly empty."""
+    """Draw a box inside a tensor of this `shape`, possibly empty: (start, stop) for each dimension."""
     box = []
     for n in shape:
         positions = st.integers(0, n)
@@ -360,7 +365,8 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
-    """Cut `layout` in two at a drawn position of every dimension; return the windows, layouts of one box of it each."""
+    """Cut the tensor of `layout` in two at a drawn position of every dimension; return, for each resulting box, the
+    layout in which ranks hold only the elements in the box."""
     sides = []
     for n in layout.shape:
         cut = draw(st.integers(0, n))
@@ -371,7 +377,8 @@ def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
 
 
 def register_strategies() -> None:
-    """Let `st.from_type` draw Mesh, Layout and Runs by these strategies; `shardmath.testing` calls this on import."""
+    """Register this module's strategies with hypothesis, so that `st.from_type` can draw Mesh, Layout and Runs;
+    `shardmath.testing` calls this on import."""
     st.register_type_strategy(Mesh, meshes())
     st.register_type_strategy(Layout, layouts())
     st.register_type_strategy(Runs, runs())

@@ -43,7 +43,8 @@ def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -
 def preparing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `prepare` of a rank's part of the source gives the rank's part of `prepare` of the whole source."""
+    """Check that `transform.prepare`, called with a rank's part of a tensor, returns the rank's part of what it returns
+    for the whole tensor."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
     wires = whole.prepare(0, {"w": tensor})
@@ -194,7 +195,8 @@ def transform_cases(
     dst: str,
     dst_shape: tuple[int, ...] | None = None,
 ) -> Case:
-    """Draw arguments for `check_transform`: two layouts of these shapes and dtypes, which cut no block of `transform`.
+    """Draw the arguments of `check_transform`: `transform`, layouts of these shapes and dtypes for source and
+    destination, which divide no block of the transform, and a seed.
 
     Parts may be strided, block-cyclic, permuted, empty, held by several ranks, and next to holes.
     """

@@ -64,7 +64,8 @@ def name_draft(save: str) -> str:
 
 
 class Claim(NamedTuple):
-    """A running save: its identifier, its draft of `.metadata`, and its lock's handle (None in an object store)."""
+    """A running save: its identifier, its draft of `.metadata`, and the file descriptor that locks the draft (None in
+    an object store)."""
 
     save: str
     draft: Place

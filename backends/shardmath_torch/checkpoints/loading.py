@@ -45,7 +45,7 @@ def has_same_bytes(dtype: str, other: str) -> bool:
 
 
 def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
-    """Yield the tensor's name, the local name and the layout of each tensor or window that `rank` holds in `side`."""
+    """Yield (tensor name, local name, layout) for each tensor or window in `side` that `rank` holds."""
     for name, windows in side.items():
         for key, layout in windows.locals(name, rank):
             yield name, key, layout

@@ -125,7 +125,8 @@ class Reader(storage.StorageReader):
 
     @property
     def touched(self) -> bytes | None:
-        """Compressed flags, one per chunk with a checksum: whether this rank reads it; None without checksums."""
+        """Compressed flags, one per chunk (part of a stored box) with a checksum: whether this rank reads the chunk;
+        None without checksums."""
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:

@@ -77,7 +77,8 @@ class _RankPart(NamedTuple):
 
 
 class AmaxPiece(NamedTuple):
-    """A box of a rank's part that can be quantized by itself, given its blocks' amaxes (largest magnitudes).
+    """A box of the elements that a rank holds, which can be quantized by itself, given the amaxes (largest magnitudes)
+    of its blocks.
 
     `there` is the box in the tensor, `here` in the rank's packed array. `blocks` indexes its blocks among those that
     the rank touches, and `targets` its data and scales in the rank's.
@@ -92,7 +93,8 @@ class AmaxPiece(NamedTuple):
 @public_in("formats")
 @dataclass(frozen=True, slots=True)
 class Amaxes:
-    """A plan for ranks that cut blocks to quantize their parts of a tensor with equal scales; from `plan_amaxes`.
+    """A plan to quantize ranks' parts of a tensor with equal scales, even if blocks (numbers that share a scale) are
+    divided among ranks; made by `plan_amaxes`.
 
     `src` and `dst` are the sides of the slots, under the tensor's `name`; they are empty if no block is cut. `layouts`
     has the layouts of data and scales: the scale of a block is on every rank that holds some of it.
@@ -107,7 +109,8 @@ class Amaxes:
     _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
-        """Return, for each block that `rank` touches, the amax (largest magnitude) within its local float32 array `x`.
+        """Return, for each block of which `rank` holds numbers, the amax (largest magnitude) of these numbers, which
+        are in its local float32 array `x`.
 
         Raises PlanError for another array, and a rank that the layout does not have.
         """
@@ -124,14 +127,16 @@ class Amaxes:
         return out
 
     def find_known(self, rank: int) -> Floats | None:
-        """Return the amax of each block that `rank` touches if the format fixes it; None if it must be measured."""
+        """Return the amax (largest magnitude) of each block of which `rank` holds numbers, if the format fixes it; None
+        if it must be measured."""
         shape = self._find_part(rank).shape
         if isinstance(self.format, FP8) and self.format.tensor_amax is not None:
             return np.full(shape, self.format.tensor_amax, np.float32)
         return None
 
     def list_pieces(self, rank: int) -> Iterator[AmaxPiece]:
-        """Yield the boxes of the rank's part that can be quantized one by one, for backends with their own kernels."""
+        """Divide what `rank` holds into boxes that can be quantized one by one, and yield these, for backends with
+        their own kernels."""
         part = self._find_part(rank).part
         shape = self.layout.shape
         scale_blocks = self.format.blocks
@@ -147,7 +152,8 @@ class Amaxes:
             yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """Return the amaxes that `rank` sends, by local name: its `own` amaxes of blocks that some rank cuts.
+        """Return the amaxes that `rank` sends, by local tensor name: its measured amaxes (`own`) of the blocks that
+        some rank holds only in part.
 
         Raises PlanError.
         """
@@ -159,7 +165,8 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the format to cast with, and each touched block's final amax, the largest in `own` and `arrived`.
+        """Return the format to pass to `cast`, and the final amax of each block of which `rank` holds numbers: the
+        largest for that block in `own` and `arrived`.
 
         `own` has the rank's measured amaxes, `arrived` its received slots by local name. Raises PlanError.
         """
@@ -212,7 +219,8 @@ class Amaxes:
         return [key for key, _ in windows.locals(self.name, rank)]
 
     def count_blocks(self, rank: int) -> tuple[int, ...]:
-        """Return the number of blocks that `rank` touches in each dimension: the shape of its measured amaxes."""
+        """Return the number of blocks of which `rank` holds numbers, in each dimension: the shape of its measured
+        amaxes."""
         return self._find_part(rank).shape
 
     def count_slots(self, end: str, rank: int) -> int:
@@ -289,7 +297,8 @@ def _make_empty(layout: Layout, rank: int) -> Array:
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
-    """Plan how ranks quantize their parts of the tensor `name`, even if its `layout` divides blocks of `format`.
+    """Plan how ranks quantize their parts of the tensor `name`, even if its `layout` divides blocks of `format`
+    (numbers that share a scale) among ranks.
 
     Raises FormatError as `format.layouts` does, for a Partial layout and for a cut byte of two numbers; PlanError for
     a tensor without dimensions, and for a block of which ranks hold some positions but not all.

@@ -49,7 +49,8 @@ class PartStretches(NamedTuple):
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Divide the part into boxes by block `sizes`; yield each as slices of the tensor and of the packed array."""
+        """Divide the part into boxes, whose ranges are cut at the first border of a block of these `sizes`; yield
+        (slices of the tensor, slices of the packed part) for each."""
         placed = map(_place_stretches, self.dims, sizes)
         for box in itertools.product(*placed):
             in_tensor, in_part = zip(*box, strict=True)
@@ -87,7 +88,8 @@ def _cut_at_border(spans: Stretches, size: int | None) -> Iterator[tuple[int, in
 
 
 class TouchedBlocks(NamedTuple):
-    """The blocks of which a part has positions: by dimension, their numbers, and whether the part has all of each."""
+    """The blocks of which a rank holds positions: for each dimension, the blocks' numbers, and whether the rank holds
+    all positions of each."""
 
     numbers: tuple[Ints, ...]
     has_all: tuple[Bools, ...]
@@ -99,7 +101,7 @@ class TouchedBlocks(NamedTuple):
 
     @property
     def cut(self) -> Bools:
-        """For each touched block, whether the part has only some of its positions."""
+        """Flags, one per touched block: True if the part has only some of the block's positions."""
         inside = np.ones(self.shape, np.bool_)
         for has_all in _spread(self.has_all):
             inside &= has_all
@@ -111,7 +113,8 @@ class TouchedBlocks(NamedTuple):
         return numbers
 
     def locate(self, cover: Box) -> Box:
-        """Convert `cover`, slices of consecutive blocks of the tensor, into slices of the touched blocks."""
+        """Convert `cover`, slices of block numbers in the whole tensor, into slices of an array that has one item per
+        touched block."""
         located = []
         for numbers, span in zip(self.numbers, cover, strict=True):
             first = int(np.searchsorted(numbers, span.start))

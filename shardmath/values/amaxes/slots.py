@@ -34,7 +34,8 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """The slots (each for one part's amax of one block) that a part sends, and those that it receives.
+    """The amaxes that a rank sends and those that it receives, by slot: a slot is the number of one rank's amax of one
+    block.
 
     It sends slots `sent`, filled with the amaxes of its touched blocks at `sources`; and receives slots `received`,
     which belong to its touched blocks at `targets`. Slot numbers ascend; touched blocks are counted row by row.
@@ -47,7 +48,8 @@ class Share(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The number of slots (each for one part's amax of one block), and each part's share of them."""
+    """The number of slots (numbers of amaxes to exchange, each one part's amax of one block), and each part's Share of
+    them."""
 
     size: int
     shares: list[Share]
@@ -61,7 +63,8 @@ class _BlockNumbers(NamedTuple):
 
 
 def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
-    """Number the amaxes that parts exchange (slots): one per part and block, for each block that any part cuts."""
+    """Number the amaxes that parts exchange, and return each part's share: there is one number (slot) per part and
+    block that it touches, for each block that any part divides."""
     count = blocks.count(shape)
     total = math.prod(count)
     by_part = []
@@ -118,7 +121,8 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """Number the slots of all `kinds` of blocks consecutively; return, for each of `count` parts, a Share per kind."""
+    """Number the slots of all `kinds` of blocks consecutively; return, for each of `count` parts, one Share (slots sent
+    and received) per kind."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:
@@ -131,7 +135,8 @@ def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
 
 
 def lay_slots(name: str, size: int, held: Mapping[int, Ints]) -> Side:
-    """Return {`name`: layout}, where each rank holds the slots `held[rank]` of a row of `size`; {} without any."""
+    """Return {`name`: layout} for an array of `size` slots, of which each rank holds those numbered `held[rank]`; {} if
+    no rank holds any."""
     runs = {rank: (_pack_slots(slots),) for rank, slots in held.items() if slots.size}
     return {name: from_holdings((size,), runs)} if runs else {}
 

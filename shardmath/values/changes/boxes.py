@@ -35,7 +35,8 @@ FEW = 16
 
 
 class Found(NamedTuple):
-    """Pairs of a cell (an element's number) and a box that contains it: their indices, and the cell's number there."""
+    """Pairs of an element and a box that contains it, as arrays: the index of the element, the index of the box, and
+    the element's row-major number in the box."""
 
     cell: Ints
     box: Ints

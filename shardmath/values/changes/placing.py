@@ -35,7 +35,8 @@ __all__ = ["Lying", "PlacedRow", "Receivers"]
 
 
 class Lying(NamedTuple):
-    """The location of a tensor in memory: its storage's number (`row`), its first element's position, its strides."""
+    """The location of a tensor in memory: the number of its storage (`row`), the position of its first element in the
+    storage, and its strides."""
 
     row: int
     start: int
@@ -43,7 +44,8 @@ class Lying(NamedTuple):
 
 
 class PlacedRow(NamedTuple):
-    """Elements to write to one storage, numbered `row`: their indices, and their positions (cells) in the storage."""
+    """The positions at which to write some elements in storage number `row`: the indices of these elements (`which`),
+    and the positions (`cell`)."""
 
     row: int
     which: Ints

@@ -50,7 +50,8 @@ class AskedCells(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """The routes of elements to send: each one's index, the message piece that carries it, its number in the message.
+    """Routes of elements to send, as arrays: the index of each element, the number of the message piece that carries
+    it, and the element's number in the message.
 
     Pieces are numbered message by message.
     """
@@ -160,7 +161,8 @@ class Senders:
         rows.append([piece_number for piece_number, _ in leaving])
 
     def route(self, asked: Iterable[AskedCells]) -> Iterator[Routed]:
-        """Yield, in batches, where each element in `asked` goes: a piece of a message, and its number in the message.
+        """Yield, in batches, where each element in `asked` goes: the number of the message piece that carries it, and
+        the element's number in that message.
 
         Within a batch, cells of one piece keep their order and form few runs.
         """

@@ -32,7 +32,8 @@ Steps: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedWindow:
-    """A box of a tensor, whose elements have numbers in the box, counted with its dimensions in a given order."""
+    """A box of a tensor, which numbers the elements in the box by dimensions in a given order, and converts from and to
+    row-major numbers in the tensor."""
 
     shape: tuple[int, ...]
     box: tuple[slice, ...]
@@ -104,7 +105,8 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """Merge (size, step) dimensions: return the fewest, at least one, that lead through the same numbers as `steps`."""
+    """Merge adjacent dimensions, given as (size, step) from the outermost; return the fewest, at least one, that visit
+    the same numbers in the same order."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

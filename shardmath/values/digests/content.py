@@ -77,7 +77,8 @@ def digest_of(
     held: Mapping[str, LayoutOrWindows], arrays: Given, *, seed: int = 0
 ) -> dict[str, int]: ...
 def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, int]:
-    """Compute the digest of a tensor (0 to 2^61 - 2), or of several by name, from the local arrays of all ranks.
+    """Compute the digest (a checksum, 0 to 2^61 - 2) of a tensor, or of several by name, from the local arrays of all
+    ranks.
 
     `arrays` has local arrays by rank; for a mapping or for windows, by rank and local name (`name`, or `name[i]` for
     window i), as `simulate` takes them. Only the element size of an array's dtype counts, since numpy lacks some
@@ -94,7 +95,8 @@ def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, in
 
 
 def read_side(held: Held) -> dict[str, Windows]:
-    """Return each tensor's layouts in `held` as Windows, by name. Raises DigestError for tensors without a digest."""
+    """Return the layouts of each tensor in `held` as Windows (a tuple of layouts), by name. Raises DigestError for
+    tensors without a digest."""
     side = read_windows(held if isinstance(held, Mapping) else {"": held}, DigestError)
     for name, windows in side.items():
         first = windows[0]

@@ -98,7 +98,8 @@ def _draw_factors(seed: int, dimension: int) -> tuple[int, ...]:
 
 @memo(512)
 def table(seed: int, dimension: int, first_bit: int, bits: int) -> Ints:
-    """Return the random weights, drawn by `seed`, of the positions i << `first_bit` for i from 0 to 2^`bits` - 1."""
+    """Return the random weights, drawn by `seed`, of the positions i * 2^`first_bit` in a dimension, for i from 0 to
+    2^`bits` - 1."""
     weights = np.ones(1, np.int64)
     factors = _draw_factors(seed, dimension)
     for factor in factors[first_bit : first_bit + bits]:

@@ -159,7 +159,8 @@ def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
 
 @memo(512)
 def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Return, by rank, the numbers (patch, window) of the patches that the rank holds, without ranks that hold none."""
+    """Return, by rank, (patch number, window number) of each patch that the rank holds, ascending; ranks that hold no
+    patch are left out."""
     held: dict[int, list[tuple[int, int]]] = {}
     for number, patch in enumerate(list_patches(windows)):
         for window, rank in patch.holders:
@@ -169,7 +170,8 @@ def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
 
 @memo(512)
 def list_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """Return the patches that `rank` holds, as Portions with local positions, in the order of `list_held`."""
+    """Return the patches (sets of elements on the same ranks) that `rank` holds, as Portions with local positions, in
+    the order of `list_held`."""
     patches = list_patches(windows)
     portions = []
     for number, window in list_held(windows).get(rank, ()):

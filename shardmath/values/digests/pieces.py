@@ -53,7 +53,8 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Divide a local array into pieces (one DimensionPart per dimension), whose weighted sums are then computed.
+    """Divide a local array into pieces that are summed one by one, and yield each piece as one DimensionPart (a range
+    of local positions) per dimension.
 
     The array has `words` words per element; `order` lists its dimensions, the closest in memory first.
     """
@@ -134,7 +135,8 @@ def _span_segments(segments: Sequence[Segment]) -> DimensionPart:
 
 @memo(256)
 def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ...]:
-    """Return the random weights of the part's positions, in one array, or in two (outer, inner) to be multiplied."""
+    """Return the random weights of a DimensionPart's local positions: one array, or two whose outer product they
+    are."""
     if part.inner:
         ((_, start, size),) = part.segments
         block = np.arange(start >> part.inner, (start + size) >> part.inner)

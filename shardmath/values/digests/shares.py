@@ -138,7 +138,8 @@ def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def counted_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """Return the patches of which `rank` is the first holder, as Portions: over all ranks, each element once."""
+    """Return the patches (sets of elements on the same ranks) of which `rank` is the first holder, as Portions, so that
+    all ranks together count each element once."""
     patches = list_patches(windows)
     counted = []
     for portion in list_portions(windows, rank):

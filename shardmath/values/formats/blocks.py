@@ -155,8 +155,8 @@ def read_shape(shape: object) -> tuple[int, ...]:
 
 
 def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
-    """Return the nearest borders, at or before `position` and after it, of blocks of size `block` in a dimension of
-    length `n`."""
+    """Return two borders of blocks, the last one at or before `position` and the next one after it, in a dimension of
+    length `n` with blocks of size `block`."""
     below = position - position % block
     return below, min(below + block, n)
 

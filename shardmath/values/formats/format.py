@@ -80,7 +80,8 @@ class Format(ABC):
 
     @property
     def nan_magnitude(self) -> float:
-        """The magnitude that a NaN counts as in amaxes: 0, or infinity if one NaN makes its whole block NaN."""
+        """The magnitude that a NaN counts as in amaxes (largest magnitudes of blocks): 0, or infinity if one NaN makes
+        its whole block NaN."""
         return 0
 
     @property
@@ -331,7 +332,8 @@ def read_array(given: object, dtype: str, what: str) -> Array:
 
 
 def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
-    """Replace `field` of the format `value` by the equal one of `choices`. Raises FormatError if it equals none."""
+    """Set the attribute `field` of the format `value` to the item of `choices` that it equals. Raises FormatError if it
+    equals none."""
     given = getattr(value, field)
     choice = known(given, choices)
     if choice is None:
@@ -341,7 +343,8 @@ def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
 
 
 def read_flag(value: Format, field: str) -> None:
-    """Make `field` of the format `value`, a bool of Python or numpy, a plain bool. Raises FormatError for others."""
+    """Convert the attribute `field` of the format `value` from a bool of Python or numpy to Python's bool. Raises
+    FormatError for others."""
     given: object = getattr(value, field)
     if not isinstance(given, bool | np.bool_):
         what = f"{type(value).__name__}({field}={shown(given)})"

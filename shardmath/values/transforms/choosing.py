@@ -32,7 +32,8 @@ __all__ = ["Paired", "choose", "pair"]
 
 
 class Paired(NamedTuple):
-    """The layouts of each tensor and its companions (such as scales) at both ends, and the tensors' transforms."""
+    """The layouts of each tensor and its companions (such as scales) at both ends, and the tensors' transforms, all by
+    tensor name."""
 
     src: Mapping[str, Held]
     dst: Mapping[str, Held]
@@ -97,7 +98,7 @@ def _find_companions(
 
 
 def choose(rules: Mapping[str, Transform], names: Sequence[str]) -> dict[str, Transform]:
-    """Return the transform of each of `names` that a pattern of `rules` matches.
+    """Return a dict from each of `names` that matches a pattern of `rules` to the transform of the first such pattern.
 
     Raises PlanError for an unused pattern.
     """

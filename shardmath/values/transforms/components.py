@@ -128,7 +128,8 @@ class Component:
         return *others, last * spread
 
     def spread_at(self, end: End) -> int:
-        """Return how many elements of the component, in the last dimension, belong to each of the tensor's at `end`."""
+        """Return how many elements of the component, along the last dimension, belong to one element of the tensor that
+        `end` holds."""
         return self.spread[0 if end == "source" else 1]
 
 
@@ -179,7 +180,8 @@ class Companion:
 
 @runtime_checkable
 class HasConditions(Protocol):
-    """The protocol of transforms that support only some layouts at the end where they compute something."""
+    """The protocol of transforms that compute only on some layouts, and reject others by `check_layout`, at the source
+    or the destination."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
         """Raise PlanError if the transform cannot work on what ranks hold of the tensor `name` under `layout`."""
@@ -209,11 +211,13 @@ class Transform(Protocol):
     """
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Return the tensors (components) to send for a tensor of form `src` that arrives as `dst`; at least one."""
+        """Return the tensors (components) to send for a tensor with the form (shape and dtype) `src` at the source and
+        `dst` at the destination; at least one."""
         ...
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return at which ends a tensor of these forms is sent, or arrives, exactly as that end holds it."""
+        """Return two flags: whether a tensor of these forms is sent exactly as the source holds it, and arrives exactly
+        as the destination holds it."""
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:

@@ -36,7 +36,8 @@ Beside: TypeAlias = tuple[tuple[Companion, ...], tuple[Companion, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Custom:
-    """A custom transform: a function at the source makes the components, one at the destination makes the tensor.
+    """A custom transform: a function at the source makes the components (tensors to send), and a function at the
+    destination makes the tensor from them.
 
     Both work block by block on arrays without holes (see `components`); None leaves the tensor as it is held there.
     `name` stands for the functions: ranks compare it. `on_tensors` are the same two for torch's tensors. `beside` are
@@ -90,7 +91,8 @@ class Custom:
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return at which ends the transform has no function, so that the tensor is sent, or arrives, as it is held."""
+        """Return two flags, for source and destination: whether there is no function for that end, so that the tensor
+        is sent, or arrives, as it is held."""
         return AsHeld(self.at_source is None, self.at_destination is None)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:

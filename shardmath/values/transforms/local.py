@@ -42,12 +42,12 @@ class WireJob(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The local name of the tensor."""
+        """The local name of the tensor itself, not of a companion: the first name in `held`."""
         return self.held[0][0]
 
     @property
     def layout(self) -> Layout:
-        """The layout of the tensor."""
+        """The layout of the tensor itself, not of a companion."""
         return self.held[0][1]
 
 

@@ -28,7 +28,8 @@ Cells: TypeAlias = tuple[slice | NDArray[np.int64], ...]
 
 
 def find_cells(layout: Layout, rank: int) -> Cells:
-    """Return, by dimension, the local positions at which `rank` holds elements, by ascending global position."""
+    """Return, for each dimension, the local positions at which `rank` holds elements, in ascending order of their
+    global positions, as a slice or an array."""
     return tuple(map(_find_positions, layout.runs(rank)))
 
 

@@ -62,7 +62,8 @@ class Cast:
         return (Component("data", middle if self.at == "source" else first),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return at which ends nothing is cast, so that the tensor is sent, or arrives, as it is held there."""
+        """Return two flags, for source and destination: whether nothing is cast at that end, so that the tensor is
+        sent, or arrives, as it is held."""
         first, middle, last = self.path(src, dst)
         if self.at == "source":
             return AsHeld(first == middle, middle == last)
@@ -101,7 +102,8 @@ class NegativeExp:
         return (Component("data", dst.dtype if self.at == "source" else src.dtype),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return the end at which -exp is not computed, so that the tensor is sent, or arrives, as it is held."""
+        """Return two flags, for source and destination: whether -exp is not computed at that end, so that the tensor is
+        sent, or arrives, as it is held."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:

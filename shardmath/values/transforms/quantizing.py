@@ -181,7 +181,8 @@ class Quantize:
         return _list_scales(self.format, self.suffixes) if end == "destination" else ()
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if ranks quantize at `end`, but divide a dimension that shares one scale of unknown amax."""
+        """Raise PlanError if ranks quantize at `end`, but `layout` divides a dimension along which all numbers share a
+        scale, of unknown amax (largest magnitude)."""
         if end == self.at:
             _check_whole(self.format, layout, name)
 
@@ -195,7 +196,8 @@ class Quantize:
         return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return at which ends a tensor of these forms is sent, or arrives, exactly as that end holds it."""
+        """Return two flags: whether a tensor of these forms is sent exactly as the source holds it, and arrives exactly
+        as the destination holds it."""
         if self.at == "source":
             return AsHeld(False, True)
         return AsHeld(src.dtype == self.wire, False)
@@ -245,7 +247,8 @@ class Dequantize:
         return _list_numbers(self.format, dst.dtype, (True, False))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return the end at which the tensor is sent, or arrives, as it is held: where nothing is computed."""
+        """Return two flags, for source and destination: whether nothing is computed at that end, so that the tensor is
+        sent, or arrives, as it is held."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
@@ -296,7 +299,8 @@ class Requantize:
         return _list_scales(self.new, at_destination)
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if ranks quantize at `end`, but divide a dimension that shares one scale of unknown amax."""
+        """Raise PlanError if ranks quantize at `end`, but `layout` divides a dimension along which all numbers share a
+        scale, of unknown amax (largest magnitude)."""
         if end == self.at:
             _check_whole(self.new, layout, name)
 
@@ -314,7 +318,8 @@ class Requantize:
         return _list_parts(self.old, src.dtype, (True, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return the end at which the tensor is sent, or arrives, as it is held: where nothing is computed."""
+        """Return two flags, for source and destination: whether nothing is computed at that end, so that the tensor is
+        sent, or arrives, as it is held."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:

@@ -44,7 +44,8 @@ Held: TypeAlias = tuple[LayoutOrWindows, ...]
 
 
 class Wired(NamedTuple):
-    """A transformed tensor: the components that are sent for it, and their layouts at both ends (`sent`, `received`).
+    """A transformed tensor: the components (tensors) that are sent instead of it, and their layouts at the source
+    (`sent`) and at the destination (`received`).
 
     `suffixes` has the suffixes of the tensor's companions at each end.
     """

@@ -129,7 +129,8 @@ def _create(file: Path) -> BinaryIO:
 
 
 def check_tied(tied: Iterable[str]) -> None:
-    """Raise CheckpointError if a name in `tied` is a key that safetensors' readers reserve in a header's metadata."""
+    """Raise CheckpointError if a name in `tied` is a key that already has a meaning in the metadata of a safetensors
+    header."""
     for name in tied:
         if name in TAKEN:
             what = (

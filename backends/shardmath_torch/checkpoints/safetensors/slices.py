@@ -70,7 +70,8 @@ def _open_tensors(
 
 
 def fits(weights: Weights, layouts: Mapping[str, Layout]) -> None:
-    """Raise WeightsError unless `weights` has each tensor in `layouts` with equal shape and dtype, not Partial."""
+    """Raise WeightsError unless `weights` has each tensor in `layouts` with equal shape and dtype, and no layout is
+    Partial."""
     for name, layout in layouts.items():
         _check_fit(weights, name, layout)
 

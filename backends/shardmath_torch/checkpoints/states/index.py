@@ -56,7 +56,8 @@ Origin: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """An index entry: an optimizer's state tensor with its parameter's shape and layout, and this dtype."""
+    """An index entry for an optimizer's state tensor that has the shape and layout of its parameter, and this
+    `dtype`."""
 
     dtype: str
     origin: Origin = ()
@@ -64,7 +65,8 @@ class Like:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """An index entry: an optimizer's state tensor with its own shape and dtype, whole and equal on all ranks."""
+    """An index entry for an optimizer's state tensor with its own shape and dtype, which every rank holds whole and
+    equal."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -91,7 +91,8 @@ class Goal(NamedTuple):
 
 
 def find_stored(model: Model, saved: Index) -> dict[str, str]:
-    """Return the name in the checkpoint of each tensor of `model` that is there, by its first name in the module.
+    """Return a dict from the first name in the module to the name in the checkpoint, for each tensor of `model` that
+    the checkpoint has.
 
     Raises CheckpointError for a parameter of which the checkpoint has several values.
     """
