@@ -129,8 +129,8 @@ class Checkpoint:
         raise CheckpointError(f"{what}; it has {has}: {fix}")
 
     def find_blob(self, name: str, rank: int) -> str:
-        """Return the stored name of the bytes that `rank` saved as `name`; if it saved none, of the bytes of the lowest
-        rank that did."""
+        """Return the stored name of the bytes that `rank` saved as `name`, or else of those that the lowest rank saved;
+        `name` itself if it does not stand for per-rank bytes."""
         by_rank = self.blobs.get(name)
         if not by_rank:
             return name

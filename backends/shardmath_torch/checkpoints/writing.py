@@ -107,7 +107,7 @@ class Writer(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the save, and return `plans`, each with the prefix of its rank's file names as storage data."""
+        """Begin the save, and return `plans`, each with the prefix of its rank's file names as its `storage_data`."""
         save = uuid.uuid4().hex[:DIGITS]
         with _raise_as_ours(self._folder, BEFORE):
             find_counting(self._folder)  # raises if `.metadata` is there and cannot be read

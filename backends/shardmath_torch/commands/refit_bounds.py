@@ -32,8 +32,8 @@ Holders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds, in bytes, of a move: received and sent by each rank, sent by the busiest rank, and the ranks that
-    force the last of these."""
+    """Lower bounds on the bytes of a move: those that each rank receives, those that each rank sends, and those that
+    the busiest rank sends, with the ranks that force this last bound."""
 
     received: dict[int, int]
     sent: dict[int, int]

@@ -64,8 +64,8 @@ def _unwritable(folder: Path, error: OSError) -> ShardError:
 
 
 def check_out(folder: Path, weights: Weights) -> None:
-    """Raise ShardError if `folder` cannot be read, or if a refit would replace or remove a file of the model, or
-    anything but a file, there."""
+    """Raise ShardError if `folder` cannot be read, or if a refit's output to it would replace or remove a file of the
+    model, or something other than a file."""
     inputs = {weights.path, *(entry.file for entry in weights.entries.values())}
     try:
         for file in _list_ours(folder):

@@ -65,8 +65,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One rank's measurements in a refit: seconds of loading, planning and compiling, of each timed move and
-    isend/irecv exchange, and bytes loaded and compared."""
+    """One rank's measurements in a refit: seconds of loading, of planning, of compiling, of each timed move and of each
+    isend/irecv exchange; and bytes loaded and compared."""
 
     load_s: float
     plan_s: float

@@ -93,7 +93,8 @@ class Screen(Protocol):
         """Write a table, with a blank line before it."""
 
     def progress(self) -> AbstractContextManager[Watch]:
-        """Return a context that shows every rank's progress."""
+        """Return a context manager that shows every rank's progress; its value is the function to call with all ranks'
+        progress."""
 
 
 def choose_screen() -> Screen:

@@ -281,7 +281,8 @@ def find_missing(group: Group) -> tuple[str, list[str]]:
 
 @contextmanager
 def closing_group(group: Group, device: torch.device) -> Iterator[None]:
-    """End NCCL's batch of calls if an exception leaves the block: left open, it would take in all later calls."""
+    """End NCCL's open batch of calls if an exception leaves the `with` block, since an open batch would take in all
+    later calls."""
     try:
         yield
     except BaseException:

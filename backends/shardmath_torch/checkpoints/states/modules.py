@@ -209,8 +209,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def agree_on_model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
-    """Return this rank's tensors of `module` with their layouts; all ranks must have the same module. Collective over
-    `group`."""
+    """Return this rank's tensors of `module` with their layouts (a Model), after all ranks compared their modules.
+    Collective over `group`; raises CheckpointError if modules differ."""
     described = on_all(
         "describe its module", lambda: describe(module), group, claim=lambda found: found.claim
     )
@@ -227,7 +227,8 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return the described module's parameters and persistent buffers with their layouts, and its extra states.
+    """Return the described module as a Model: this rank's parameters and persistent buffers with their layouts, and its
+    extra states.
 
     `ask` gives what each rank holds of DTensors; without it the call is collective if `layout_of` is.
 
@@ -287,8 +288,8 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """Gather the shapes of all ranks' parts of the DTensors in `tensors`, and return a function (`Ask`) that looks them
-    up; None if there is nothing to gather.
+    """Gather from all ranks the shapes of their parts of the DTensors in `tensors`, and return a function (`Ask`) that
+    gives them, by tensor and rank; None if there is nothing to gather.
 
     It also gathers the boxes of checkpointable tensors.
 
@@ -345,7 +346,8 @@ def _ask_renamed(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
 
 
 def check_slots(model: Model) -> None:
-    """Raise CheckpointError if a tensor of the module cannot be filled, or shares part of its memory with another.
+    """Raise CheckpointError if a tensor of `model` cannot be written to, or shares memory with another tensor without
+    being the same one.
 
     Slots that are one tensor are allowed, and take one value (`check_one_value`); disjoint views of a buffer are, too.
     """
@@ -364,7 +366,8 @@ def check_slots(model: Model) -> None:
 
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Raise CheckpointError if two names are one tensor in the module, but have different values in `found`.
+    """Raise CheckpointError if two names are one tensor in the module, as with tied weights, but `found` (the loaded
+    tensors by name) has different values for them.
 
     Names in `found` have the prefix `prefix`.
     """

@@ -200,7 +200,7 @@ def _name_of(model: Model, parameter: Tensor) -> str:
 
 
 def name_trained(groups: Iterable[SavedGroup | ParameterGroup]) -> tuple[str, ...]:
-    """Return the names of the parameters of all `groups`, in order."""
+    """Return the names of the parameters of all `groups`, group after group."""
     return tuple(name for group in groups for name in group.parameters)
 
 
@@ -333,8 +333,8 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `entry` describes state of a parameter that is divided over ranks, and nothing tells how
-    this state is divided."""
+    """Raise CheckpointError if `parameter` is divided over ranks, and it is unknown how its optimizer state, which
+    `entry` describes, is divided."""
     match entry:
         case Own(shape=shape):
             is_known = not shape

@@ -155,8 +155,8 @@ def _keeps_memory(held: Tensor, free: frozenset[MemorySpot]) -> bool:
 
 
 def check_fillable(goals: Iterable[Goal]) -> None:
-    """Raise CheckpointError if an optimizer keeps state in anything but a mutable mapping, since nothing could be
-    restored into it."""
+    """Raise CheckpointError if an optimizer keeps its state, or a parameter's state, in anything but a mutable mapping:
+    nothing could be restored into it."""
     for goal in goals:
         optimizer = goal.group.optimizer
         held = [optimizer.state, *(values for _, _, values in goal.group.states() if values)]

@@ -34,16 +34,16 @@ _Item: TypeAlias = tuple[str, str]
 
 
 def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Set the origin (first parameter and key) in the entry of each state item that is the same object as another item;
-    `states` is by parameter."""
+    """Mark, in `entries`, each optimizer state item that is one object with other items: set the `origin` of its entry
+    (description) to the first of these items. `states` is by parameter's name."""
     for (name, key), origin in find_origins(states).items():
         marked = replace(entries[name][key], origin=origin)
         entries[name] = {**entries[name], key: marked}
 
 
 def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]:
-    """Return the origin (first parameter and key, or only the key) of each state item that is the same object as
-    another item."""
+    """Return, for each optimizer state item that is one object with others, the first of these items: (parameter's
+    name, key) -> (first parameter's name, key), or only (key,) if all are of one parameter."""
     # Kept, since a mapping may make its values at each access: no other value may get the id of one.
     kept = {name: dict(held) for name, held in states.items()}
     items_by_identity: dict[object, list[_Item]] = {}

@@ -47,8 +47,8 @@ __all__ = ["advise", "tell_among_meshes", "tell_names", "tell_state"]
 
 
 def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Gather the optimizer state entries (descriptions) and groups of the parameters that only some ranks of `group`
-    hold, each from the first rank that holds it.
+    """Gather, for the parameters that only some ranks of `group` hold, descriptions (entries) of their optimizer state
+    and their parameter groups; each parameter's come from the first rank that holds it.
 
     Collective over the group if there are such parameters. Raises CheckpointError on every rank for what
     `describe_optimizers` does.
@@ -59,16 +59,16 @@ def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) 
 
 
 def tell_names(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Gather the names of those optimizer parameters that only some ranks of `group` hold, each from the first rank
-    that holds it."""
+    """Gather, as parameter groups without options, the names of those optimizer parameters that only some ranks of
+    `group` hold, each from the first rank that holds it."""
     ranks = (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
     firsts = _find_firsts(model, ranks)
     return _gather_reports(firsts, partial(_report_names, model, optimizer, firsts), group)
 
 
 def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Tensor]) -> Elsewhere:
-    """Gather the same reports as `tell_state`, but from the ranks on the meshes of the module's `tensors` instead of a
-    group's ranks.
+    """Gather, as `tell_state` does, descriptions of optimizer state and parameter groups, but among the ranks on the
+    meshes of `model`; their process group is found from the module's `tensors`.
 
     Raises CheckpointError if these ranks have no group, and on a rank that is on no mesh.
     """

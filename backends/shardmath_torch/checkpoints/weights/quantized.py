@@ -49,13 +49,15 @@ class QuantizedRead(NamedTuple):
         return f"scales of {self.name}"
 
     def reads(self) -> Iterator[tuple[str, Layout]]:
-        """Yield the name and the layout of the data, and then of the scales, as they are loaded."""
+        """Yield (name, layout) of the two tensors to load: the data, under the tensor's own name, and the scales, under
+        `key`."""
         yield self.name, self.data
         yield self.key, self.scales
 
 
 def check_format(format: object) -> None:
-    """Raise CheckpointError unless `format` is None, or stores a tensor as data and one tensor of scales."""
+    """Raise CheckpointError unless `format` is None, or is a Format that stores a tensor as data and one tensor of
+    scales."""
     if format is None:
         return
     if not isinstance(format, Format):

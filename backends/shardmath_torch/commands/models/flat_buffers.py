@@ -59,7 +59,7 @@ def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
 
 
 def embeddings(module: nn.Module) -> set[int]:
-    """Return the ids of the parameters of the module's embeddings and of its output layer."""
+    """Return the `id()` of each parameter of the module's embeddings and of its output layer."""
     tables: list[nn.Module] = []
     for part in module.modules():
         if isinstance(part, nn.Embedding):
@@ -173,8 +173,8 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """Return this rank's local tensors in the layouts of `buffers.state_layouts`, by name, as views of the rank's flat
-    `array`.
+    """Return views of this rank's flat `array`, its share of a buffer, as local tensors by parameter's name, in the
+    layouts that `buffers.state_layouts` gives.
 
     They have the array's dtype. A rank outside the mesh has none.
 

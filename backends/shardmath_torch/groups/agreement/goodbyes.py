@@ -133,7 +133,8 @@ class Goodbyes:
         return f"{show_ranks(sorted(reasons))} left: {reasons[first]}"
 
     def listen(self, act: Callable[[], bool]) -> None:
-        """Start a thread that reads notices and calls `act` in turn, until `act` returns False or `end` is called."""
+        """Start a thread that calls `act` and reads new notices, again and again, until `act` returns False or `end` is
+        called."""
 
         def loop() -> None:
             while act() and not self._end_bell.wait(LOOK_AGAIN_S):

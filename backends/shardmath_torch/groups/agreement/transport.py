@@ -34,7 +34,8 @@ def package_of(group: compat.Group) -> ModuleType:
 
 
 def join(group: compat.Group, patience: float, grace: float) -> Party:
-    """Return this rank's connections in the group (`Party`), with time limits in seconds. Sends nothing."""
+    """Return this rank's connections in the group (`Party`): calls wait `patience` seconds for other ranks, and after a
+    failure `grace` seconds more for reports on it. Sends nothing."""
     wire = package_of(group).open_wire(group, patience)
     rank = compat.rank_in(group)
     ranks = compat.ranks_of(group)

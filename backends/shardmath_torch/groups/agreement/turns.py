@@ -294,8 +294,8 @@ class Turns:
 
     @contextmanager
     def ending(self, patience: float, cause: str) -> Iterator[None]:
-        """Reserve the group during the `with` block, like `alone`, and announce that this rank leaves it because of
-        `cause`; later calls raise."""
+        """Announce that this rank leaves the group because of `cause`, and keep other calls off the group during the
+        `with` block; later calls raise."""
         with self.alone(patience):
             self.part(WHOLE_GROUP, cause)
             self.broken = self.broken or cause

@@ -67,7 +67,8 @@ class Pending(Protocol):
     """A message in flight, being sent or received, that can be waited for."""
 
     def wait(self) -> None:
-        """Have later work on the wire's device wait until this message has arrived or left. Raises PeerFailure."""
+        """Have later work on the wire's device wait until this message has been received or sent. Raises
+        PeerFailure."""
 
 
 class Wire(Protocol):

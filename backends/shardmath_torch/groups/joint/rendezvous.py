@@ -93,11 +93,11 @@ class _Log(NamedTuple):
     lines: tuple[str, ...]
 
     def list_seats(self) -> list[Seat]:
-        """Return the entries (seats) of all processes that came, even if they have left."""
+        """Return the entries (seats) of all processes that came to this rendezvous, even if they have left."""
         return [Seat(*json.loads(line)) for line in self.lines if line.startswith("[")]
 
     def list_gone(self) -> set[str]:
-        """Return the tokens of the processes that have left."""
+        """Return the tokens (texts, each unique to one process) of the processes that have left."""
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
@@ -108,7 +108,7 @@ class _Log(NamedTuple):
         return ""
 
     def has(self, seat: Seat) -> bool:
-        """Whether the meeting is full, and includes the process with this `seat`."""
+        """Whether all ranks have come to this rendezvous, and the process with this `seat` (entry) is one of them."""
         return self.state == FULL and seat.token in self.detail.split()
 
 
@@ -120,8 +120,8 @@ def _parse(text: str | None) -> _Log:
 
 
 def meet(seat: Seat) -> Steps[Met]:
-    """Yield the steps (requests to the store) to find the processes of all other ranks; the generator returns the name
-    of their rendezvous.
+    """Yield the steps (requests to the store) to find the processes of all other ranks; the generator returns the
+    rendezvous's name and run (`Met`).
 
     Raises ExchangeError naming the ranks that did not come, for two processes of one rank, for ranks that give
     different sizes, backends or runs, and if the meeting is called off.

@@ -85,7 +85,8 @@ class Purge(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """A step between requests to the store: wait a moment; the answer is LATE once the time is over, else None."""
+    """A step between requests to the store: wait a moment; the answer is LATE if the time for all steps is over, else
+    None."""
 
 
 class Linger(NamedTuple):

@@ -80,7 +80,8 @@ class CommitBlock:
 
     @property
     def was_refused(self) -> bool:
-        """Whether a call in the block failed on all ranks, so that none of its moves will be committed."""
+        """Whether a call in the block failed on all ranks, or a rank left before the block's first move, so that none
+        of the block's moves will be committed."""
         heard = self._turns.heard
         # A rank that left before any move does not vote at the block's end; one that left later does.
         lacks_rank = heard.goodbyes != self._goodbyes and not self.entries

@@ -70,7 +70,8 @@ class Landing:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """Return the state in which this mover continues with another plan: the same version, no longer in doubt.
+        """Return the state in which this mover continues with another plan: the same version, and no doubt whether
+        other ranks committed one more move.
 
         The doubt is resolved: the others have at most version `former`.
         """
@@ -114,7 +115,8 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Add the state of this rank's destinations to errors that break the group in the `with` block or later."""
+        """Add to an error in the `with` block that breaks the group, and to all later errors, what state this rank's
+        destinations are in."""
         was_broken = turns.broken
         former = self.standing.version
         try:

@@ -77,7 +77,8 @@ class Shadows:
         self._device = None
 
     def pair(self, dst: Tensors, held: bool = False) -> list[Pair]:
-        """Return the (destination, shadow) pairs of views to copy at the commit of `dst`.
+        """Return (view of a destination, view of its shadow) pairs for the tensors `dst`: at the commit, each shadow is
+        copied into its destination.
 
         If `held`, the pairs are kept for later calls with the same mapping.
         """

@@ -52,8 +52,8 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """Return one number for each of `boxes`: the weighted sum of the elements of tensor `name` that are both in the
-        box and in `portions`."""
+        """Return, for each of `boxes`, the sum, weighted as in the digest, of the elements of tensor `name` that are
+        both in the box and in `portions`."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)

@@ -121,7 +121,8 @@ def _is_contiguous(view: StridedView) -> bool:
 
 
 def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRound, ...]:
-    """Return the rounds with the memory view of each message, in source and destination tensors of these strides."""
+    """Return `rounds` with, for each message, the views of this rank's tensors that it is read from or written to;
+    `src` and `dst` have the tensors' strides."""
     return tuple(_bind_round(unbound, src, dst) for unbound in rounds)
 
 

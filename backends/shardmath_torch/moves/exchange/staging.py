@@ -28,7 +28,8 @@ __all__ = ["StagingBlock", "Staging", "staging_of"]
 
 @dataclass(eq=False)
 class StagingBlock:
-    """A block of staging memory, and an event that completes once no move uses it; None if no move does now."""
+    """A block of staging memory, and a CUDA event that completes when the block's last use ends; None on the CPU and
+    before the first use."""
 
     memory: Tensor
     used: torch.cuda.Event | None = None
@@ -70,7 +71,7 @@ class Staging:
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[StagingBlock]:
-        """Lend a staging block of at least `nbytes` to the `with` block only."""
+        """Lend a staging block of at least `nbytes` for the duration of the `with` block."""
         block = self._take(nbytes)
         try:
             if block.used is not None:

@@ -48,13 +48,13 @@ class Typed:
         self._elements: dict[str, Tensor] = {}
 
     def bits(self, piece: StridedView) -> Tensor:
-        """Return `piece` of its tensor as a view, in a dtype that torch copies bit by bit."""
+        """Return the part of a tensor that `piece` describes, as a view in a dtype that torch copies bit by bit."""
         tensor = self._find_bits(piece.key)
         # A piece has the tensor's strides, so a piece of the tensor's shape is the whole tensor.
         return tensor if tensor.shape == piece.shape else select(tensor, piece)
 
     def bytes(self, view: StridedView) -> Tensor:
-        """Return the bytes of a contiguous view, without a copy."""
+        """Return the bytes of a contiguous view as a tensor of uint8, without a copy."""
         return select(self._find_bits(view.key), view).view(torch.uint8)
 
     def _find_bits(self, key: str) -> Tensor:
@@ -71,7 +71,7 @@ class Typed:
         return [self._tensors[key] for key in keys]
 
     def elements(self, view: StridedView) -> Tensor:
-        """Return `view` of its tensor in the tensor's own dtype, without a copy."""
+        """Return the part of a tensor that `view` describes, in the tensor's own dtype, without a copy."""
         if view.key not in self._elements:
             self._elements[view.key] = self._tensors[view.key].detach()
         return select(self._elements[view.key], view)
@@ -92,7 +92,7 @@ class _Copies(NamedTuple):
 
 
 class Staged:
-    """Views of messages' pieces in a block of staging memory, each made once, up to MOST_PIECES.
+    """Views of messages' pieces in a block of staging memory; up to MOST_PIECES of them are kept for reuse.
 
     Endpoints are keys by their `id`, since they live at least as long as these views. No tensor of a caller is kept:
     `wholes` has only the names of whole tensors, for endpoints that consist of such.
@@ -169,21 +169,22 @@ class MoveViews:
         return self._dst if message.relayed else self._src
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return the receive (memory and copies) of the message at `endpoint`, into the destination tensor or into
-        staging."""
+        """Return a Receive for the message at `endpoint`: the memory to receive into (in the destination tensor or in
+        staging), and for staging how to unpack it."""
         memory = self._find_bytes(endpoint, arriving=True)
         find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
         return Receive(endpoint.message, memory, find)
 
     def send(self, endpoint: Endpoint) -> Send:
-        """Return the send (memory and copies) of the message at `endpoint`, from the tensor that has it or from
-        staging."""
+        """Return a Send for the message at `endpoint`: the memory to send from (in the tensor or in staging), and for
+        staging how to fill it."""
         memory = self._find_bytes(endpoint, arriving=False)
         pack = None if endpoint.contiguous else partial(self.pack, endpoint)
         return Send(endpoint.message, memory, pack)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """Return the copy of a message from `source` to `target`, both of which are in this rank's memory."""
+        """Return a Keep for a message that stays on this rank: its `unpack` copies the pieces from `source` to
+        `target`."""
         return Keep(source.message, self._find_copies("keep", source, target).run)
 
     def pack(self, endpoint: Endpoint) -> None:
@@ -191,8 +192,8 @@ class MoveViews:
         self._find_copies("pack", endpoint).run()
 
     def find_unpacking(self, endpoint: Endpoint) -> Unpacking:
-        """Return a function that copies a message's pieces out of staging, and that returns the reductions still to be
-        done."""
+        """Return a function that copies a message's pieces out of staging, and that returns the reductions (folds)
+        still to be done."""
         return self._find_copies("unpack", endpoint).run
 
     def _find_copies(

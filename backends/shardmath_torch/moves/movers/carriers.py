@@ -31,7 +31,8 @@ class Arrived(NamedTuple):
 
 
 class Carrier(Protocol):
-    """The interface of carriers, which move a mover's bytes: into memory next to the destination if `is_beside`."""
+    """The interface of carriers, which move a mover's bytes: into shadows (memory next to the destinations) if
+    `is_beside`, else into the destinations."""
 
     @property
     def is_beside(self) -> bool: ...
@@ -64,7 +65,8 @@ class Carrier(Protocol):
         """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived. Raises PeerFailure."""
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
-        """Return a carrier for `part`, of another plan, on this carrier's tensors; None if nothing can be reused."""
+        """Return a carrier for `part`, this rank's part of another plan, that reuses this carrier's tensors and memory;
+        None if that is impossible."""
 
     def let_go(self) -> None:
         """Release the tensors and the memory for moves, until the next move."""

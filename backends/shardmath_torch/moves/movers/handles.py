@@ -129,11 +129,12 @@ class _Order:
     """The order of a move and its caller's work on the device; on a CPU the order of calls is enough."""
 
     def begin(self) -> AbstractContextManager[None]:
-        """Return a context for the move, whose work comes after the caller's earlier work."""
+        """Return a context manager in which the move runs, with its work after the caller's earlier work on the
+        device."""
         return nullcontext()
 
     def follow(self) -> None:
-        """Have later work of the calling thread come after the move."""
+        """Have later work of the calling thread on the device come after the move."""
 
 
 class _OrderOfStreams(_Order):

@@ -22,7 +22,8 @@ __all__ = ["Leaves", "Leaving"]
 
 
 class Leaves(ABC):
-    """The base class of collective objects that a `with` block closes, reporting an error in it to the other ranks."""
+    """The base class of collective objects that a `with` block closes; an error in the block is reported to the other
+    ranks."""
 
     @property
     @abstractmethod
