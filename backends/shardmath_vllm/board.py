@@ -49,7 +49,7 @@ LATER_S = 2 * HEARD_S
 
 @dataclass(frozen=True)
 class Board:
-    """The messages, in `store`, with which all ranks coordinate weight updates; this rank is `place` of `size`.
+    """The messages in `store` through which ranks coordinate weight updates; this rank has number `place` of `size`.
 
     The trainer's ranks have the first places.
     """
@@ -61,7 +61,7 @@ class Board:
     timeout: float
 
     def relay(self, what: str, act: Callable[[], None]) -> None:
-        """Call `act` at place 0 while other trainer ranks wait for its end. Raises ExchangeError on all if it fails."""
+        """Call `act` on the first rank while other trainer ranks wait. Raises ExchangeError on all if it fails."""
         fault = self._hear(what) if self.place else self._act(what, act)
         if fault:
             raise ExchangeError(f"place 0 could not {what}: {fault}")
@@ -83,7 +83,7 @@ class Board:
             raise
 
     def give_up(self, whats: Iterable[str], error: BaseException) -> None:
-        """At place 0, post `error` as the result of each step in `whats` without one, so that no rank waits for it."""
+        """On the first rank, post `error` as the result of each step in `whats` without one, so that no rank waits."""
         if self.place:
             return
         with suppress(RuntimeError):
@@ -94,7 +94,7 @@ class Board:
     def finish(
         self, what: str, act: Callable[[], None], find_failure: Callable[[], str] = str
     ) -> None:
-        """Run the last step of an update, like `relay`; place 0 also waits until the others have read the result.
+        """Run the last step of an update, like `relay`; the first rank also waits until others have read the result.
 
         `find_failure()` returns at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not
         in time.
@@ -123,7 +123,7 @@ class Board:
             self.excuse(what)
 
     def excuse(self, what: str) -> None:
-        """Mark the result of the step `what` as read by this rank, so that place 0 does not wait for that."""
+        """Mark the result of the step `what` as read by this rank, so that the first rank does not wait for that."""
         self._confirm(what)
 
     def decide(self, what: str, fail_early: Callable[[], str] = str) -> str:
@@ -185,7 +185,7 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """End the update here: post `why`, and call `leave`; if `why` is "", return the reason of another rank.
+        """End the update here: post the reason `why`, and call `leave`; if `why` is "", return another rank's reason.
 
         `why` is what is wrong here, "" where it is what others have done.
         """

@@ -34,7 +34,7 @@ class Cells:
 
     @classmethod
     def of(cls, pieces: Mapping[Hashable, Iterable[Piece]]) -> Cells:
-        """Return the set of the elements that each tensor's `pieces` fill; no two pieces of a tensor may overlap."""
+        """Return the set of elements that `pieces`, given by tensor, fill; no two pieces of a tensor may overlap."""
         return cls({name: _find_borders(filled) for name, filled in pieces.items()})
 
     def __or__(self, other: Cells) -> Cells:

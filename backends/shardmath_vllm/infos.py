@@ -164,7 +164,7 @@ class Joining:
 
 @dataclass
 class Updating:
-    """The message that tells a worker to receive update `number`, counted from 1 since ranks connected as `meeting`."""
+    """The message that tells a worker to receive update `number`, counted from 1 since they connected as `meeting`."""
 
     number: int
     meeting: str = ""

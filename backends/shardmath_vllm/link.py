@@ -90,7 +90,7 @@ class Link:
 
 
 class Life:
-    """A weight update on this rank, step by step until its end or a failure; `update` is its present state.
+    """One weight update as this rank carries it out: methods run its steps with other ranks; `update` is its state.
 
     Raises ExchangeError once the group was left.
     """
@@ -101,13 +101,13 @@ class Life:
         self._board = link.board
 
     def call(self, act: Callable[[], None]) -> None:
-        """Call `act` at place 0 to start the update in engines. Raises ExchangeError on all trainers if that fails."""
+        """Start the update in engines by `act`, on the first trainer rank. Raises ExchangeError on all if it fails."""
         self._note()
         with self._step(Step.CALL):
             self._board.relay(self._name("start"), act)
 
     def receive(self, act: Callable[[], None]) -> None:
-        """Receive weights by calling `act`, on a worker. Raises ExchangeError on all ranks if one fails.
+        """On a worker, receive weights by calling `act`. Raises ExchangeError on all ranks if one fails.
 
         Raises ExchangeError, and says nothing to others, for an update that it was told of twice, or after another.
         """
@@ -148,12 +148,12 @@ class Life:
         return self._board.find(self._name("fail"))
 
     def take(self, act: Callable[[], None]) -> None:
-        """Call `act` at place 0 to await the answers of engines. Raises ExchangeError on all trainers if one failed."""
+        """Await engines' answers by `act`, on the first trainer rank. Raises ExchangeError on all if one failed."""
         with self._step(Step.TAKE):
             self._board.relay(self._name("end"), act)
 
     def end(self, act: Callable[[], None]) -> None:
-        """Call `act` at place 0 to end the update in engines. Raises ExchangeError on all trainers if that fails."""
+        """End the update in engines by `act`, on the first trainer rank. Raises ExchangeError on all if it fails."""
         with self._step(Step.END):
             self._board.finish(self._name("finish"), act, self._find_failure)
 

@@ -33,7 +33,7 @@ TRAINERS = "trainers"
 
 @dataclass(frozen=True)
 class Given:
-    """The facts that a rank brings as ranks connect: `told` by a trainer, or a worker's `engine` and `record` function.
+    """The facts that a rank tells as ranks connect: `told` by a trainer, or a worker's `engine` and `record` function.
 
     `is_joint` if ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
     """
@@ -126,7 +126,7 @@ class Meeting:
             raise
 
     def call_off(self, why: str) -> None:
-        """End `join`, running in another thread, with the error `why` on all ranks, unless all have connected."""
+        """Make `join`, running in another thread, raise the error `why` on all ranks, unless all have connected."""
         # Once all have come they hear of each other.
         if self._group is None:
             where = self._where

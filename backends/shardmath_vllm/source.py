@@ -85,7 +85,7 @@ class Told:
 
 
 def read_source(given: Any, dtype: str | None = None) -> Source:
-    """Return `given` if it is a Source, else a Source of the module that it is, or holds as vLLM's ModuleSource does.
+    """Return `given` if it is a Source, else a Source of the module: `given` itself, or the one in vLLM's ModuleSource.
 
     Engines get a module's parameters as numbers of type `dtype`, by default its own; buffers always as they are.
     Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, or a module without
@@ -138,7 +138,7 @@ def _find_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def watch_modules(source: Source) -> list[Watched]:
-    """Return records of the source's tensors and of the places in its modules that hold them, for later checks."""
+    """Return a Watched per tensor of the source (its memory, and which modules hold it), for later checks."""
     watched = watch("the trainer's", None, name_natives(source.tensors))
     find_owners(watched, [part for module in source.modules for part in module.modules()])
     return watched
@@ -156,7 +156,7 @@ def check_kept(watched: list[Watched], source: Source) -> None:
 
 
 def check_types(source: Source, bound: KnownSide, place: int) -> None:
-    """Raise StoreError if a tensor of `source` has another dtype than the planned side `bound` has at `place`."""
+    """Raise StoreError if a tensor of `source` has another dtype than was planned (`bound`) for the rank at `place`."""
     natives = name_natives(source.tensors)
     for name, slot in bound.slots(place).items():
         if slot.function:

@@ -11,7 +11,7 @@ __all__ = ["give_shards_back", "has_gathered", "list_fsdp_groups", "list_gathere
 
 
 def list_fsdp_groups() -> list[Any]:
-    """Return FSDP2's groups of parameters gathered together, in all live modules (torch 2.13: FSDPParamGroup)."""
+    """Return FSDP2's groups (torch 2.13: FSDPParamGroup) of all live modules; each has parameters gathered together."""
     found: dict[int, Any] = {}
     # Copied into a list at once: other threads may shard modules meanwhile.
     for module in [ref() for ref in _module_state_mapping.keyrefs()]:
@@ -24,12 +24,12 @@ def list_fsdp_groups() -> list[Any]:
 
 
 def list_keepers(group: Any) -> list[Any]:
-    """Return FSDP2's object for each parameter of a group, which has its `sharded_param` (torch 2.13: FSDPParam)."""
+    """Return FSDP2's objects for a group's parameters (torch 2.13: FSDPParam); each has a shard as `sharded_param`."""
     return list(group.fsdp_params)
 
 
 def list_gathered(keeper: Any) -> list[Tensor]:
-    """Return the tensors that FSDP2 has gathered for the parameter of `keeper`, even if they no longer have memory."""
+    """Return the tensors that FSDP2 has gathered for the parameter of `keeper`, its FSDPParam, even without memory."""
     names = "_unsharded_param", "_sharded_post_forward_param"
     found = [getattr(keeper, name, None) for name in names]
     return [tensor for tensor in found if tensor is not None]

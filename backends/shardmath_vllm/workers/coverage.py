@@ -55,7 +55,7 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 
 def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
-    """Raise StoreError for tensors of `model` that `recorded` does not fill, except padding, vLLM's and `own` ones."""
+    """Raise StoreError if `recorded` does not fill a tensor of `model`, except padding, vLLM's tensors, and `own`."""
     faults = []
     for native, left in recorded.unwritten.items():
         padded = _count_padding(model, native)
@@ -91,7 +91,7 @@ def check_types(recorded: sm.storage.Recorded) -> None:
 
 
 def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
-    """Return the name in `planned` of the engine whose worker is at `place`, and the engine."""
+    """Return the name and the side (how it stores tensors) of the engine in `planned` that has the rank at `place`."""
     for name, engine in planned.engines.items():
         if place in engine.ranks:
             return name, engine
@@ -99,7 +99,7 @@ def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
 
 
 def list_written(planned: sm.Refit, place: int) -> Cells:
-    """Return the elements that the refit writes on the engine that has `place`, by worker, chunk and stored name."""
+    """Return the elements that `planned` writes on the engine of rank `place`, by (worker, chunk, stored name)."""
     _, engine = find_engine(planned, place)
     assert isinstance(engine, BoundRecorded), "workers have recorded"
     written: dict[Hashable, Sequence[Piece]] = {}

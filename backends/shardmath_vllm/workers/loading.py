@@ -50,7 +50,7 @@ LARGE = 1 << 20
 
 
 class Loading:
-    """A model that vLLM runs, and its tensors in the form in which they are loaded."""
+    """A model that vLLM runs, whose tensors can be brought back into the form in which weights are loaded."""
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
         self._model = model
@@ -126,7 +126,7 @@ class Loading:
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the tensors named in `natives`; allocate those without memory, zeroed if their number there is not 0.
+        """Return the tensors named in `natives`; allocate those without memory, as zeros if `natives[name]` is not 0.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """

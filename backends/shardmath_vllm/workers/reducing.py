@@ -31,7 +31,7 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 
 
 def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
-    """Connect a process group for each vLLM group of several workers, by its getter's name. Collective over workers.
+    """Connect a process group for each vLLM group of several workers; return them by getter. Collective over workers.
 
     They find each other in the meeting's own store.
 

@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The settings as text, for ranks to compare; without `thread`, and without a default `commit` or `agree`."""
+        """The settings as text that ranks compare; omits `thread`, and `commit` and `agree` if these are defaults."""
         given = self._asdict()
         del given["thread"]
         if is_text(self.commit, DIRECT):
@@ -66,13 +66,13 @@ class Settings(NamedTuple):
 
     @property
     def patience(self) -> float:
-        """The seconds to wait for another rank; the rest of the timeout is for finding out who failed."""
+        """The seconds to wait for another rank: the timeout, less a reserve for finding out who failed."""
         # An extra fifth of the grace is for closing connections and raising the error.
         return self.timeout - 1.2 * self.grace
 
     @property
     def grace(self) -> float:
-        """The seconds for reading the other ranks' reports after a failure."""
+        """The seconds, after a failure, for reading the other ranks' reports: at most a fifth of the timeout."""
         return min(LONGEST_GRACE_S, self.timeout / 5)
 
 
@@ -92,7 +92,7 @@ def check_plan(plan: object) -> None:
 
 
 def check_settings(party: Party, plan: Plan | Transposed | Program, settings: Settings) -> None:
-    """Raise ExchangeError if settings are invalid for this plan and group."""
+    """Raise ExchangeError if `settings` are invalid for this plan and group, or the group lacks a rank of the plan."""
     _check_numbers(plan, settings)
     _check_commit(party, settings)
     _check_agree(settings)

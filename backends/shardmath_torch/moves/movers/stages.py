@@ -21,7 +21,7 @@ __all__ = ["Stage", "Stages", "begin", "bind", "end", "finish", "list_own", "nam
 
 
 class Stage:
-    """Work at both ends of a move, before and after its transfers; this base class does nothing."""
+    """Extra work of a move, such as casts, before and after its transfers; this base class changes nothing."""
 
     @property
     def own(self) -> frozenset[str]:
@@ -43,7 +43,7 @@ class Stage:
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return `arrived` as the stage before this one expects it: with the values that this stage computed."""
+        """Return the tensors that the preceding stage gets as `arrived`: received, or computed by this stage."""
         return arrived
 
     def end(self) -> None:
@@ -53,7 +53,7 @@ class Stage:
         """Release the tensors of the last move, and extra memory, until the next move."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the caller's destinations that are torn (neither old nor new) if the plan's tensors `keys` are."""
+        """Return the names of the caller's tensors that are torn (partly new) if the plan's tensors `keys` are."""
         return keys
 
 
@@ -92,7 +92,7 @@ def list_own(stages: Stages) -> frozenset[str]:
 
 
 def name_torn(stages: Stages, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the caller's destinations that are torn (neither old nor new) if the plan's tensors `keys` are."""
+    """Return the names of the caller's tensors that are torn (partly new) if the plan's tensors `keys` are."""
     for stage in reversed(stages):
         keys = stage.name_torn(keys)
     return keys

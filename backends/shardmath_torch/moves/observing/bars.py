@@ -55,7 +55,7 @@ def check_progress(progress: object) -> None:
 
 
 class Meter:
-    """A counter of one move's bytes that calls the caller's progress function; `failure` is that function's error."""
+    """A counter of one move's bytes that calls the caller's progress function; `failure` is what that raised."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -64,7 +64,7 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress if the phase that ended, `lap`, was the vote, or sent or received the message `about`."""
+        """Report progress at the end of the phase `lap` if it was the vote, or sent or received the message `about`."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):
@@ -119,7 +119,7 @@ class Tally:
             self._tell()
 
     def copy(self, target: Tensor, source: Tensor, *, counts: bool = True) -> Tensor:
-        """Copy `source` to `target`, of the same shape, in parts; count the source's bytes as done if `counts`."""
+        """Copy `source` into `target`, of the same shape, and return `target`; count the bytes as done if `counts`."""
         for into, part in _split(target, source):
             into.copy_(part)
             self.add(part.nbytes if counts else 0)

@@ -45,7 +45,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Timed:
-    """The times of a traced call, such as a move, on this rank, by `time.perf_counter`.
+    """The record of one traced call on this rank: its start, and the end of each of its phases, by `time.perf_counter`.
 
     `thread` is added to its tracks' names, "" for calls of the main thread.
     """
@@ -64,7 +64,7 @@ class Timed:
 
     @property
     def agreed(self) -> Vote | None:
-        """The call's first vote, or the earlier agreement that replaces it, after which bytes move; None if neither."""
+        """The call's first vote, or the earlier agreement that made a vote needless; None if the call has neither."""
         return next(find_votes([self], unasked=True), None)
 
 
@@ -80,7 +80,7 @@ class _Lap(NamedTuple):
 
 
 def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
-    """Yield the votes in `calls` with their times; if `unasked`, also agreements made earlier, which needed no vote."""
+    """Yield a Vote (name, time) for each vote in `calls`; if `unasked`, also for agreements that needed no vote."""
     for call in calls:
         for lap, about, at_s in call.marks:
             if lap == AGREED and isinstance(about, tuple):

@@ -35,7 +35,7 @@ Hear: TypeAlias = Callable[[int, object, float], None]
 
 
 class Ledger:
-    """The record of one mover's calls on this rank: what all calls share, and the latest successful call.
+    """The common facts of one mover's calls on this rank (name, plan, messages), and the latest successful call.
 
     `given` is the plan or program that each call carries out, None for a call within another; `list_rounds` returns
     the rounds that its engine posts. Calls are `logged`.
@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes of a move of all bytes: sent to and received from each peer (other rank), and kept."""
+        """The messages and bytes of a call that moves all elements: sent and received, by other rank, and kept."""
         if self._traffic is None:
             self._traffic = count_traffic(self._list_rounds())
         return self._traffic
@@ -80,7 +80,7 @@ class Ledger:
 
 
 class Stopwatch:
-    """The timing of the phases of one call, used as a context manager around it; `name` is the call's name."""
+    """A context manager around one call that times each of its phases; `name` is the call's name, if it has one."""
 
     # Defaults for most calls are in the class, since setting them per call takes as long as a lap.
     name = ""
@@ -121,7 +121,7 @@ class Stopwatch:
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
-        """End the present phase, and record it as `lap` with `about`, the message, round or vote that it was for."""
+        """End the present phase and count it as `lap`; `about` is the message, round or vote that it was for."""
         now = perf_counter()
         self._lap_seconds[lap] += now - self._lap_began_s
         self._lap_began_s = now
@@ -129,7 +129,7 @@ class Stopwatch:
             hear(lap, about, now)
 
     def waited(self, lap: int, message: Message, peer: int) -> None:
-        """End the present phase, recorded as `lap`, which this rank spent waiting for `message` to or from `peer`."""
+        """End the present phase, `lap`: this rank spent it waiting for `peer` to send or receive `message`."""
         before = self._lap_began_s
         self.lap(lap, message)
         self._waited_s[peer] = self._waited_s.get(peer, 0.0) + self._lap_began_s - before
@@ -178,7 +178,7 @@ class Stopwatch:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes of the call by peer: as set by `say_traffic`, or else as in a move of all bytes."""
+        """The messages and bytes of the call by peer: set by `say_traffic`, or else as for a move of all elements."""
         return self._ledger.traffic if self._call_traffic is None else self._call_traffic
 
     def say_traffic(self, traffic: Traffic) -> None:

@@ -46,7 +46,7 @@ def add_up(amounts: Mapping[int, Amount]) -> Amount:
 
 
 def count_traffic(rounds: Iterable[Round]) -> Traffic:
-    """Return the messages and bytes of a rank's `rounds`: sent and received, by the other rank, and kept here."""
+    """Return the messages and bytes of a rank's `rounds`: sent to and received from each other rank, and kept here."""
     sent: dict[int, Amount] = {}
     received: dict[int, Amount] = {}
     kept: dict[int, Amount] = {}

@@ -45,7 +45,7 @@ class How(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The amounts that a rank sent in a call: changed elements, messages sent whole, bytes, and seconds per phase.
+    """The amounts sent in one call (changed elements, messages sent whole, bytes), and the seconds of each phase.
 
     The phases are "comparing" sources with snapshots, "mapping" changes to messages, "agreeing", "moving".
     """
@@ -69,7 +69,7 @@ class _PreparedChanges(NamedTuple):
 
 
 class Sparse:
-    """The part of a mover that moves only changed elements, by a plan without reductions; `whole` moves all."""
+    """The part of a mover that sends only changed elements; for moves of all elements it uses `whole`."""
 
     def __init__(self, task: Task, whole: Whole, snapshots: bool) -> None:
         self._task = task
@@ -105,7 +105,7 @@ class Sparse:
 
     @property
     def snapshot_bytes(self) -> int:
-        """The bytes of the snapshots, which copy the boxes of source tensors that this rank sends."""
+        """The bytes of the snapshots (earlier copies of the parts of source tensors that this rank sends)."""
         return 0 if self._snapshots is None else self._snapshots.nbytes
 
     def _goes_whole(self, how: object) -> bool:

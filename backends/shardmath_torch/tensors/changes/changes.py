@@ -74,7 +74,7 @@ class Changes(Mover):
 
     @property
     def snapshot_bytes(self) -> int:
-        """The bytes of this rank's snapshots, which copy the boxes of its source tensors that it sends."""
+        """The bytes of this rank's snapshots (earlier copies of the parts of its source tensors that it sends)."""
         return self._sparse.snapshot_bytes
 
     def ask(self, whole: bool) -> How:
@@ -138,7 +138,7 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """Compile as `compile_changes` does, with `stages`; ranks call `agree_first` before they agree on another plan."""
+    """Compile like `compile_changes`, with `stages`; call `agree_first` whenever ranks are to agree on another plan."""
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
         objection = _find_objection(plan, snapshots) or _find_unfinished(stages, settings.commit)

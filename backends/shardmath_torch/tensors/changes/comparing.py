@@ -60,7 +60,7 @@ class _Snapshot(NamedTuple):
     first: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the elements of `tensor` in the snapshot's box, as words (integers of their bits), in its order."""
+        """Return a view of the snapshot's box of `tensor`, as integers of bits, dimensions in the snapshot's order."""
         return dtypes.words(tensor)[self.window.box].permute(self.window.order)
 
 
@@ -100,7 +100,7 @@ class Snapshots:
         return self._words[snapshot.size][snapshot.first : stop]
 
     def list_changed(self, tensors: Mapping[str, Tensor]) -> Iterator[Changed]:
-        """Yield the elements of each box that have changed. Tensors need the strides they had at the snapshot."""
+        """Yield a Changed for each box with elements that have changed. Tensors need the strides of the snapshot."""
         for key, snapshot in self._snapshots.items():
             view = snapshot.view(tensors[key])
             before = self._get_words(snapshot)

@@ -70,7 +70,7 @@ def list_parcels(
 
 
 def make_notices(messages: Iterable[Message]) -> list[Notice]:
-    """Return one Notice, a message of counts, per pair of ranks with some of `messages`, given in order of rounds."""
+    """Return one Notice (a message of counts) per sender and receiver of `messages`, given in order of rounds."""
     first: dict[tuple[int, int], Message] = {}
     counts: Counter[tuple[int, int]] = Counter()
     for message in messages:

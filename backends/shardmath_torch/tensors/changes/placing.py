@@ -54,7 +54,10 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """Split each sender's concatenated counts of changed elements by message; None for a message sent whole."""
+        """Return, per message, the counts of its changed elements by element size; None if it was sent whole.
+
+        `received` has the counts of each sender's messages, one after another.
+        """
         rest = {rank: iter(counts) for rank, counts in received.items()}
         found: list[Counts] = []
         for message, sizes in zip(self.messages, self.sizes, strict=True):

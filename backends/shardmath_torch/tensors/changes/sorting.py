@@ -56,9 +56,9 @@ class _Run(NamedTuple):
 
 
 class Outgoing:
-    """The messages that a rank sends, and its local copies, and the shapes of the source tensors.
+    """The messages that a rank sends, and its local copies; methods sort changed elements by message.
 
-    `hulls` are the boxes of these tensors that bound everything that is sent or copied.
+    `hulls` are the boxes of source tensors that bound everything that is sent or copied.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Outgoing:
         self.hulls = find_hulls(self._messages)
 
     def sort(self, changed: Iterable[Changed]) -> Sorted:
-        """Sort changed elements by message, and decide which messages are sent whole."""
+        """Return `changed` elements sorted by message and local copy; None for each that is sent whole."""
         by_size: dict[int, list[Changed]] = {}
         for each in changed:
             size = each.words.element_size()

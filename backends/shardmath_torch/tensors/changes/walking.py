@@ -63,7 +63,7 @@ class _Parcels(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """A rank's source and destination tensors in a move; with `is_beside`, the commit writes the destinations."""
+    """A rank's source and destination tensors in a move; `is_beside` if only the commit writes to the destinations."""
 
     src: Tensors
     dst: Tensors
@@ -79,7 +79,7 @@ class _ImmediatePlacing:
         self.puts: list[Put] = []
 
     def put(self, put: Put) -> list[Fold]:
-        """Write into the destination now, by calling `put`; return no folds, as changes are never reduced."""
+        """Write into the destination now, by calling `put`; return no folds (reductions): changes are never reduced."""
         put()
         return []
 
@@ -107,7 +107,7 @@ class _DeferredPlacing:
         return Receive(endpoint.message, memory, find_unpacking)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """Return the operation that copies a whole local message, as it is when that runs, into separate memory."""
+        """Return a Keep for a whole message that stays on this rank: when run, it copies that into separate memory."""
         # Both are kept until their views are found: staging knows endpoints by identity.
         staged_source, staged_target = _to_staged(source), _to_staged(target)
 
@@ -158,12 +158,12 @@ class Walker:
         self._notices = gather_rounds(notices, part.rank)
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
-        """Sort changed elements by message, and reserve staging memory for messages that are sent whole."""
+        """Return `changed` elements sorted by message, and reserve staging memory for messages that are sent whole."""
         self._staging.reserve(self._needed_bytes)
         return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
-        """Send each receiver the counts of changed elements, and return the received counts. Raises PeerFailure."""
+        """Send each receiver the counts of changed elements; return those received, by message. Raises PeerFailure."""
         counts_to_send = self.outgoing.tell(given)
         rounds = Rounds(self._wire, watch)
         arriving = {}

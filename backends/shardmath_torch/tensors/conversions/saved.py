@@ -35,7 +35,7 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 class SavedPart(NamedTuple):
-    """A tensor of a checkpoint that is a `box` of a module's tensor, and has only the box's dimensions `kept`."""
+    """A saved tensor that is a `box` of the module's tensor `tensor`; `kept` are the box's dimensions that it has."""
 
     name: str
     shape: _Shape

@@ -45,7 +45,7 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 
 
 class Said(NamedTuple):
-    """Facts that ranks compare before they move a gradient: its forward move, and whether autograd records this one."""
+    """The facts that ranks compare to move a gradient: its forward move, and whether autograd records the new move."""
 
     purpose: str = ""
     records_gradient: bool = False

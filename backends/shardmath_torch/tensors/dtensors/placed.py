@@ -112,7 +112,7 @@ def _record_of(module: nn.Module) -> dict[str, Placed]:
 
 
 def placed_in(module: nn.Module) -> dict[str, Placed]:
-    """Return how the parameters of `module` and its submodules are divided, by the names of `named_parameters`."""
+    """Return a Placed (how it is divided) for each parameter that `set_device_mesh` divided in `module`, by name."""
     found: dict[str, Placed] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for name, placed in _record_of(part).items():
@@ -121,7 +121,7 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """Return the layout of a parameter that `division` over `axis` divides first, then other axes in mesh order.
+    """Return the layout of a DTensor divided by `division` over mesh `axis` first, then over the other axes in order.
 
     None if it is not the placed parameter any more: a plain tensor, or a DTensor of other
     placements.

@@ -50,7 +50,7 @@ def layout_like(
     placements: Iterable[theirs.Placement],
     dtype: object,
 ) -> dict[Reading, Layout | ShardError]:
-    """Return, for each reading of `placements` on a DeviceMesh, the layout that it gives, or its error."""
+    """Return the layout, or the error, for each way to read `placements` on a DeviceMesh ("placement" or "order")."""
     size = tuple(shape)
     mesh = mesh_of(device_mesh)
     given = tuple(placements)
@@ -126,7 +126,7 @@ def _is_plain_partial(placement: theirs.Partial) -> bool:
 
 @memo()
 def placements_of(layout: Layout) -> Placements:
-    """Return DTensor placements, one per mesh axis, that mean `layout` in one of their readings.
+    """Return DTensor placements, one per mesh axis, that stand for `layout` in at least one way to read them.
 
     Raises PlacementError, with the reason, if there are none.
     """

@@ -82,7 +82,7 @@ class Fused:
             raise PlacementError(f"Fused({self.components!r}) does not name components; {fix}")
 
     def placement(self, n: int) -> Division:
-        """Return how a dimension of length n is divided. Raises PlacementError if the parts do not add up to n."""
+        """Return how to divide a dimension of length `n`. Raises PlacementError if the parts do not add up to `n`."""
         if isinstance(self.components, int):
             if n % self.components:
                 what = f"length {n} does not divide into {self.components} equal components"
@@ -101,14 +101,14 @@ AnyStyle: TypeAlias = StyleName | Fused
 
 
 class Asked(NamedTuple):
-    """The style that the matching pattern gives to a parameter, and the dimension that the style divides."""
+    """The `style` that a matching `pattern` gives to a parameter, and the dimension that it divides, or None."""
 
     pattern: str
     style: AnyStyle
     dim: int | None
 
     def placement(self, n: int) -> Division:
-        """Return how a dimension of length n is divided. Raises PlacementError if the parts do not add up to n."""
+        """Return how to divide a dimension of length `n`. Raises PlacementError if the parts do not add up to `n`."""
         assert self.dim is not None
         if isinstance(self.style, Fused):
             return self.style.placement(n)

@@ -105,7 +105,7 @@ class _Kernel:
     scales: Tensor
 
     def run(self, measured: bool) -> None:
-        """Quantize the tensor, box by box; if amaxes were `measured` before, the scales are already written."""
+        """Quantize the tensor, box by box; compute the scales too unless `measured` (they are already written)."""
         shape = tuple(self.values.shape)
         work = _SlabLoop(self.format, shape, self.values.device, 2)
         for slab, (numbers, magnitudes) in work:

@@ -74,7 +74,7 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def make_table(element: Float, device: torch.device) -> Tensor:
-    """Return a table of the float32 number that each byte encodes; for E2M1, of two numbers, viewed as one float64."""
+    """Return a table with the float32 number that each byte encodes; for E2M1, its two numbers as one float64."""
     codes = np.arange(256, dtype=np.uint8)
     if element is not E2M1:
         return torch.from_numpy(decode(element, codes)).to(device)

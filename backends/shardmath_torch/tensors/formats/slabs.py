@@ -41,7 +41,7 @@ def choose_most(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """`count` blocks, or a part of one, along a dimension: `size` positions each, from `start`, in block `first`."""
+    """A range of a dimension: `count` blocks, or a part of one, of `size` positions, from `start` in block `first`."""
 
     start: int
     first: int
@@ -50,13 +50,13 @@ class BlockSpan:
 
     @property
     def is_split(self) -> bool:
-        """Whether `split` makes two dimensions of this one: there are several blocks of several positions."""
+        """Whether there are several blocks of several positions, so that `Slab.split` splits this dimension."""
         return self.count > 1 and self.size > 1
 
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A box of a tensor, of whole blocks or of a part of one, given by a span of blocks for each dimension."""
+    """A box of a tensor, made of whole blocks or a part of one; `spans` has its range in each dimension."""
 
     spans: tuple[BlockSpan, ...]
 
@@ -66,7 +66,7 @@ class Slab:
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """Return the part of `tensor` in this box, split into blocks; each of its elements holds `per` numbers."""
+        """Return a view of this box of `tensor`, each element of which holds `per` numbers, split as by `split`."""
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
             tensor = tensor.narrow(d, span.start // step, span.count * span.size // step)

@@ -69,13 +69,13 @@ class Run(NamedTuple):
     keeps: bool = False
 
     def found(self, dtype: torch.dtype) -> int:
-        """Return the word (bits as an integer) of every element of a target of dtype `dtype` before the run."""
+        """Return the bits, as an integer, of each element of a target (tensor to load into) before the run."""
         word = None if self.value is None else word_of(self.value, dtype)
         return repeat(self.byte, dtype) if word is None else word
 
 
 class TypedElements:
-    """The elements of all logical tensors of one dtype, numbered; `wanted` are the dtypes of targets."""
+    """All elements, numbered, of the logical (checkpoint) tensors of one dtype; `wanted` are the targets' dtypes."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class TypedElements:
         return f"element {number - self.starts[tensor]} of {self.names[tensor]!r}"
 
     def make(self, name: str, run: Run) -> Tensor:
-        """Return the values that the logical tensor `name` has in a run."""
+        """Return the logical tensor `name`, filled with the values that the loader gets in `run`."""
         tensor = self.names.index(name)
         numbers = np.arange(self.starts[tensor], self.starts[tensor + 1])
         return as_tensor(self.draw(numbers, run), self.dtype).reshape(self.shapes[name])
@@ -131,7 +131,7 @@ class TypedElements:
         return drawn
 
     def goes_to(self, dtype: torch.dtype) -> bool:
-        """Whether a target of dtype `dtype` can hold the elements so that they remain distinct."""
+        """Whether the values that tell the elements apart stay distinct when cast to the `dtype` of a target."""
         if self.dtype.is_complex and not dtype.is_complex:
             return False
         try:
@@ -142,7 +142,7 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """Return, per position, the number of the element whose values in the runs are `words`, and if it exists."""
+        """Return, per position, the number of the element with the values `words` in the runs, and if there is one."""
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)
         for run in range(self.digits):

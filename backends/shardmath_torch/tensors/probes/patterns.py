@@ -81,7 +81,7 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
 
 
 def word_of(value: float, dtype: torch.dtype) -> int | None:
-    """Return the bits of `value` in `dtype`, or of -1 if it lacks NaN, as an integer; None if torch lacks the cast."""
+    """Return the bits of `value` in `dtype` as an integer (of -1 for an integer NaN); None if torch lacks the cast."""
     part = real(dtype)
     if value != value and not part.is_floating_point:
         value = -1
@@ -94,7 +94,7 @@ def word_of(value: float, dtype: torch.dtype) -> int | None:
 
 @memo()
 def list_finite(dtype: torch.dtype) -> Words:
-    """Return finite values of a real dtype, ascending, as integers of their bits: all, or a selection of many."""
+    """Return the finite values of a real dtype, ascending, as integers of their bits: all, or some if very many."""
     words = _list_all(dtype)
     values = _value(words, dtype)
     order = np.argsort(values, kind="stable")
@@ -104,7 +104,7 @@ def list_finite(dtype: torch.dtype) -> Words:
 
 @memo()
 def list_nan(dtype: torch.dtype) -> Words:
-    """Return quiet NaN values of a real dtype, as integers of their bits: all, or a selection of many."""
+    """Return the quiet NaN values of a real dtype, as integers of their bits: all, or some if very many."""
     words = _list_all(dtype)
     return words[is_nan(words, dtype)] | QUIET.get(dtype, 0)
 
@@ -135,7 +135,7 @@ def order(words: Words, dtype: torch.dtype) -> NDArray[np.intp]:
 
 @memo()
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether the dtype `wide` represents all values of the dtype `narrow` exactly."""
+    """Whether the dtype `wide` represents all finite values of the dtype `narrow` exactly."""
     if wide == narrow:
         return True
     if narrow.is_complex and not wide.is_complex:

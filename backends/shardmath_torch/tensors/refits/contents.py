@@ -81,7 +81,7 @@ class Content:
         return Piece(self.tensor, box.cell[0], element, tuple(blocks))
 
     def copied(self, view: Tensor, copy: Tensor, made: str = "") -> Content | None:
-        """Return the Content of `copy`, which operation `made` computed from `view`; None if it has no strides."""
+        """Return the Content of `copy`, made from `view` by operation `made`; None if no strides describe it."""
         if not is_dense(copy):
             return None
         try:
@@ -102,7 +102,7 @@ class Content:
         return replace(content, shape=shape, strides=strides, start=piece.element)
 
     def explain(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Return the operations that computed a target of dtype `dtype` from the logical tensor."""
+        """Return the names of the operations that compute what a target of `dtype` gets from the logical tensor."""
         content = self._cast(dtype)
         return content.made if content.dtype == dtype else content._list_made()
 

@@ -64,7 +64,7 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return a Watched per tensor of `natives`: its memory, and its entry in the mappings `given`, for later checks."""
+    """Return a Watched, to check later, per tensor of `natives`: its memory, and its entry in the mappings `given`."""
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
         for native, tensor in natives.items()
@@ -78,7 +78,7 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
 
 
 def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None) -> None:
-    """Add to each record in `watched` the modules that hold its tensor; searches `modules`, or all live modules."""
+    """Add to each record in `watched` the modules that hold its tensor, among `modules` or else all live modules."""
     by_id: dict[int, list[Watched]] = {}
     for each in watched:
         by_id.setdefault(id(each.tensor), []).append(each)

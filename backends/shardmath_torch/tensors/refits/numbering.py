@@ -45,7 +45,7 @@ FEW_BITS = 2
 
 
 class Numbering:
-    """Numbers for all elements of logical tensors, and the loader runs whose values reveal them in the targets."""
+    """A numbering of all elements of logical (checkpoint) tensors, and the loader runs whose values tell them apart."""
 
     def __init__(self, shapes: Shapes, targets: Collection[torch.dtype]) -> None:
         self.shapes = shapes
@@ -66,7 +66,7 @@ class Numbering:
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """Return an error for the first position of a target without the element that `pieces` says; "" if none."""
+        """Return an error if a target's values `after` a run differ from the elements in `pieces`; "" if none do."""
         words = _flatten(after, after.dtype)
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
@@ -90,7 +90,7 @@ class Numbering:
 
 
 class Reading:
-    """The values of one target after each run of the loader, and the logical elements that they identify."""
+    """The values of one target (a tensor to load into) after each loader run, and the elements that they identify."""
 
     def __init__(self, numbering: Numbering, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -106,7 +106,7 @@ class Reading:
         self._digit_runs: list[tuple[Run, Words]] = []
 
     def add(self, run: Run, found: Found, after: Tensor) -> None:
-        """Record `after`, the values of the target after a run that `found` others there."""
+        """Take into account one `run`: the target had the values `found` before it, and has the values `after` now."""
         words = _flatten(after, self.dtype)
         left = is_left(found, after)
         if run.way in SPECIAL and left.all():
@@ -142,7 +142,7 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether, of all runs, only the first or those that keep the target's earlier values wrote to it."""
+        """Whether the loader wrote to the target only in the first run, or in runs that keep its earlier values."""
         first, *later = self._wrote[False]
         return not any(later) and (first or any(self._wrote[True]))
 
@@ -226,7 +226,7 @@ class _Guess:
 
 
 def is_left(found: Found, after: Tensor) -> _Truths:
-    """Return a mask of a target's positions that, `after` a run, still have the values that the run `found`."""
+    """Return a mask of a target's positions that a run left as `found`; `after` has the values after the run."""
     before = found if isinstance(found, int) else _flatten(found, after.dtype)
     left: _Truths = (_flatten(after, after.dtype) == before).all(axis=1)
     return left

@@ -98,7 +98,7 @@ class _RefitStage(Stage):
 
 @public
 class Refit(Leaves):
-    """A planned refit on this rank: `prepare` binds the rank's tensors, and each call moves them.
+    """A planned refit (update of engines' weights) on this rank: `prepare` binds its tensors, and each call moves them.
 
     `timeout`, `max_inflight_bytes`, `commit` and `agree` are as in `compile`; ranks vote in every `prepare`. With
     `changes=True` a call sends the elements that have changed since the last call, as in `compile_changes`; the mover
@@ -224,7 +224,7 @@ class Refit(Leaves):
 
     @property
     def torn(self) -> tuple[str, ...]:
-        """The plan's names of this rank's tensors that may be neither old nor new after a failed call."""
+        """The names, in the plan, of this rank's tensors that a failed call may have left torn (partly new)."""
         return self._mover.torn
 
     @property

@@ -69,13 +69,13 @@ class Computed(NamedTuple):
 
 
 class Views(NamedTuple):
-    """The views of one side's tensors that are moved, and the tensors that functions compute from some of them."""
+    """Views of the tensors of one side (trainer or engine) that are moved, and the tensors that functions compute."""
 
     tensors: dict[str, Tensor]
     computed: list[Computed]
 
     def keep(self, names: Iterable[str]) -> Views:
-        """Return only the views named in `names`; this object itself if it has no others."""
+        """Return Views with only the moved tensors in `names`, but all computed ones; this object if none drops out."""
         wanted = set(names)
         if wanted.issuperset(self.tensors):
             return self

@@ -74,7 +74,7 @@ class _Call(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """A torch mode that records which elements a loader copies from `sources` into `targets`, without data."""
+    """A torch mode that records, without data, which elements of `sources` a loader copies where in `targets`."""
 
     def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def check_values(self, read: Iterable[Tensor]) -> None:
-        """Raise StoreError if `read` has memory whose values were not really written; keep the error as `failure`."""
+        """Raise StoreError if the values of a tensor in `read` were never computed; keep the error as `failure`."""
         for tensor in read:
             if tensor.device.type != "meta" and key_of(tensor) in self._contents:
                 self.failure = StoreError(

@@ -12,7 +12,7 @@ __all__ = ["agree", "join_group"]
 
 
 def join_group(group: compat.Group | None, timeout: float) -> Party:
-    """Return the Party with which this rank votes in the group; the default replaces an invalid `timeout`."""
+    """Return the Party through which this rank votes in the group; an invalid `timeout` becomes the default."""
     patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
     return join(compat.group_of(group), patience, min(5.0, patience / 5))
 

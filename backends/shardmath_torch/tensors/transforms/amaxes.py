@@ -89,7 +89,7 @@ class _QuantizeStage(Stage):
         self._call = _QuantizeCall(None)
 
     def bind(self, src: Local, out: Any) -> tuple[Local, Local]:
-        """Return the amaxes to send, and memory for the amaxes to receive. Raises ExchangeError to object."""
+        """Return amaxes (blocks' magnitudes) to send, and memory to receive others. Raises ExchangeError to object."""
         self._writes = False
         call: _QuantizeCall = out
         given = by_key(self._tensor, src)
@@ -129,7 +129,7 @@ class _QuantizeStage(Stage):
         return made
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Compute data and scales from the amaxes of all ranks, and write them."""
+        """Quantize by the amaxes (blocks' magnitudes) of all ranks, and write data and scales; return no pairs."""
         if not self._is_holder:
             return ()
         slots = {}

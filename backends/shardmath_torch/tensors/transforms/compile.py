@@ -85,7 +85,7 @@ class _BoundCall(NamedTuple):
 
 
 class EndStage(Stage):
-    """The stage of a move that applies transforms on this rank: before sending, and after receiving.
+    """A stage (extra work of a move) that applies transforms on this rank, before sending and after receiving.
 
     With `shadows` it finalizes into these, not into the destination. `holds` promises that callers keep the mappings
     that they pass, and never change them.

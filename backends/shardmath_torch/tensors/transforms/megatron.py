@@ -85,7 +85,7 @@ class MegatronHook:
         return f"<{self}: {type(self.hook).__name__}>"
 
     def rules(self, names: Iterable[str]) -> dict[str, MegatronHook]:
-        """Return this transform as the rule of each tensor in `names` that the hook's `should_transform` accepts."""
+        """Return a dict from name to this transform for the `names` that the hook's `should_transform` accepts."""
         return {name: self for name in names if self.hook.should_transform(name)}
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:

@@ -27,7 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Round numbers to the dtype `wire` of the transform `t`, and quantize them if that is done at the source."""
+    """Round `values` to the dtype `t.wire`, and quantize them if `t` does that at the source, into `out`."""
     assert isinstance(t, Quantize)
     if t.at == "destination":
         cast_into(values[0], src.dtype, t.wire, out[0])
