@@ -29,8 +29,8 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """The size of a run through all ranks' rounds: the number of distinct steps, the most rounds of any rank, and the
-    most messages and bytes that a rank sends and receives in one round.
+    """The size of a simulated run of all ranks' rounds: the number of distinct `step`s of messages, the most rounds of
+    any rank, and the most messages and bytes that a rank sends and receives in one round.
 
     The number of steps, and over all ranks the most rounds, the most messages in a round, and the
     most bytes in flight in a round, in both directions together.

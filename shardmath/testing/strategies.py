@@ -205,8 +205,8 @@ def layouts(
     dtype: str = "float64",
     overlap: bool = True,
 ) -> Layout:
-    """Draw a layout in which every element is on some rank, with any placements, and sometimes with holes (positions
-    without an element) in local tensors.
+    """Draw a layout in which every element is on some rank, with any placements; sometimes local tensors have holes
+    (positions without an element).
 
     Some axes are Partial(op) if op is given.
     """
@@ -288,7 +288,8 @@ OPERATIONS = (None, None, None, "sum", "max", "avg")
 def pairs(
     draw: Draw, ops: tuple[str | None, ...] = OPERATIONS, count: int = 2, overlap: bool = True
 ) -> tuple[Layout, ...]:
-    """Draw `count` layouts of one shape, on equal, overlapping or disjoint meshes."""
+    """Draw `count` layouts of one shape, Partial by one reduction drawn from `ops` (None: not Partial), on equal,
+    overlapping or disjoint meshes."""
     shape = draw(shapes())
     op = draw(st.sampled_from(ops))
     first = draw(meshes(first=0))
@@ -305,8 +306,8 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """Draw (source, destination, ranks): two layouts of one shape, the destination replicated over several copies of a
-    mesh, and all ranks of some of these copies.
+    """Draw (source, destination, ranks): two layouts of one shape, of which the destination has several copies of the
+    tensor, each on other ranks, and all ranks of some of these copies.
 
     No rank of those copies is in the first layout, and the other ranks still reduce in the same way.
     """

@@ -56,7 +56,8 @@ def preparing_commutes_with_slicing(
 def finalizing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `finalize` of a rank's part of wire tensors gives the rank's part of `finalize` of them all."""
+    """Check that `transform.finalize`, called with a rank's part of the wire tensors (those sent), returns the rank's
+    part of what it returns for all of them."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     tensor = _only(whole.finalize(0, wires))
@@ -87,7 +88,8 @@ def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed:
 
 
 def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check that `finalize` leaves holes (positions without an element) of destination tensors unchanged."""
+    """Check that finalizing by `transform` leaves holes (positions without an element) of destination tensors
+    unchanged."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     for rank in dst.mesh.ranks:

@@ -134,8 +134,8 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Check what was `found` in untrusted metadata, and return, by name and rank, the name under which the rank's bytes
-    are stored. Raises CheckpointError if `tensors` lacks one."""
+    """Check `found`, an untrusted record of bytes that differ per rank, and return it as {name: {rank: name under which
+    the rank's bytes are stored}}. Raises CheckpointError if `tensors` lacks one."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():

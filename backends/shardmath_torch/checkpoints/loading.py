@@ -75,7 +75,7 @@ class LoadPlanner(theirs.LoadPlanner):
         self._metadata: Mapping[str, object] = {}
 
     def make_room(self) -> dict[str, Tensor]:
-        """Allocate this rank's local tensors, to be filled by reading, and return them by key."""
+        """Allocate this rank's local tensors, to be filled by reading, and return them by local name."""
         held = local_layouts(self._windows, self._rank)
         return {key: make_room(layout, self._rank) for _, key, layout in held}
 

@@ -67,7 +67,8 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError if two tensors have one local name in `keys`, as a tensor `w[0]` and a window of `w` do."""
+    """Raise CheckpointError if two tensors in `keys` (tensor name -> local names) share a local name, as a tensor
+    `w[0]` and a window of `w` do."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:

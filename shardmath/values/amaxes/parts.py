@@ -49,8 +49,8 @@ class PartStretches(NamedTuple):
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Divide the part into boxes, whose ranges are cut at the first border of a block of these `sizes`; yield
-        (slices of the tensor, slices of the packed part) for each."""
+        """Divide the part into boxes, after cutting each range in two at the first border of a block of these `sizes`
+        in it; yield (slices of the tensor, slices of the packed part) for each box."""
         placed = map(_place_stretches, self.dims, sizes)
         for box in itertools.product(*placed):
             in_tensor, in_part = zip(*box, strict=True)
@@ -108,7 +108,8 @@ class TouchedBlocks(NamedTuple):
         return ~inside
 
     def flat(self, count: tuple[int, ...]) -> Ints:
-        """Return the row-major number of each touched block, in a tensor with `count` blocks in each dimension."""
+        """Return the row-major number of each touched block among all blocks of a tensor that has `count[d]` blocks in
+        dimension d."""
         numbers: Ints = np.ravel_multi_index(_spread(self.numbers), count)
         return numbers
 

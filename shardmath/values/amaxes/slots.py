@@ -121,8 +121,8 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """Number the slots of all `kinds` of blocks consecutively; return, for each of `count` parts, one Share (slots sent
-    and received) per kind."""
+    """Number the slots (amaxes to exchange) of several `kinds` of blocks consecutively; return, for each of `count`
+    parts, one Share (slots sent and received) per kind."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:
@@ -135,8 +135,8 @@ def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
 
 
 def lay_slots(name: str, size: int, held: Mapping[int, Ints]) -> Side:
-    """Return {`name`: layout} for an array of `size` slots, of which each rank holds those numbered `held[rank]`; {} if
-    no rank holds any."""
+    """Return {`name`: layout} for an array of `size` slots (amaxes to exchange), of which each rank holds those
+    numbered `held[rank]`; {} if no rank holds any."""
     runs = {rank: (_pack_slots(slots),) for rank, slots in held.items() if slots.size}
     return {name: from_holdings((size,), runs)} if runs else {}
 

@@ -105,8 +105,8 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """Merge adjacent dimensions, given as (size, step) from the outermost; return the fewest, at least one, that visit
-    the same numbers in the same order."""
+    """Merge adjacent dimensions, given as (size, stride) from the outermost; return the fewest, at least one, whose
+    positions have the same row-major numbers in the same order."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

@@ -196,11 +196,11 @@ def _punch_holes(runs: Sequence[Runs], ranges: Sequence[Ranges]) -> tuple[Runs, 
 
 
 def narrow(portion: Portion, box: Box) -> Portion:
-    """Return the portion with holes in place of its elements outside `box`."""
+    """Return `portion` (a patch as one rank holds it) with holes in place of its elements outside `box`."""
     pairs = zip(portion.runs, box, strict=True)
     return portion._replace(runs=tuple(restrict(runs, lo, hi) for runs, (lo, hi) in pairs))
 
 
 def hull(patch: Patch) -> Box:
-    """Return the smallest box that contains the patch."""
+    """Return the smallest box that contains `patch` (elements held by the same ranks)."""
     return tuple((ranges[0][0], ranges[-1][1]) for ranges in patch.ranges)

@@ -70,7 +70,8 @@ def list_shares(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return, for each patch that `rank` holds, its share of the digest: the weighted sum of the patch's elements."""
+    """Return, for each patch that `rank` holds, in the order of `list_held`, the patch's share of the digest: the
+    weighted sum of its elements."""
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]

@@ -214,11 +214,12 @@ class Format(ABC):
         return self._window(where, shape).cover
 
     def straddles(self, where: Index, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Return, for each block that the box `where` touches, whether some of its positions are outside the box."""
+        """Return, for each block that the box `where` touches, whether some of the block's positions are outside the
+        box."""
         return self._window(where, shape).straddles()
 
     def amax(self, x: Floats, where: Index = ..., shape: tuple[int, ...] | None = None) -> Floats:
-        """Return the largest magnitude within the box `where` of each block that the box touches.
+        """Return, for each block that the box `where` touches, the largest magnitude of the block's numbers in `x`.
 
         `x` has the numbers of that box of a tensor of that shape; by default, of the whole tensor. Raises FormatError.
         """

@@ -100,7 +100,8 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """Return, for each element of swizzled storage, its row-major position in scales of this `shape`, as Runs."""
+    """Return, for each element of storage in the order of `swizzle`, its row-major position in scales of this `shape`,
+    as Runs."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return _make_runs(_swizzle_numbers(numbers))
 
@@ -114,7 +115,8 @@ def flattened(layout: Layout) -> Layout:
 
 
 def swizzled(layout: Layout) -> Layout:
-    """Return the one-dimensional layout in which each rank stores its local array of `layout` (scales), swizzled.
+    """Return the one-dimensional layout in which each rank stores its local array of `layout` (scales), in the order of
+    `swizzle`.
 
     Raises FormatError for a Partial layout, and unless scales have two dimensions.
     """

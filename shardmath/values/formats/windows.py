@@ -88,7 +88,7 @@ class Window:
         return inside - start
 
     def straddles(self) -> NDArray[np.bool_]:
-        """Return, for each block that the box touches, whether some of its positions lie outside the box."""
+        """Return, for each block that the box touches, whether some of the block's positions lie outside the box."""
         out = np.zeros(self.count, np.bool_)
         for d in range(out.ndim):
             # Move dimension d to the end, where flags broadcast; this is a view, so `out` itself changes.
@@ -108,7 +108,8 @@ class Window:
         return is_cut
 
     def amax(self, part: Floats, nan: float = 0) -> Floats:
-        """Return the largest magnitude, within `part`, of each block that the box touches; NaN counts as `nan`."""
+        """Return, for each block that the box touches, the largest magnitude of the block's numbers in `part`, the
+        array of the box; NaN counts as `nan`."""
         out = np.abs(part)
         out[np.isnan(out)] = nan
         for d in range(part.ndim):

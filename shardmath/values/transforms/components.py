@@ -174,7 +174,7 @@ class Companion:
 
     @property
     def component(self) -> Component:
-        """A Component with the companion's dtype and grain."""
+        """A Component with the companion's dtype and grain (the block that each of its elements stands for)."""
         return Component("companion", self.dtype, self.grain)
 
 

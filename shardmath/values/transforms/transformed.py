@@ -115,7 +115,8 @@ class Transformed:
         return names
 
     def jobs(self, rank: int, end: End) -> Iterator[WireJob]:
-        """Yield a WireJob for each local tensor of `rank` at `end`, with its companions and the wire tensors for it."""
+        """Yield a WireJob for each local tensor of `rank` at `end`: the tensor, its companions, such as scales, and the
+        wire tensors sent or received for it."""
         held, wires, number = self.held_src, self.src, 0
         if end == "destination":
             held, wires, number = self.held_dst, self.dst, 1
@@ -133,8 +134,8 @@ class Transformed:
                     yield WireJob(name, local_held, local_wires, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
-        """Compute the wire tensors that `rank` sends, from its local `arrays`; tensors without a transform are sent as
-        they are.
+        """Compute, by local name, the wire tensors that `rank` sends, from its local `arrays`; tensors without a
+        transform are sent as they are.
 
         Elements of a type that numpy lacks are words (`elements`). Raises PlanError for arrays that are missing, or
         not as held, and for what a transform makes that is not as it says.

@@ -27,7 +27,7 @@ _held: set[int] = set()
 
 
 def keep(handle: int) -> int:
-    """Register the file descriptor `handle`, so that child processes forked from now on close it, and return it."""
+    """Register the file descriptor `handle`, and return `handle`; child processes forked from now on close it."""
     _held.add(handle)
     return handle
 

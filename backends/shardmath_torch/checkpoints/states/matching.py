@@ -158,7 +158,7 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 def set_goals(
     model: Model, groups: Sequence[ParameterGroup], saved: Index, stored: Mapping[str, str]
 ) -> list[Goal]:
-    """Return the options and state to restore into each of `groups`, matched by parameter names.
+    """Return, in the order of `groups`, the options and state to restore into each group, matched by parameter names.
 
     Raises CheckpointError if a group's parameters on this rank had different options, for state whose placement is not
     known, and for state that may depend on other parameters of the group.
