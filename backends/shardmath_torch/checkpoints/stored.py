@@ -159,8 +159,8 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Compare each torch.save archive that stores a box of the tensors `names` with the metadata, and return where
-        in the archive's file the box's elements lie.
+        """Compare the torch.save archives that store boxes of the tensors `names` with the metadata; return, for each
+        box, where in its archive's file its elements lie.
 
         If `share` is (i, n), only the i-th of n shares of the archives.
 

@@ -96,7 +96,8 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Return a flag per chunk: whether `rank` checks its checksum. One of the ranks that read a chunk does.
+    """Return a flag per chunk: whether `rank` has to check the chunk's checksum; exactly one of the ranks that read a
+    chunk has to.
 
     `packed` has every rank's flags of the chunks that it reads.
 

@@ -189,7 +189,8 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
 
 
 def groups_of_axes(mesh: DeviceMesh) -> list[Group]:
-    """Return this rank's group along each axis of `mesh`. Raises ExchangeError if groups were destroyed."""
+    """Return this rank's process groups along the axes of `mesh`, in the order of the axes. Raises ExchangeError if
+    groups were destroyed."""
     with _converting_errors(mesh):
         groups = mesh.get_all_groups()
     coordinate = mesh.get_coordinate()

@@ -227,8 +227,8 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return the described module as a Model: this rank's parameters and persistent buffers with their layouts, and its
-    extra states.
+    """Return a Model of the module that `described` describes: this rank's parameters and persistent buffers with their
+    layouts, and its extra states.
 
     `ask` gives what each rank holds of DTensors; without it the call is collective if `layout_of` is.
 

@@ -333,8 +333,8 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `parameter` is divided over ranks, and it is unknown how its optimizer state, which
-    `entry` describes, is divided."""
+    """Raise CheckpointError if `parameter` is divided over ranks, and `entry`, which describes its optimizer state
+    `key`, does not tell how that state is divided."""
     match entry:
         case Own(shape=shape):
             is_known = not shape

@@ -170,7 +170,8 @@ def check_fillable(goals: Iterable[Goal]) -> None:
 
 
 def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[ReadJob]:
-    """Yield the reads that restore the module: one for each tensor and extra state that the checkpoint has."""
+    """Yield the reads (`ReadJob`) that restore the module: one for each tensor and extra state in `stored` (name in the
+    module -> name in the checkpoint)."""
     for name, stored_name in stored.items():
         here = f"model.{name}"
         there = f"model.{stored_name}"
@@ -190,7 +191,8 @@ def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
 def list_state_jobs(
     goals: Sequence[Goal], model: Model, stored: Mapping[str, str], free: Free
 ) -> Iterator[ReadJob]:
-    """Yield the reads that restore the optimizers' state: one for each state tensor that the checkpoint has."""
+    """Yield the reads (`ReadJob`) that restore optimizer state: one for each saved state tensor of the parameter groups
+    in `goals`."""
     for goal in goals:
         for name, entries in goal.entries.items():
             for key, entry in entries.items():
@@ -264,8 +266,8 @@ class OptionsPlan(NamedTuple):
 
 
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
-    """Plan how to restore the options of parameter groups: tensors among them are overwritten in place, unless that
-    would change another value."""
+    """Plan how to restore the options of the parameter groups in `goals`: overwrite tensors among the options in place,
+    unless that would change another value."""
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():
@@ -396,7 +398,8 @@ def restore(
     options: OptionsPlan,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Write the loaded `tensors` into the module and its optimizers, and call each set_extra_state last.
+    """Write the loaded `tensors` and the optimizers' `options` into the module and its optimizers, then call the
+    modules' `set_extra_state`.
 
     A module's set_extra_state may look at its weights, and may raise.
     """

@@ -125,7 +125,8 @@ class FailureDetector:
         return self._judge(own_report)
 
     def report(self, own_report: Report, let_go: Callable[[], None]) -> threading.Thread:
-        """Write this rank's report, call `let_go`, and return the thread that reads the others' reports."""
+        """Write this rank's failure report to the store, then call `let_go` to close connections; return the thread
+        that reads the other ranks' reports."""
         reported = threading.Event()
         reporting = threads.start(lambda: self._exchange_reports(own_report, reported))
         if self.store is not None:

@@ -148,7 +148,7 @@ class Party:
         patience: float = 0.0,
     ) -> _T:
         """Run `act`, an operation of all ranks that begins with a vote, while no other operation uses the group, and
-        return its result.
+        return the result of `act`.
 
         Waits for other threads' turns at least `patience` seconds. Errors call `what` broken if the group is, and
         `describe` words the work that a rank's failure stopped.
@@ -291,7 +291,8 @@ class Party:
             raise
 
     def break_by(self, failure: PeerFailure, describe: Describe) -> ExchangeError:
-        """Break the group after a peer's `failure`, and return the error to raise, which names who failed first."""
+        """Break the group after a peer's `failure`, and return the error to raise: which rank failed first, and the
+        work (worded by `describe`) that this stopped."""
         # Reading the reports takes seconds; meanwhile a signal handler or another thread may call.
         self.turns.broken = failure.cause
         try:

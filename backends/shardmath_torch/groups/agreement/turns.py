@@ -322,7 +322,8 @@ class Turns:
             self.goodbyes.say(key, self.votes, why)
 
     def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
-        """Make `errand` the latest background move, and return the previous one, for whose end `errand` waits."""
+        """Record `errand` (the job of a background move) as the latest, and return the previous one, which has to end
+        before `errand` moves; None if there is none."""
         with self._queue:
             previous, self.beside = self.beside, errand
         return previous

@@ -70,8 +70,8 @@ class Landing:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """Return the state in which this mover continues with another plan: the same version, and no doubt whether
-        other ranks committed one more move.
+        """Return the state in which this mover continues with another plan: version and torn tensors as before, but no
+        longer in doubt whether other ranks committed one more move.
 
         The doubt is resolved: the others have at most version `former`.
         """

@@ -76,8 +76,8 @@ def count_shares(side: Mapping[str, Windows], rank: int) -> int:
 
 
 def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int]]) -> AllShares:
-    """Divide the numbers in `unread` (for each rank, one sequence for all tensors of `side`) into lists by tensor name
-    and rank."""
+    """Return each rank's numbers for each tensor of `side`: tensor name -> rank -> numbers; `unread` has each rank's
+    numbers for all tensors in one sequence."""
     by_name: AllShares = {}
     for name, windows in side.items():
         by_rank = {}

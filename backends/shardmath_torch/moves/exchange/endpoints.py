@@ -121,8 +121,8 @@ def _is_contiguous(view: StridedView) -> bool:
 
 
 def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRound, ...]:
-    """Return `rounds` with, for each message, the views of this rank's tensors that it is read from or written to;
-    `src` and `dst` have the tensors' strides."""
+    """Return `rounds` with the views of this rank's tensors that each message is read from or written to; `src` and
+    `dst` have the tensors' strides by name."""
     return tuple(_bind_round(unbound, src, dst) for unbound in rounds)
 
 
@@ -137,7 +137,8 @@ def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[Bou
 
 
 def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
-    """Return the rounds with each piece of at least `nbytes` as a separate message; unchanged if `nbytes` is None."""
+    """Return `rounds` with each piece of a message (one transfer) of at least `nbytes` as a separate message; unchanged
+    if `nbytes` is None."""
     if nbytes is None:
         return tuple(rounds)
     return tuple(_separate_large_pieces(whole, nbytes) for whole in rounds)
@@ -162,7 +163,7 @@ def _split_message(message: Message, nbytes: int) -> Iterator[Message]:
 
 
 def count_staging_bytes(rounds: Iterable[BoundRound]) -> int:
-    """Return the bytes of staging memory that the largest of the rounds needs."""
+    """Return the bytes of staging memory of the round that needs the most."""
     most = 0
     for bound in rounds:
         for endpoint in (*bound.receives, *bound.sends):

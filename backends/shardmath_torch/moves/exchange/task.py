@@ -63,7 +63,8 @@ class Engine(Protocol):
         """Release all references to tensors; call `prepare` again before the next move."""
 
     def keep(self, task: Task, gone: Collection[int]) -> Engine:
-        """Return an engine for `task`, which is this engine's task without sends to `gone` ranks. Sends nothing."""
+        """Return an engine for `task`, which is this engine's task without sends to the ranks in `gone`. Sends
+        nothing."""
 
 
 class Transport(Protocol):

@@ -67,7 +67,7 @@ class Typed:
         return tensor
 
     def take(self, keys: Iterable[str]) -> list[Tensor]:
-        """Return the tensors with these keys."""
+        """Return the tensors named in `keys`, in that order."""
         return [self._tensors[key] for key in keys]
 
     def elements(self, view: StridedView) -> Tensor:
@@ -192,8 +192,8 @@ class MoveViews:
         self._find_copies("pack", endpoint).run()
 
     def find_unpacking(self, endpoint: Endpoint) -> Unpacking:
-        """Return a function that copies a message's pieces out of staging, and that returns the reductions (folds)
-        still to be done."""
+        """Return a function that copies the pieces of the message at `endpoint` out of staging, then returns the
+        reductions (folds) still to be done."""
         return self._find_copies("unpack", endpoint).run
 
     def _find_copies(

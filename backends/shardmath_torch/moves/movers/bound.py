@@ -39,7 +39,8 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """Return the call's source and destination tensors by name, checked if they are new. Raises ExchangeError."""
+        """Return the source and destination tensors of `call` by name; if they are new, check them, and prepare
+        `carrier` for them. Raises ExchangeError."""
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors

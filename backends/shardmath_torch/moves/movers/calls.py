@@ -90,8 +90,8 @@ class Call(NamedTuple):
         return self._replace(src=keep(self.src), out=keep(self.out))
 
     def kind(self, word: str, in_block: bool) -> CallKind:
-        """Return the options of the call on which ranks vote, with `word`, the verb for the move; invalid options count
-        as not given."""
+        """Return those options of the call that ranks compare when they vote, with `word`, the verb for the move;
+        invalid options count as not given."""
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
         return CallKind(word, acknowledge, check, in_block)
