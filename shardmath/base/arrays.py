@@ -73,7 +73,7 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """The first i of each distinct tuple (keys[0][i], keys[1][i], ...), sorted, and each i's index in these.
+    """The first index i of each distinct tuple (keys[0][i], keys[1][i], ...), and for each i the number of its tuple.
 
     Tuples are sorted, and numbered in this order.
 

@@ -40,7 +40,7 @@ def digest(value: object) -> str:
 
 
 def names_digest(names: Sequence[str]) -> str:
-    """A SHA-256 digest of the sequence `names`; different sequences have different digests.
+    """A SHA-256 digest, as 64 hexadecimal digits, of the sequence `names`; equal only for equal sequences.
 
     >>> names_digest(["ab", "c"]) == names_digest(["a", "bc"])
     False

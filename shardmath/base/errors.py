@@ -38,7 +38,7 @@ class ShardError(ValueError):
 
 @public
 class RunsError(ShardError):
-    """Error for Runs whose segments share a global position or leave their range, or that cannot be composed."""
+    """Error for Runs (positions that a rank holds) that repeat a position, leave their range, or cannot be composed."""
 
 
 @public
@@ -69,7 +69,7 @@ def _around(text: str, position: int) -> str:
 
 @public
 class NotationError(ShardError):
-    """Error for text that is not a layout, row or rule; a caret (^) in the message marks the offending character."""
+    """Error for text that is not a layout, storage row or rule; a caret (^) in the message marks the error."""
 
     def __init__(
         self, what: str, text: str | None = None, position: int = 0, fix: str = ""
@@ -97,12 +97,12 @@ class LayoutError(ShardError):
 
 @public
 class StoreError(ShardError):
-    """Error for storage that does not fit its layouts: views that leave their buffer or overlap, or wrong rows."""
+    """Error for storage that does not fit its layouts: overlapping views, views outside buffers, wrong storage rows."""
 
 
 @public
 class ParamLayoutError(ShardError):
-    """Error for parameters that a rule cannot lay out, and for a flat buffer whose layout contradicts itself."""
+    """Error for parameters that cannot be laid out in a flat buffer, or for a buffer layout that contradicts itself."""
 
 
 @public

@@ -269,7 +269,7 @@ class _LeftmostFit:
         self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
 
     def find(self, start: int, most: int) -> int | None:
-        """The first index, `start` or higher, at which there is a number of at most `most`; None if there is none."""
+        """The first index, `start` or higher, whose number is at most `most` and not removed; None if there is none."""
         if start >= self.size:
             return None
         node = self.size + start

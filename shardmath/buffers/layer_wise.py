@@ -184,7 +184,7 @@ class _Shards:
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:
-        """Assign `param` to the shard with least work that has room; `least` is the smallest size still to come."""
+        """Assign `param` to the shard that has room and least work; `least` is the smallest of the sizes to come."""
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:

@@ -43,7 +43,7 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window of a tensor: its group, its part of the tensor (`cut`), and the offset in it."""
+    """A rank that holds a window: its group, its part (`cut`) of the tensor, the window's offset in that (`within`)."""
 
     window: int
     group: int

@@ -81,7 +81,7 @@ def window(layout: Layout, box: Box) -> Layout:
 
 
 def sliced(layout: Layout, box: Box) -> Layout:
-    """Return the layout of the slice `box` as a separate tensor; local tensors keep their shapes, with holes around it.
+    """Return the layout of the slice `box` as a separate tensor; local tensors keep their shapes, with holes outside.
 
     Raises LayoutError for a box that is not inside the tensor.
     """

@@ -193,7 +193,7 @@ class Windows(tuple[Layout, ...]):
         return others
 
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
-        """Return the windows at the positions in `layouts`, with its layouts; their local tensors keep their names.
+        """Return only the windows at the positions in `layouts`, with those layouts; local tensors keep their names.
 
         >>> from shardmath.layouts.algebra.mesh import Mesh
         >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))
@@ -210,7 +210,7 @@ class Windows(tuple[Layout, ...]):
 
 
 def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:
-    """Return the bytes of each rank's local tensors on one side of a plan, holes included.
+    """Return the bytes of all local tensors in `side` (source or destination of a plan), holes included, by rank.
 
     >>> count_stored({"w": Windows([Layout((5, 2), Mesh(tp=2), "(tp n) h")])})
     {0: 24, 1: 16}

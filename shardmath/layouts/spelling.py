@@ -73,7 +73,7 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """Read the layout text `spec`: return its dimensions and Partial axes; `rules` has the placements that it names.
+    """Read the layout text `spec`: return its dimensions and Partial axes; `rules` maps names in `spec` to placements.
 
     Raises LayoutError, PlacementError or NotationError. A `stored` that is not empty raises LayoutError, too.
     """
@@ -115,7 +115,7 @@ def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """Read the placements `spec`: return the dimensions and the Partial axes that they mean.
+    """Read placements `spec`: return the dimensions and Partial axes; `reading` tells how StridedShard is understood.
 
     Raises LayoutError or PlacementError.
     """

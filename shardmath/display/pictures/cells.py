@@ -59,7 +59,7 @@ MOST_NAMED = 8
 
 
 class Panel(NamedTuple):
-    """A two-dimensional slice of a tensor: ranges of rows and columns, and the ranks that hold each cell of the grid.
+    """A grid over a 2-d slice of a tensor: ranges of rows and of columns, and the ranks that hold each pair of ranges.
 
     A tensor of one dimension has one row, one without dimensions one cell.
     """
@@ -217,7 +217,7 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """The ranks that hold each cell of a panel; `held` flags the ranks that hold some of the panel's slice."""
+        """The ranks that hold each cell of a panel, by row and column; `held` flags the ranks in the panel's slice."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held
@@ -226,7 +226,7 @@ class _HolderFinder:
         return tuple(panel)
 
     def of_cell(self, held: Bools) -> Holders:
-        """The ranks, grouped by addend, whose flags in `held` are True."""
+        """The ranks whose flags in `held` are True, grouped by the addend (summand) that they hold."""
         key = np.packbits(held).tobytes()
         if key not in self.known:
             self.known[key] = self._by_addend(held)

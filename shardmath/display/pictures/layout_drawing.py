@@ -110,7 +110,7 @@ def _shortened(runs: Runs) -> str:
 
 
 def draw_layout(layout: Layout, cells: Panels, colors: Colors, wide: float = WIDE) -> Drawing:
-    """A drawing of the layout: heading, panels (`cells`) of `wide` pixels, legend and notes."""
+    """A drawing of the layout: heading, 2-d slices (`cells`) up to `wide` pixels wide in `colors`, legend, notes."""
     panels = [_PanelDrawer(layout, panel, colors, wide) for panel in cells.panels]
     drawn = [panel.draw() for panel in panels]
     # Texts above and below a panel are not wider than the panel: plans draw a heat map next to it.
@@ -149,7 +149,7 @@ def _number_notes(panels: Sequence[_PanelDrawer]) -> Iterator[str]:
 
 
 def colors_of(several: Iterable[Panels]) -> Colors:
-    """A color for each distinct set of ranks that holds a cell, in the order of the sets' first ranks."""
+    """A color for each set of ranks that holds a cell of a picture, by set, in the order of the sets' first ranks."""
     panels = [panel for cells in several for panel in cells.panels]
     distinct = _list_holders(panels)
     return dict(zip(distinct, palette(len(distinct)), strict=True))
@@ -190,7 +190,7 @@ class _PanelDrawer:
         """One in `step` boxes is labeled."""
 
     def draw(self) -> Drawing:
-        """A drawing of the panel's boxes, with the position at which each row and column begins."""
+        """A drawing of the panel (2-d slice): a colored box per cell, and where each row and column begins."""
         left = LEFT if self.layout.ndim > 1 else 0.0
         parts = [*self._ticks(left), *self._boxes(left)]
         if self.layout.partial:

@@ -130,7 +130,7 @@ def name_track(message: Message, rank: int) -> str:
 
 
 def name_step(step: Step) -> str:
-    """The round `step`, a tuple (phase, slot, turn), in words, such as "phase 0, slot 1, turn 2"."""
+    """The text that names a round of a program by its numbers `step`, such as "phase 0, slot 1, turn 2"."""
     phase, slot, turn = step
     return f"phase {phase}, slot {slot}, turn {turn}"
 

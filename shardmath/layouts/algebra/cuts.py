@@ -194,7 +194,7 @@ def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
 
 
 class OverlapError(PlacementError):
-    """Error for two parts of a custom placement that hold the same position; `word` gives the parts other names."""
+    """Error for two parts of a custom placement that hold the same position; `word` writes it with other part names."""
 
     def __init__(self, by: Splits, call: str, parts: tuple[int, int], position: int) -> None:
         """`call` is the call of `by.split`, as text."""

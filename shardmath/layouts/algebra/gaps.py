@@ -69,7 +69,7 @@ class _RangeTable(NamedTuple):
     owner: Ints
 
     def holds(self, position: int) -> Bools:
-        """A bool array: for each range of the table, whether it contains `position`."""
+        """A bool array: for each range, in the order of `lo` and `hi`, whether it contains `position`."""
         has_begun = self.lo <= position
         return has_begun & (position < self.hi)
 

@@ -261,7 +261,7 @@ class Mesh:
         return _make_mesh(axes, tuple(ranks))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """Return the groups (tuples) of ranks that differ from each other only in their coordinates on `axes`.
+        """Return the ranks as groups (tuples): ranks of one group differ only in their coordinates on `axes`.
 
         In a group the first axis named is slowest; groups are in row-major order of the other axes.
         Raises MeshError for an axis that the mesh does not have, or one named twice.

@@ -206,7 +206,7 @@ class _ViewFinder:
         self._views_by_key: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
-        """The part of the tensor `name` that a rank stores, as one view. Raises StoreError if it is not one view."""
+        """The part of `name` on a rank, as a view of a stored tensor. Raises StoreError if it is not one view."""
         first, *others = holders
         stored = first.native
         if others:

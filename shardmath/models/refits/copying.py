@@ -28,7 +28,7 @@ __all__ = ["copy_bound"]
 
 
 def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
-    """Return `bound` with the ranks of the side `stored`, which has equal rows; None if more than the ranks differ."""
+    """Return the Bound of the side `stored`, made from `bound` by renumbering ranks; None if more than ranks differ."""
     ranks = _match_ranks(bound.stored.meshes, stored.meshes)
     if ranks is None or dataclasses.replace(bound.stored, meshes=stored.meshes) != stored:
         return None

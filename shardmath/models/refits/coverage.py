@@ -33,7 +33,7 @@ def show_native(native: Native) -> str:
 
 
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
-    """Error texts for tensors that only the side (`stored`) or only the rank (`has`) has, or whose shapes differ."""
+    """Error texts for tensors that `has` lacks, `stored` lacks and no glob in `own` matches, or whose shapes differ."""
     faults = []
     for native, shape in stored.items():
         if native not in has:
@@ -60,7 +60,7 @@ def _differ(shape: Sequence[int], has: Sequence[int]) -> bool:
 
 
 def count_cells(bound: KnownSide, rank: int) -> tuple[int, int]:
-    """Count the cells in the stored tensors of `rank`: all cells, and cells with an element of a logical tensor."""
+    """Count elements of the tensors that `rank` stores: all, and those that hold an element of a logical tensor."""
     cells = sum(map(math.prod, bound.natives(rank).values()))
     held = 0
     for name in bound.slots(rank):

@@ -81,7 +81,7 @@ def group_tensors(
 def list_held(
     engines: Mapping[str, KnownSide], together: tuple[str, ...]
 ) -> dict[str, tuple[Layout, ...]]:
-    """The layouts of the tensors in `together`, by engine. Raises PlanError if an engine stores only some of them."""
+    """The layouts of the tensors `together`, in this order, by engine; PlanError if an engine stores only some."""
     first, *others = together
     held = {}
     for engine, side in engines.items():

@@ -90,7 +90,7 @@ class Refit:
         return windows_of(self.transforms.held_dst[name], name, PlanError)
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
-        """The Slot in which `rank` of `engine` (default: the trainer) stores each tensor that moves, by local name.
+        """The Slot in which `rank` of `engine` (None: trainer) stores each tensor that moves, by local name, as w[1].
 
         The names are the plan's. Raises PlanError for an unknown engine.
         """

@@ -33,7 +33,7 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """Make one window for engines that store equally; return each tensor's windows, and each engine's window number."""
+    """Make one window (Layout) for engines that store equally; return windows per tensor, window number per engine."""
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:

@@ -87,7 +87,7 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError unless each tensor with scales begins, in its stored tensor, where its first block does."""
+    """Raise StoreError if a tensor's start in its stored tensor does not match its scales' start, counted in blocks."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

@@ -47,7 +47,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The stored tensors that one row describes, for one of the words that its `*` stands for, `weight` or `bias`."""
+    """The stored tensors that one storage row describes, with `weight` or `bias` (`star`) in place of its `*`."""
 
     row: Row
     star: str

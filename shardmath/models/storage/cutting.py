@@ -30,7 +30,7 @@ FEW = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The meaning of words in a row: sizes of mesh axes, values of named numbers, and lengths of components.
+    """The meaning of words in a storage row: sizes of mesh axes, values of named numbers, component lengths (q, k, v).
 
     With `exact`, axes and numbers must divide what they cut; otherwise parts are ceil-chunks, as in torch.chunk.
     """
@@ -80,7 +80,7 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """The positions of dimension `group` that a rank at `coords` stores, as Runs, counted through its components.
+    """The positions of `group` that a rank at `coords` stores, as Runs; its components are counted one after the other.
 
     Raises LayoutError for unknown words, and if an axis or a number does not divide what it cuts.
     """
@@ -105,7 +105,7 @@ class _GroupLayer:
         self.before: list[_Piece] | None = None  # the pieces of the stages laid so far
 
     def lay(self, group: GroupedDim) -> Runs:
-        """The positions of the dimension `group` that a rank stores, as Runs: each stage cuts what is left."""
+        """The positions of the dimension `group` that a rank stores, as Runs: each stage cuts what the last left."""
         for stage in group.stages:
             self.before = self._lay_terms(stage, ())
         pieces = self.before or []

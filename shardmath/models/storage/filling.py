@@ -34,7 +34,7 @@ _Native: TypeAlias = tuple[int, str]
 def fill(
     bound: KnownSide, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
 ) -> dict[_Native, NDArray[Any]]:
-    """The tensors that `rank` stores, by (chunk, name), filled from the logical `arrays`; other cells are `empty`."""
+    """The tensors that `rank` stores, by (virtual stage, name), filled from logical `arrays`; the rest is `empty`."""
     kinds: dict[_Native, set[np.dtype[Any]]] = {}
     for name, slot, _ in bound.visit(rank):
         native = slot.chunk, slot.native
