@@ -61,7 +61,7 @@ class Flip:
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return the operation and addend number of the adjoint's transfers from `rank`'s tensor `local`."""
+        """Return (operation, addend number) of the adjoint's transfers from `rank`'s tensor with local name `local`."""
         op, addends = self.entries[local]
         return op, addends[rank]
 
@@ -106,7 +106,7 @@ class Transposed:
 
     @property
     def is_tree(self) -> bool:
-        """Whether the tensors have names, as in a plan of mappings instead of two Layouts."""
+        """Whether the tensors have names, as in a plan between mappings of names, not between two Layouts."""
         return self.forward.is_tree
 
     @property
@@ -277,7 +277,7 @@ def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[
 
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
-    """Return the axes of a destination's mesh along which all ranks receive the same values."""
+    """Return the axes of the destination `layout` along which all ranks receive the same values under `rule`."""
     differ = _find_passing(rule, 1).union(rule.chosen)
     for dim in layout.dims:
         differ.update(dim.axes)

@@ -36,14 +36,14 @@ __all__ = [
 
 
 def measure_lines(demands: Demands) -> Ints:
-    """Return, for each set of holders (line) in `demands`, how many bytes it has to send, as an array."""
+    """Return the bytes to be sent of each line of `demands` (a line: bytes with equal holders), once per receiver."""
     return demands.blocks.sums(demands.nbytes * demands.count)
 
 
 def balance(
     demands: Demands, batches: tuple[Batch, ...], topology: Topology | None = None
 ) -> Demands:
-    """Choose the holder that sends each byte in `demands`, so that the largest load of a rank is about minimal."""
+    """Return `demands` with a holder chosen to send each byte, so that the largest load of a rank is about minimal."""
     length = measure_lines(demands)
     nodes = _find_nodes(demands, topology) if topology else None
     first, cuts = share_lines(demands, length.tolist(), nodes)
@@ -74,7 +74,7 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide line i (`length[i]` bytes) among its holders; return (first, cuts): it has cuts[first[i]:first[i+1]]."""
+    """Divide line i (`length[i]` bytes) among its holders, at cuts[first[i]:first[i+1]]; return (first, cuts)."""
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
     most = max(map(len, held), default=1)
@@ -167,7 +167,7 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Finds where messages may be cut, as a Cutter does, for many bytes at once.
+    """Finds the bytes at which messages may be cut, as a Cutter does, for arrays of byte positions.
 
     It is fast if the elements between two ranks form one box.
 
@@ -184,7 +184,7 @@ class Grid:
     rows: Ints
 
     def snapped(self, block: Ints, at: Ints) -> Ints:
-        """Return, for each i, the last byte, not after `at[i]`, at which the content of block `block[i]` may be cut."""
+        """Return, for each i, the last byte, not after `at[i]`, at which the bytes of block `block[i]` may be cut."""
         row, inside = self._find_rows(block, at)
         begin = at - inside
         snapped = begin + self._snap_in_box(row, inside)

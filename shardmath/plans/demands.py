@@ -76,15 +76,15 @@ class Demands:
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
-        """Return the ranks that hold the bytes of `line`, and may send them."""
+        """Return the ranks that hold, and may send, the bytes of line number `line` (bytes with equal holders)."""
         return self.sets[self.holders[line]]
 
     def asked_by(self, block: int) -> Ranks:
-        """Return the ranks that need the bytes of `block`, including those that hold them already."""
+        """Return the ranks that need block number `block` (bytes with equal receivers), even if they hold it."""
         return self.sets[self.receivers[block]]
 
     def cuts_of(self, line: int) -> Ints:
-        """Return the bytes at which `line` is divided among its holders: 0, the borders in order, and its length."""
+        """Return the bytes at which line number `line` is divided among its holders: 0, the borders, and its length."""
         first = int(self.cut_first[line])
         return self.cuts[first : first + len(self.held_by(line)) + 1]
 
@@ -392,7 +392,7 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Requests) -> Ints:
 
 
 def list_receivers(demands: Demands, line: int, block: int) -> Ranks:
-    """Return the ranks that need the bytes of `block`, a part of `line`, and do not hold them already."""
+    """Return the ranks that need block number `block` (bytes with equal receivers) of `line`, and do not hold it."""
     asking = demands.asked_by(block)
     if demands.count[block] == len(asking):
         return asking

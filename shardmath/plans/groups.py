@@ -135,7 +135,7 @@ def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
 
 
 def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
-    """Return the Windows of each tensor in `names`, in order; tensors with equal windows share one object.
+    """Return the Windows (layouts that together hold a tensor) by name, as in `names`; equal Windows are one object.
 
     Raises PlanError if a value is not windows, or if a window has the name of a tensor.
     """
@@ -160,7 +160,7 @@ def _check_local_names(side: Mapping[str, Windows]) -> None:
 
 
 def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[Group]:
-    """Group the tensors that have equal windows on both sides, in the order of the groups' first names."""
+    """Group the tensors that have equal windows (layouts) on both sides, in the order of the groups' first names."""
     groups = []
     # Forms that were checked for one tensor: the checks do not depend on ranks' names.
     checked: set[tuple[Layout, Layout]] = set()
@@ -322,7 +322,7 @@ def _join_alike(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """Make a Batch of each group for each pair (source window, destination window) that may share elements."""
+    """Make a Batch (tensors with one template) per group and pair (source window, destination window) that may meet."""
     batches = []
     # Templates without Partial axes, which are found faster by the ids of their forms.
     known: dict[Identities, Template] = {}

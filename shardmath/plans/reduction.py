@@ -59,7 +59,7 @@ class Reduction:
     fill: complex | None = None
 
     def op_of(self, addend: int) -> str:
-        """Return the operation that puts an addend into the result: "copy" for the first one if there is no fill."""
+        """Return the operation that puts addend number `addend` into the result: "copy" for the first if no fill."""
         if self.op is None or self.addends == 1:
             return "copy"
         if addend == 0 and self.fill is None:

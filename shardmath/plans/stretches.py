@@ -43,17 +43,17 @@ class Stretch(NamedTuple):
 
 
 def block_at(demands: Demands, line: int, at: int) -> int:
-    """Return the number of the block (bytes with equal receivers) that has byte `at` of `line`; the last at its end."""
+    """Return the number of the block (bytes with equal receivers) at byte `at` of `line`; the last one at its end."""
     return _last_not_after(demands.start, demands.first[line], demands.first[line + 1], at)
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """Return the number of the row (bytes of like tensors) that has byte `at` of the content of `block`."""
+    """Return the number of the row (bytes of like tensors) that has byte `at` of what one receiver gets of `block`."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 
 def find_lines(demands: Demands, blocks: Ints) -> Ints:
-    """Return, for each of `blocks`, the number of the line (bytes that one set of ranks holds) to which it belongs."""
+    """Return the number of each block's line; a line is bytes with equal holders, its blocks have equal receivers."""
     lines: Ints = demands.first.searchsorted(blocks, "right") - 1
     return lines
 
@@ -65,7 +65,7 @@ def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> in
 
 
 def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
-    """Return, for each of `blocks`, the ranks that need its bytes and do not hold them already."""
+    """Return, for each block number in `blocks`, the ranks that need the block's bytes and do not hold them already."""
     # Lists are faster to loop over than arrays, and there may be many blocks.
     numbers = demands.receivers[blocks].tolist()
     receivers = [demands.sets[number] for number in numbers]

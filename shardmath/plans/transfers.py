@@ -106,7 +106,7 @@ def _list_received(plan: Planned, rank: int) -> Iterator[Transfer]:
 def spell_transfers(
     plan: Planned, demands: Demands, stretch: Stretch, *, relayed: bool = False
 ) -> Iterator[Transfer]:
-    """Yield the transfers that carry `stretch`, which is bytes from one rank to another, tensor by tensor.
+    """Yield, tensor by tensor, the transfers that carry `stretch` (bytes from one rank to another).
 
     If `relayed`, the sender is a rank of the destination and sends what it has received, folded
     in already.
@@ -239,7 +239,7 @@ Columns: TypeAlias = tuple[int, ...]
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """Return the boxes of elements lo..hi-1 of `unit` (elements moved together) that `sender` sends to `receiver`.
+    """Return as boxes elements lo..hi-1 of `unit` (moved together), from mesh position `sender` to position `receiver`.
 
     lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is
     a position of the destination too, and sends what it has received.

@@ -49,7 +49,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """Return, for each unit (elements with equal holders and receivers) of one box, the length of the box's rows.
+    """Return, for each unit (elements that move together), the row length of its box; 0: never cut, -1: several boxes.
 
     It is 0 if the box is never cut, and -1 if the unit has several boxes.
     """

@@ -29,7 +29,7 @@ __all__ = ["check_batches"]
 
 
 def check_batches(plan: Plan) -> list[list[Batch]]:
-    """Group the plan's batches (tensors that move in the same way) by tensor, and check that they fit the layouts.
+    """Check that the plan's batches (tensors with one template) do what layouts ask for; return them grouped by tensor.
 
     Raises PlanError unless they move what the layouts ask for.
     """

@@ -328,7 +328,7 @@ class MemberTable(NamedTuple):
     positions: Ints
 
     def of(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """Return the positions of the ranks in the sets `numbers`, end to end, and for each the index of its set."""
+        """Return the positions of ranks in sets `numbers`, end to end, and for each its set as index in `numbers`."""
         first = self.of_set.first
         items, owner = ranges(first[numbers], first[numbers + 1])
         return self.positions[items], owner

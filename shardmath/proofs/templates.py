@@ -230,7 +230,7 @@ class End(NamedTuple):
     code: Ints
 
     def has(self, units: Ints, at: Ints) -> Bools:
-        """Return, for each i, whether position `at[i]` holds unit `units[i]`; False if the position is -1."""
+        """Return, for each i, whether mesh position `at[i]` holds unit `units[i]`; False if the position is -1."""
         out: Bools = at >= 0
         for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
             set_numbers = self.set_numbers[units, d]

@@ -51,7 +51,7 @@ class Stack:
     held: Mapping[_Point, Runs]
 
     def at(self, coords: Coords) -> Runs:
-        """Return, as Runs, the numbers (in the stack) of the tensors that ranks at mesh coordinates `coords` hold."""
+        """Return, as Runs, the numbers in the stack of the tensors that ranks at mesh coordinates `coords` hold."""
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
     def list_holders(self) -> list[tuple[_Point, ...]]:
@@ -94,7 +94,7 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """List, for each of `numbers` in a stack, the index of `component` (such as q) in the tensor at `coords`."""
+        """Return, for each of `numbers` in a stack, the slices of `component` (such as q) in the tensor at `coords`."""
         spans = []
         stack_dim = None
         for dim, stored in enumerate(self.stored):
@@ -190,7 +190,7 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """Return, for each stored dimension, what `row` writes for it, and the index whose tensors it stacks (or None)."""
+    """Return (words, index) for each stored dimension: how `row` writes it, and the index that it stacks, or None."""
     if row.dims is None:
         return [("...", None)] * ndim
     stacks = stack_names(row)

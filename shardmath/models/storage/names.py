@@ -103,7 +103,7 @@ class Name:
         return parse(str(self).removesuffix(REST) + rest)
 
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
-        """Return the name that `numbers` (for the indices), `component` (for the choice) and `star` (for `*`) make."""
+        """Return the pattern as a name, with `numbers` for its indices, `component` for its choice, `star` for `*`."""
         given = {"choice": component, "star": star, "rest": ""}
         words = []
         for part in self.parts:

@@ -52,7 +52,7 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List the names under which `row` stores the tensors of the stack with the local numbers `local`, in order."""
+        """List the stored names of the tensors that have the numbers `local` in a rank's part of a stack, in order."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -141,7 +141,7 @@ class Owners:
             yield self.row.place.axis
 
     def find(self, numbers: Sequence[int], count: int) -> Owner:
-        """Find the Owner (ranks that hold it) of the stored tensor with the index `numbers`; it stacks `count` tensors.
+        """Return the Owner (ranks) of the stored tensor with the index values `numbers`, which stacks `count` tensors.
 
         Raises StoreError for a number without a declared spot, and for one that no rank has.
         """
@@ -308,7 +308,7 @@ def pile(meshes: Sequence[Mesh]) -> Mesh:
 
 
 class OwnedTensor(NamedTuple):
-    """A stored tensor: the logical names of each component (such as q), where each lies in it, and its ranks."""
+    """A stored tensor: the logical names and location of each component (such as q) in it, and the ranks it is on."""
 
     names: tuple[list[str], ...]
     laid: Laid
@@ -336,7 +336,7 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """Make the stored tensor for the index `numbers`, and its components' layouts; `names` has each one's names.
+        """Return the OwnedTensor at index values `numbers`, and its layouts; `names[i]` has component i's, by number.
 
         Raises StoreError if numbers of a stack are missing, or differ in shape or dtype.
         """

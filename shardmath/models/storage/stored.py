@@ -47,7 +47,7 @@ Shapes: TypeAlias = Mapping[str, Entry]
 
 
 class Spot(NamedTuple):
-    """The location of a layer, or other numbered part: mesh coordinates, chunk (virtual stage), and number there."""
+    """The location of a layer (or other numbered part): mesh coordinates, chunk (virtual stage), and number there."""
 
     coords: Mapping[str, int]
     chunk: int
@@ -89,7 +89,7 @@ class KnownSide(Protocol):
         ...
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """The description of the stored tensor `native`: a Row (a line of text), or the recording of a loader.
+        """Return how `rank` stores the tensor `native` (virtual stage, name): a Row, or what a loader's recording says.
 
         Raises StoreError if `rank` lacks it.
         """
@@ -100,7 +100,7 @@ class KnownSide(Protocol):
         ...
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The first of `names` that a rank stores as a function (such as neg_exp) of it, and its Slot; or None."""
+        """Return (name, Slot) of the first of `names` that is stored as a function of it, such as neg_exp; or None."""
         ...
 
 
@@ -316,7 +316,7 @@ class Vocabulary:
         return self._grouped[key]
 
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
-        """List the values of `names` (number -> name, one group that `find` returns) in ascending order of number.
+        """List the names in `names` (number -> name, a group from `find`) in ascending order of their numbers.
 
         Raises StoreError if a number is missing, or if a name differs from the others in shape or dtype.
         """

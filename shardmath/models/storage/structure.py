@@ -38,7 +38,7 @@ Number: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A component, axis or number in a row's dimension, with marks: `tp/rep`, `ep~`, `n=vocab`, `n^128`, `e%slots`."""
+    """A word in a dimension of a storage row: a component, axis or number with marks, as in `tp/rep` or `n=vocab`."""
 
     name: Number
     over: Number | None = None
@@ -56,7 +56,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A piece of a dimension as a row writes it: words around a component, or words before a group of terms."""
+    """A piece of a dimension in a storage row: words around a component, or words before a group of terms."""
 
     words: tuple[Word, ...]
     group: tuple[Term, ...] = ()
@@ -70,7 +70,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class GroupedDim:
-    """A dimension that a row writes in parentheses, as stages (sequences of terms) that cut it one after another."""
+    """A dimension that a storage row writes in parentheses; its stages (term sequences) cut it one after another."""
 
     stages: tuple[tuple[Term, ...], ...]
 

@@ -51,7 +51,7 @@ def numbers(name: str) -> tuple[int | None, int | None]:
 
 
 def cell(expert: int, experts: int) -> str:
-    """Write dimension 0 of a layout of `experts` stacked experts that holds number `expert`; the others are holes.
+    """Return the layout text of dimension 0 for `experts` stacked experts of which only number `expert` is held.
 
     >>> cell(0, 1), cell(2, 8)
     ('<0:1>', '<-2 0:1 -5>')

@@ -42,7 +42,7 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """List the Spot (stage, chunk, number) of each layer; `counts` has each stage's layers in chunk 0, then in chunk 1.
+    """List the Spot (stage, chunk, number) of each layer; chunk c of stage s has `counts[c * pp + s]` layers.
 
     Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises StoreError, with this fix, when
     `counts` have another length than pp times `chunks`, another sum than `layers`, or a negative number.

@@ -34,7 +34,7 @@ _Named: TypeAlias = tuple[str, dict[str, int], _Shape]
 
 
 def read_logical(stored: Stored, natives: Shapes) -> dict[str, _Entry]:
-    """The shape and dtype of each logical tensor, computed from the tensors that one rank stores (`natives`).
+    """The shape and dtype of each logical tensor, by name, computed from `natives`, the tensors that one rank stores.
 
     Raises StoreError for shapes that do not fit the side's numbers.
     """

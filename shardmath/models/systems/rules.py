@@ -94,7 +94,7 @@ DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A mesh and the rules that place tensors on it; without rules, DEFAULTS apply.
+    """A mesh, and rules (patterns of names with layouts) for the tensors on it; without rules, DEFAULTS apply.
 
     `parse(str(side)) == side`. Raises NotationError if `mesh` is not a mesh, or `rules` are not rules.
     """

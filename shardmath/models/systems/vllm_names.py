@@ -149,7 +149,7 @@ EVERYWHERE: dict[str, set[str]] = {
 
 
 def rename(kind: str, name: str) -> str:
-    """The name that vLLM gives the module or tensor `name` in a kind of model."""
+    """The name that vLLM gives the module or tensor `name` in a model of type `kind`."""
     for old, new in BY_KIND.get(plain(kind), ()):
         name = name.replace(old, new)
     return name

@@ -272,7 +272,7 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
-    """The text of the rows `attention` and `mlp`, under every name that models give these two modules."""
+    """Return the rows `attention` and `mlp` as text, under each name of these modules, after `native` and `logical`."""
     text = ""
     for modules, module_rows in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
@@ -292,7 +292,7 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """The text of rows for all other tensors of a layer: one row for each module, so that modules can be renamed."""
+    """The text of rows for a layer's other tensors, one per module; `native` and `logical` are the layer's prefixes."""
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 

@@ -40,7 +40,7 @@ class CollectiveSide:
     buffers: list[Buffer | None]
 
     def boxes(self, group: Members) -> list[Holding]:
-        """Return the boxes that the members of `group`, given by their classes, hold."""
+        """Return the box of each member of `group`; a member is a class number (a class: ranks that hold the same)."""
         return [self.held[member] for member in group]
 
 

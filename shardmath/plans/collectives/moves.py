@@ -45,7 +45,7 @@ _Parts: TypeAlias = list[tuple[Runs, ...]]
 
 
 def compare_ranks(src: Layout, dst: Layout) -> Move:
-    """Group ranks that hold the same under both `src` and `dst` into classes; return the boxes of each class."""
+    """Group ranks that hold the same in `src`, and the same in `dst`, into classes; return a Move with their boxes."""
     parts_before, by_rank_before = _list_parts(src)
     parts_after, by_rank_after = _list_parts(dst)
     # Classes are numbered as they come.

@@ -67,7 +67,7 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """Return (labels, blocks), all pairs in which ranks with the label hold the block, and such ranks need it."""
+    """Return arrays (labels, blocks): pairs where a rank with the label holds the block, and one with it needs it."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
@@ -181,7 +181,7 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield Cuts around all ranks of one label: for each direction and number of links, the one most bytes must cross.
+    """Yield Cuts around all ranks of one label: of labels with equal links, that with most bytes to enter (or leave).
 
     Of the sets that have equal links these are the ones with the most forced bytes.
     """

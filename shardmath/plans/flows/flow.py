@@ -59,7 +59,7 @@ class Level(NamedTuple):
 def shares(
     lengths: Sequence[int], holders: Sequence[Holders], nodes: Mapping[int, int] | None = None
 ) -> list[list[int]]:
-    """Divide each line (`lengths[i]` bytes) among the ranks that hold it, `holders[i]`, so that loads are balanced.
+    """Return, for each line i of `lengths[i]` bytes, how many each of `holders[i]` sends, so that loads are balanced.
 
     Returns, for each line, the bytes that each of its holders sends.
 

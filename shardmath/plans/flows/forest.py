@@ -28,7 +28,7 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Balance `network`; yield (line, sink, bytes), in whole bytes, for each line and each sink that takes bytes of it.
+    """Divide lines of `network` among sinks (takers) by balanced loads; yield whole-byte shares: (line, sink, bytes).
 
     Uses the network up.
     """

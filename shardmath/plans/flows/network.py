@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """Balance `network`; yield its sinks by equal load, with the bytes that they take; with `top`, only highest loads.
+    """Divide lines of `network` among sinks by balanced loads; yield Leaves (sinks of one load); `top`: only highest.
 
     Uses the network up.
     """

@@ -70,7 +70,7 @@ def _are_related(one: Plan, other: Plan) -> bool:
 
 
 def count_peers(part: RankProgram, plan: Plan) -> int:
-    """Return the number of ranks that `part.rank` sends to or receives from under `plan`, whichever is larger."""
+    """Return the larger number under `plan`: of ranks that `part.rank` sends to, or of ranks it receives from."""
     # A rank that stays receives from the same ranks as before.
     senders: set[int] = set()
     for posted in part.rounds:

@@ -96,7 +96,7 @@ def set_pace(
 
 
 def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
-    """Cut `transfers` into messages by the limits of `pace`; sort by step (phase, slot, turn), sender and receiver.
+    """Cut `transfers` into messages by the limits of `pace`; sort them by round (phase, slot, turn), sender, receiver.
 
     Any union of whole streams may be given; the messages of a stream depend on that stream alone.
     """

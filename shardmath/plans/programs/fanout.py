@@ -42,7 +42,7 @@ __all__ = ["find_legs"]
 def find_legs(
     plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
-    """Yield, at most once, the Legs (what ranks send in each hop) to send `by_node` (once per node) and by `relays`.
+    """Yield one Legs (what ranks send in each hop): once per node if `by_node`, with relays if `relays`; or nothing.
 
     Yields nothing if `relays` would shed nothing: the legs would equal those without relays.
     """

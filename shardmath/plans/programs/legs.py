@@ -105,7 +105,7 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """Return, for each band (part of block `block[i]`), how many nodes get it straight from holders of the block."""
+    """Return how many nodes (`groups` of ranks) get each band, a part of block `block[i]`, straight from holders."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]

@@ -148,7 +148,7 @@ def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
 
 
 def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
-    """Return the most messages that each rank may have in a round of each turn, as an array (turns, ranks).
+    """Return the most messages that each rank may have in a round, by turn (a group of peers): an array (turns, ranks).
 
     There is one message for each leg and peer in each direction, whatever the phase.
     """

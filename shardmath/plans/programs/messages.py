@@ -103,7 +103,7 @@ class Round(NamedTuple):
 
     @property
     def step(self) -> Step:
-        """The step (phase, slot, turn) that all messages of the round have."""
+        """The position of the round in its program, (phase, slot, turn), which all its messages have."""
         return self.messages[0].step
 
     @property

@@ -91,7 +91,7 @@ class RankProgram:
         return len(self.rounds) + 2
 
     def list_torn(self, begun: int | None) -> tuple[str, ...]:
-        """Return the local names of destination tensors that may be partly written when `begun` of the steps began.
+        """Return local names of destination tensors that may be partly written once `begun` of the steps have begun.
 
         `begun` is more than `steps` when everything is done. None stands for any number of steps.
         """
@@ -147,7 +147,7 @@ def _join_slices(runs: Runs) -> list[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The transfers that one rank sends, keeps and receives: of a plan, not yet cut into messages; of a program, cut.
+    """The transfers that one rank sends, keeps and receives: a program's already cut into messages, a plan's not yet.
 
     `pieces` are all that the rank sends, keeps and receives. A plan's pieces are not cut yet, and `peers` is
     the most ranks to which it sends, or from which it receives. A program's pieces are already in `rounds`.

@@ -107,7 +107,7 @@ class Program:
 
     @property
     def is_tree(self) -> bool:
-        """Whether the tensors have names, as in a plan of mappings instead of two Layouts."""
+        """Whether the tensors have names, as in a plan between mappings of names, not between two Layouts."""
         return self.plan.is_tree
 
     @property
@@ -364,7 +364,7 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return the turn, not yet modulo the number of turns, in which two ranks meet: `places` adds their positions.
+    """Return the turn, before modulo, in which two of `ranks` ranks meet in hop `leg`; `places` is the positions' sum.
 
     `places` is the sum of the places of the two ranks among all ranks. With 2 * `ranks` turns a rank has
     one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.

@@ -172,7 +172,7 @@ def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
 
 
 def run_straight(plan: Plan, topology: Topology | None = None) -> Program:
-    """Return the Program of `as_planned` with all limits at 1, which do not change its estimated time."""
+    """Return the Program that sends each transfer from its own sender, like `as_planned`, but with all limits at 1."""
     _check_plan(plan, "give what plan(src, dst) returns")
     chosen = _choose_topology(plan, topology)
     assumes = _assumes_nodes(plan, topology)

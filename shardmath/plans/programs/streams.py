@@ -121,7 +121,7 @@ class Straight(NamedTuple):
 
 
 def list_straight(legs: Legs, lines: Ints) -> Straight:
-    """List the bytes of `lines` that go straight from a holder, not from a relay, in their order on the lines."""
+    """List the bytes of `lines` (bytes with equal holders) that go straight from holders, in order on each line."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     return _pick_straight(legs, entries)
