@@ -112,7 +112,7 @@ class Board:
         self._post(f"{what}/{self.place}", fault, self.timeout)
 
     def decline(self, what: str, error: BaseException) -> None:
-        """Post `error` as this rank's vote on the step `what`, and at place 0 as its result, so that no rank waits."""
+        """Post `error` as this rank's vote on the step `what`, on the first rank also as its result, so none waits."""
         objection = word_objection(error)
         # Where place 0 is gone, nobody waits.
         with suppress(ExchangeError):
@@ -127,7 +127,7 @@ class Board:
         self._confirm(what)
 
     def decide(self, what: str, fail_early: Callable[[], str] = str) -> str:
-        """Return place 0's decision on the step `what`, once all have voted: the faults, or "" if all are ready.
+        """Return the first rank's decision on the step `what`, once all have voted: the faults, or "" if all are ready.
 
         `fail_early()` says at place 0 why some will not come, "" where they will.
         """

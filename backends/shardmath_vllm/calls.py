@@ -122,7 +122,7 @@ class Calls:
         self.answer(seconds)
 
     def try_to_tell(self, acts: Sequence[Callable[[], object]], seconds: float) -> None:
-        """Call engine i by `acts[i]()` if its previous call has ended; wait at most `seconds`; ignore errors."""
+        """Call each engine i by `acts[i]()` unless it is in a call; wait at most `seconds` for all; ignore errors."""
         able = {}
         for number, act in enumerate(acts):
             if number not in self._calls or not self._calls[number].is_open:

@@ -55,7 +55,7 @@ def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) 
 
 @dataclass(frozen=True)
 class Link:
-    """A connected group of trainer and engine ranks; each of its `refits` moves some of the tensors of `planned`.
+    """A connected group of trainer and engine ranks; each of `refits` moves some of the tensors of the plan `planned`.
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
@@ -90,7 +90,7 @@ class Link:
 
 
 class Life:
-    """One weight update as this rank carries it out: methods run its steps with other ranks; `update` is its state.
+    """The driver of one weight update on this rank: methods run the steps with other ranks; `update` is the state.
 
     Raises ExchangeError once the group was left.
     """
@@ -101,7 +101,7 @@ class Life:
         self._board = link.board
 
     def call(self, act: Callable[[], None]) -> None:
-        """Start the update in engines by `act`, on the first trainer rank. Raises ExchangeError on all if it fails."""
+        """Start the update in engines by `act`, called on the first rank. Raises ExchangeError on all if it fails."""
         self._note()
         with self._step(Step.CALL):
             self._board.relay(self._name("start"), act)
@@ -148,12 +148,12 @@ class Life:
         return self._board.find(self._name("fail"))
 
     def take(self, act: Callable[[], None]) -> None:
-        """Await engines' answers by `act`, on the first trainer rank. Raises ExchangeError on all if one failed."""
+        """Await engines' answers by `act`, called on the first rank. Raises ExchangeError on all if one failed."""
         with self._step(Step.TAKE):
             self._board.relay(self._name("end"), act)
 
     def end(self, act: Callable[[], None]) -> None:
-        """End the update in engines by `act`, on the first trainer rank. Raises ExchangeError on all if it fails."""
+        """End the update in engines by `act`, called on the first rank. Raises ExchangeError on all if it fails."""
         with self._step(Step.END):
             self._board.finish(self._name("finish"), act, self._find_failure)
 

@@ -50,7 +50,7 @@ class _Asking:
         self.asked = 0
 
     def enqueue(self, *args: Any, **named: Any) -> Any:
-        """Send the request, and count it once it is sent."""
+        """Send a request by the wrapped queue's `enqueue`, and add 1 to `asked`; return what `enqueue` returns."""
         sent = self._queue.enqueue(*args, **named)
         self.asked += 1
         return sent

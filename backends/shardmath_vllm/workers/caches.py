@@ -116,7 +116,7 @@ def _drop_pooled(executor: Any) -> None:
 
 
 def drop_parts(worker: Any) -> bool:
-    """Drop a pooling worker's outputs for parts of prompts, unless it holds a query's outputs; return if it does."""
+    """Drop a pooling worker's outputs for parts of prompts; return True instead if it holds a query's outputs."""
     runner = worker.model_runner
     # Of vLLM's two runners, one pools beside itself, on the last stage alone, and drops parts itself.
     pooling = getattr(runner, "pooling_runner", runner)

@@ -31,9 +31,9 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 
 
 def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
-    """Connect a process group for each vLLM group of several workers; return them by getter. Collective over workers.
+    """Connect a process group for each vLLM group of several workers; return them by the name of vLLM's getter.
 
-    They find each other in the meeting's own store.
+    Collective over the engine's workers, which find each other in the meeting's own store.
 
     Raises ExchangeError if one of them does not come.
     """

@@ -64,7 +64,7 @@ def _refill_emptied(module: nn.Module) -> None:
 
 
 def process_tied(model: nn.Module, tied: Iterable[str]) -> None:
-    """Have each output layer whose parameter is in `tied`, shared with another module, pack its weight again."""
+    """On CPUs, have each output layer whose weight `tied` names (one shared with another module) pack it again."""
     if not current_platform.is_cpu():
         return
     for native in tied:

@@ -25,7 +25,7 @@ class Stage:
 
     @property
     def own(self) -> frozenset[str]:
-        """The names of destinations in the stage's private memory, which `commit="all"` need not protect."""
+        """The names of the plan's destinations in the stage's own memory, which `commit="all"` need not protect."""
         return frozenset()
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
@@ -43,7 +43,7 @@ class Stage:
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return the tensors that the preceding stage gets as `arrived`: received, or computed by this stage."""
+        """Return what `finish` of the preceding stage gets: this stage's `arrived`, or tensors computed from them."""
         return arrived
 
     def end(self) -> None:
@@ -74,7 +74,7 @@ def begin(stages: Stages) -> None:
 
 
 def finish(stages: Stages, arrived: Tensors) -> Iterable[Pair]:
-    """Yield the pairs (tensor, values) that the stages want written, one pair at a time to save memory."""
+    """Yield pairs (tensor, values to write into it) from all stages, last stage first, one at a time to save memory."""
     for stage in reversed(stages):
         yield from stage.finish(arrived)
         arrived = stage.unfold(arrived)

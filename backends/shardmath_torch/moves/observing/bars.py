@@ -77,7 +77,7 @@ class Meter:
         self._tell()
 
     def finish(self) -> None:
-        """Report that all bytes are done. Raises the exception of the caller's function, if it raised one."""
+        """Report all bytes as done, unless that was reported. Raises what the caller's function raised."""
         if self._done_bytes < self._total_bytes:
             self._done_bytes = self._total_bytes
             self._tell()

@@ -59,7 +59,7 @@ class Timed:
 
     @property
     def ended_s(self) -> float:
-        """The time of the call's end, in seconds."""
+        """The time at which the call ended, in seconds of `time.perf_counter`."""
         return self.marks[-1].at_s if self.marks else self.began_s
 
     @property

@@ -121,7 +121,7 @@ class Stopwatch:
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
-        """End the present phase and count it as `lap`; `about` is the message, round or vote that it was for."""
+        """End the present phase and record it as phase number `lap`; `about` is its message, round or vote."""
         now = perf_counter()
         self._lap_seconds[lap] += now - self._lap_began_s
         self._lap_began_s = now

@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes sent and received together."""
+        """The bytes sent plus the bytes received, without those kept on this rank."""
         return add_up(self.sent).nbytes + add_up(self.received).nbytes
 
 

@@ -38,7 +38,7 @@ __all__ = ["How", "Sent", "Sparse"]
 
 
 class How(NamedTuple):
-    """The arguments of a call of Changes: the `positions` of changed elements, if given, and `whole` to send all."""
+    """The arguments of a call of Changes: `positions` of changed elements by tensor, or None; `whole` to send all."""
 
     positions: Mapping[str, Tensor] | None
     whole: bool

@@ -60,7 +60,7 @@ class _Snapshot(NamedTuple):
     first: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return a view of the snapshot's box of `tensor`, as integers of bits, dimensions in the snapshot's order."""
+        """Return a view of the snapshot's box of `tensor`: bits as integers, dimensions in the snapshot's order."""
         return dtypes.words(tensor)[self.window.box].permute(self.window.order)
 
 

@@ -54,7 +54,7 @@ def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def pack(given: Sequence[Some], packet: Tensor) -> None:
-    """Write changed elements, and their numbers in the message, into the byte tensor `packet`."""
+    """Write the changed elements `given`, and their numbers in the message, into the byte tensor `packet`."""
     sizes = [some.itemsize for some in given]
     counts = [len(some.numbers) for some in given]
     for some, (numbers, words) in zip(given, _split_packet(packet, sizes, counts), strict=True):
@@ -63,7 +63,7 @@ def pack(given: Sequence[Some], packet: Tensor) -> None:
 
 
 def unpack(packet: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> list[Some]:
-    """Return, for each size, the changed elements that `pack` wrote to `packet`; their bits are views of `packet`."""
+    """Return a Some for each of `sizes`: the changed elements that `pack` wrote to `packet`; bits are views of it."""
     parts = _split_packet(packet, sizes, counts)
     found = []
     for size, (numbers, words) in zip(sizes, parts, strict=True):

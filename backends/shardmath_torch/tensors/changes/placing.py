@@ -54,7 +54,7 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """Return, per message, the counts of its changed elements by element size; None if it was sent whole.
+        """Return, for each of `messages`, its counts of changed elements, one per element size; None if sent whole.
 
         `received` has the counts of each sender's messages, one after another.
         """
@@ -67,7 +67,7 @@ class Incoming:
         return found
 
     def place(self, number: int, elements: Iterable[Some]) -> None:
-        """Write `elements` of the message with this `number` into the destination tensors."""
+        """Write `elements` of the message `messages[number]` into the destination tensors."""
         for _, numbers, words in elements:
             # In batches, so that temporaries stay in a cache.
             for first in range(0, len(numbers), BATCH):

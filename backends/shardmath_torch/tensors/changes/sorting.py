@@ -118,7 +118,7 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Return, by receiver, the counts of changed elements in each message to it, one message after another."""
+        """Return, by receiving rank, each message's counts of changed elements (WHOLE if sent whole), in order."""
         counts_of: dict[int, list[int]] = {}
         for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):
             counts = [WHOLE] * len(self._sizes[number])
@@ -128,7 +128,7 @@ class Outgoing:
         return counts_of
 
     def list_parcels(self, given: Sorted) -> tuple[list[Parcel], list[Parcel]]:
-        """Return how each message and each local copy will be sent: whole, as changed elements, or not (None)."""
+        """Return two lists, for messages and local copies: how each is sent (whole, as changed elements, or None)."""
         counts = [_count_elements(elements) for elements in [*given.sends, *given.keeps]]
         parcels = list_parcels(self._messages, self._sizes, counts)
         sends = len(self.sends)

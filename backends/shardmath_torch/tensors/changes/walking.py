@@ -57,7 +57,7 @@ class _Parcels(NamedTuple):
     keeps: list[Parcel]
 
     def count_traffic(self) -> Traffic:
-        """Return the messages and bytes that are sent and received, by peer."""
+        """Return the messages and bytes that are sent and received, by peer, and those kept on this rank."""
         sends, receives, keeps = (tuple(filter(None, parcels)) for parcels in self)
         return count_traffic([Round(sends, receives, keeps)])
 
@@ -97,7 +97,7 @@ class _DeferredPlacing:
         return []
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return the operation that receives a message, sent whole, into memory separate from the destination."""
+        """Return a Receive for the message of `endpoint`, sent whole, into memory separate from the destination."""
         views, memory = self._make_separate_views(endpoint)
         staged = _to_staged(endpoint)
 

@@ -82,7 +82,7 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """Return each DTensor's layout; if placements are ambiguous, ranks gather local shapes, unless `ask` gives them.
+    """Return DTensors' layouts by name; if placements are ambiguous, ranks gather local shapes, or `ask` gives them.
 
     There is one gather per mesh. Raises what `from_dtensor` does, naming the tensor, but only after
     all gathers, so that no rank waits.
@@ -283,7 +283,7 @@ def to_dtensor(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Return a DTensor of that layout from this rank's `local` tensor; gradients flow through.
+    """Return a DTensor with the layout `layout` from this rank's `local` tensor; gradients flow through.
 
     Without `device_mesh`, one is made from the layout's mesh; the first time, that is collective over
     the default group. Without `placements`, `placements_of` gives them. Raises LayoutError for a

@@ -93,7 +93,7 @@ class _Counts(NamedTuple):
     copies: int = 0
 
     def advance(self, copies: bool) -> _Counts:
-        """Return the counts after one more move; `copies` tells whether that is a copy without communication."""
+        """Return the counts (moves, and copies since the last move) after one more move, or copy if `copies`."""
         return _Counts(self.moves, self.copies + 1) if copies else _Counts(self.moves + 1)
 
     @property
@@ -128,7 +128,7 @@ class Moves:
         return len(self._cached)
 
     def between(self, src: Layout, dst: Layout, *, voted: bool = False) -> Used:
-        """Return the move from `src` to `dst`, compiled if it is not cached. Collective over the group.
+        """Return a cached or new callable that moves a tensor from layout `src` to `dst`. Collective over the group.
 
         With `voted`, ranks vote even on a move that only copies.
         """
@@ -155,10 +155,10 @@ class Moves:
         out: Tensor | None,
         said: Said = SILENT,
     ) -> str:
-        """Run the cached move, and return its name. After a success, all ranks keep it as the latest in the cache.
+        """Run the cached move `kept` from `src` into `out`, and return its name in words, as "move 3 of group 0".
 
-        A move that raised ExchangeError is evicted: if only some ranks had it cached, they would
-        move while others compile, at every further try.
+        After a success, all ranks keep it as the latest in the cache. A move that raised ExchangeError is evicted: if
+        only some ranks had it cached, they would move while others compile, at every further try.
         """
         try:
             kept.move(src, out=out, said=said)
@@ -255,7 +255,7 @@ _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
 def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
-    """Return the move from layout `src` to `dst`, compiled or from a cache; None on a rank that neither layout has.
+    """Return a callable that moves a tensor from layout `src` to `dst`, cached or compiled; None on a rank of neither.
 
     With `voted`, the same on all ranks, they vote even if each only copies; they also do if some
     are on only one mesh. Collective over these ranks, and the first time among them as `group_for`

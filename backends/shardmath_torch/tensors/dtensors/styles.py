@@ -38,7 +38,7 @@ Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 
 
 class TorchStyle(NamedTuple):
-    """A tensor-parallel style: the dimensions of weight and bias that it divides (or None), and parameter names."""
+    """A tensor-parallel style: the dimension to divide of the weight and of the bias (or None), and their names."""
 
     weight: int | None
     bias: int | None

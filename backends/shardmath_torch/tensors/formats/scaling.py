@@ -162,7 +162,7 @@ class _Global(ScaleRule):
 
 
 def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
-    """Return the ScaleRule of a format; `g` is NVFP4's global scale. Raises FormatError for another format."""
+    """Return the ScaleRule (scale arithmetic) of `format`; `g` is NVFP4's global scale. Raises FormatError if none."""
     match format:
         case MXFP8():
             return _PowersOfTwo(format.element, format.rounding == "rceil")

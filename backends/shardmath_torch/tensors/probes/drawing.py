@@ -69,7 +69,7 @@ class Run(NamedTuple):
     keeps: bool = False
 
     def found(self, dtype: torch.dtype) -> int:
-        """Return the bits, as an integer, of each element of a target (tensor to load into) before the run."""
+        """Return the bits, as an integer, that a target (tensor to load into) has before the run in each element."""
         word = None if self.value is None else word_of(self.value, dtype)
         return repeat(self.byte, dtype) if word is None else word
 
@@ -142,7 +142,7 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """Return, per position, the number of the element with the values `words` in the runs, and if there is one."""
+        """Return, per position, the number of the element whose values in the runs are `words`, and if one exists."""
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)
         for run in range(self.digits):

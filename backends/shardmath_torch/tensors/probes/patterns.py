@@ -60,7 +60,7 @@ def as_words(tensor: Tensor) -> Tensor:
 
 
 def as_tensor(words: Words, dtype: torch.dtype) -> Tensor:
-    """Return a row of words (the bits of elements, as integers) as a tensor of `dtype`."""
+    """Return an array of words (the bits of elements, as integers) as a tensor of `dtype`."""
     return torch.from_numpy(words).view(dtype)
 
 
@@ -81,7 +81,7 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
 
 
 def word_of(value: float, dtype: torch.dtype) -> int | None:
-    """Return the bits of `value` in `dtype` as an integer (of -1 for an integer NaN); None if torch lacks the cast."""
+    """Return the bits of `value` in `dtype` as an integer (NaN is -1 in integers); None if torch lacks the cast."""
     part = real(dtype)
     if value != value and not part.is_floating_point:
         value = -1

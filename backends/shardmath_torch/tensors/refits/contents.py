@@ -37,7 +37,7 @@ ALL = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of some memory: elements of the logical tensor `tensor`, from element `start`, at constant strides.
+    """The content of some memory: elements of checkpoint tensor `tensor`, from element `start`, at constant strides.
 
     Its numbers have `dtype`: the logical tensor's type, or the type that lost some of them (`lossy`). `made` names the
     operations that computed it from the logical tensor.

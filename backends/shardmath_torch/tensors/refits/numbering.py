@@ -66,7 +66,7 @@ class Numbering:
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """Return an error if a target's values `after` a run differ from the elements in `pieces`; "" if none do."""
+        """Return an error if a target's values `after` a run are not those that `pieces` say; "" if they are."""
         words = _flatten(after, after.dtype)
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))

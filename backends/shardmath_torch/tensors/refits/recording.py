@@ -128,7 +128,7 @@ class _Recording:
                 )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
-        """Run the loader in each of the `ways` until every target's elements are known; return the record of them."""
+        """Run the loader in `ways` (without data, with data) until all targets' elements are known; return a record."""
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
         if "views" in ways:

@@ -29,7 +29,10 @@ Into: TypeAlias = Chunk | Sequence[Chunk]
 
 
 class KeptTargets:
-    """The tensors in `into` that a loader writes to, with a snapshot. Raises StoreError if one is not plain."""
+    """A loader's targets (parameters and persistent buffers of `into`, or its values), and their state before loading.
+
+    Raises StoreError if one is not plain.
+    """
 
     def __init__(self, into: Into) -> None:
         self.chunks = _list_chunks(into)

@@ -108,7 +108,7 @@ def name_natives(given: Given | None) -> Natives:
 
 
 def list_chunks(given: Given | None) -> list[Mapping[str, Tensor]]:
-    """Return one mapping from name to tensor per chunk (virtual stage)."""
+    """Return the mapping from name to tensor of each chunk (virtual stage) of `given`, in order."""
     return [given] if isinstance(given, Mapping) else list(given or ())
 
 

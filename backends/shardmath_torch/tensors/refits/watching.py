@@ -133,7 +133,7 @@ class Watch(TorchDispatchMode):
         _ReadMode(self).__enter__()  # type: ignore[no-untyped-call]
 
     def give(self, source: Tensor) -> Tensor:
-        """Return the tensor as the loader receives it: in a subclass whose operations are seen in every thread."""
+        """Return `source` as the loader receives it: in a subclass whose operations are seen in every thread."""
         given: Tensor = source.as_subclass(self._class)
         return given
 

@@ -172,7 +172,7 @@ class EndStage(Stage):
         self._checked_signature = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Compute destination tensors, or their shadows, from received ones; return pairs to copy at the commit."""
+        """Compute destination tensors from received ones; return pairs to copy at the commit, if there are shadows."""
         if self.shadows is not None:
             self._make_all(self.shadows.tensors)
             return self.shadows.pair(self._finalize_targets)

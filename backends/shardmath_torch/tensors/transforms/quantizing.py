@@ -27,7 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Round `values` to the dtype `t.wire`, and quantize them if `t` does that at the source, into `out`."""
+    """Round `values` to the dtype `t.wire`, and quantize them if transform `t` does so at the source, into `out`."""
     assert isinstance(t, Quantize)
     if t.at == "destination":
         cast_into(values[0], src.dtype, t.wire, out[0])
@@ -65,7 +65,7 @@ def _cut_rows(
 
 
 def quantize_arrived(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Quantize the numbers that have arrived at the destination, into `out`."""
+    """Quantize the numbers `values`, which have arrived at the destination, as the transform `t` says, into `out`."""
     assert isinstance(t, Quantize)
     _quantize_into(t, values[0], out)
 
@@ -77,7 +77,7 @@ def _quantize_into(t: Quantize, numbers: Tensor, out: _Values) -> None:
 
 
 def dequantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Dequantize data and scales into `out`, at either end; every NaN gets the same bits on all processors."""
+    """Dequantize `values` (data and scales) into `out`, at either end; NaN get the same bits on all processors."""
     assert isinstance(t, Dequantize)
     if dst.dtype in DTYPES:
         numbers = dequantize(t.format, values, dtype_of(dst.dtype), out[0])
@@ -90,7 +90,7 @@ def dequantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Valu
 
 
 def requantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Convert data and scales to another format, into `out`, at either end."""
+    """Convert `values` (data and scales) to the format `t.new`, into `out`, at either end."""
     assert isinstance(t, Requantize)
     numbers = dequantize(t.old, values, torch.float32)
     quantize(t.new, numbers, out)

@@ -37,7 +37,7 @@ class Worker(Protocol):
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The tensors that are sent or received instead of the tensor (wire tensors), by local name."""
+        """The wire tensors (sent or received instead of this rank's tensor), by their names in `job.wires`."""
 
     @property
     def holds(self) -> bool:
@@ -63,7 +63,7 @@ class HasWorkers(Protocol):
 
 
 def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Worker | None:
-    """Return the worker that transforms one local tensor at `end`; None if this end does not transform it."""
+    """Return the worker that transforms the tensor of `job` at this `end` of a move; None if nothing does so there."""
     if job.wired is None:
         return None
     as_held = job.wired.as_held
@@ -77,7 +77,7 @@ def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Work
 
 
 def make_buffers(job: WireJob, rank: int, device: torch.device) -> dict[str, Tensor]:
-    """Return new wire tensors (which are sent instead of a local tensor), not yet filled, by local name."""
+    """Return new wire tensors (sent instead of a local tensor), not yet filled, by their names in `job.wires`."""
     return {
         key: torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype), device=device)
         for key, layout in job.wires
@@ -85,7 +85,7 @@ def make_buffers(job: WireJob, rank: int, device: torch.device) -> dict[str, Ten
 
 
 def count_bytes(job: WireJob, rank: int) -> int:
-    """Return the bytes of the wire tensors (which are sent instead of a local tensor)."""
+    """Return the bytes of the wire tensors that `rank` sends or receives instead of the local tensor of `job`."""
     counts = []
     for _, layout in job.wires:
         cells = math.prod(layout.local_shape(rank))
@@ -108,7 +108,7 @@ class _Packed:
 
     @property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The wire tensors, which are sent or received for the local tensor; allocated if there are none."""
+        """The wire tensors (sent or received instead of this rank's tensor), by name in `job.wires`; made if needed."""
         if not self._buffers:
             # Not as inference tensors: they are written outside inference mode, too.
             with torch.inference_mode(False):
