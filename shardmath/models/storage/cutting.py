@@ -88,7 +88,7 @@ def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
 
 
 def axes_of(group: GroupedDim, frame: Frame) -> tuple[str, ...]:
-    """The mesh axes that `group`, a dimension in parentheses, names, in the order of the mesh."""
+    """Return the mesh axes that occur in `group`, a dimension that a row writes in parentheses, in mesh order."""
     named = {word.name for word in list_words((group,))}
     return tuple(axis for axis in frame.axes if axis in named)
 

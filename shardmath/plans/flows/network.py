@@ -63,9 +63,9 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """Divide lines of `network` among sinks by balanced loads; yield Leaves (sinks of one load); `top`: only highest.
+    """Share the bytes of `network` among its sinks as evenly as possible; yield a Leaf per group of sinks of equal load.
 
-    Uses the network up.
+    If `top`, only the highest load of each connected part. Uses the network up.
     """
     parts = [Subnetwork(list(range(network.first)), list(network.weight))]
     while parts:

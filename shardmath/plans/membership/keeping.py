@@ -44,7 +44,7 @@ class MembershipChange(NamedTuple):
 
 
 def compare(part: RankProgram, plan: object) -> MembershipChange | None:
-    """Find the ranks that left and came back between the plan of `part` and `plan`; None if the plans are unrelated.
+    """Find which ranks have left, and which have come back, from the plan of `part` to `plan`; None if unrelated.
 
     None, too, if the part's own rank had left. A program is not related to a plan: a rank that leaves may have relayed
     bytes for others.

@@ -54,7 +54,7 @@ Loads: TypeAlias = NDArray[np.int64]
 
 
 class Pairs(NamedTuple):
-    """The bytes that go from one rank to another in each phase (addend) and hop (`leg`, counted from 0), in columns.
+    """A table of bytes: a row per sender, receiver, phase (number of the addend) and hop (`leg`, counted from 0).
 
     `sender` and `receiver` are places among the program's ranks.
     """
