@@ -130,7 +130,7 @@ class Template:
 
     @property
     def hidden(self) -> int:
-        """The number of dimensions that stand for addends (partial values), not the tensor's own; first in `overlays`."""
+        """The number of dimensions that stand for addends (partial values), not the tensor's; first in `overlays`."""
         return len(self.overlays) - self.src.ndim
 
 

@@ -23,7 +23,7 @@ LEAST = 4 << 20
 
 
 def take_like(tensor: Tensor) -> Tensor:
-    """Return an empty tensor like `tensor` in memory of its own, by mmap; `tensor` itself if small or not on a CPU."""
+    """Return an empty tensor like `tensor` in separate memory, by mmap; `tensor` itself if small or not on a CPU."""
     nbytes = tensor.untyped_storage().nbytes()
     if tensor.device.type != "cpu" or nbytes < LEAST:
         return tensor

@@ -48,7 +48,7 @@ class TouchedLabels:
         return tuple(self.labels[first:stop].tolist())
 
     def expand(self, sets: Ints) -> tuple[Ints, Ints]:
-        """Join the labels (such as node numbers) of the sets numbered `sets`; return them, and the index in `sets` of each."""
+        """Join the labels (such as node numbers) of sets number `sets`; return them and the index in `sets` of each."""
         first = self.sets.first[sets]
         stop = self.sets.first[sets + 1]
         at, owner = ranges(first, stop)

@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """Share the bytes of `network` among its sinks as evenly as possible; yield a Leaf per group of sinks of equal load.
+    """Share the bytes of `network` among its sinks as evenly as possible; yield a Leaf per set of sinks of equal load.
 
     If `top`, only the highest load of each connected part. Uses the network up.
     """

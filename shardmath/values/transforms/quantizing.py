@@ -181,8 +181,8 @@ class Quantize:
         return _list_scales(self.format, self.suffixes) if end == "destination" else ()
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if ranks quantize at `end`, but `layout` divides a dimension along which all numbers share a
-        scale, of unknown amax (largest magnitude)."""
+        """Raise PlanError if quantizing at `end` needs the amax (largest magnitude) of a whole dimension that `layout`
+        divides. It does not if the format has `tensor_amax=`."""
         if end == self.at:
             _check_whole(self.format, layout, name)
 
@@ -299,8 +299,8 @@ class Requantize:
         return _list_scales(self.new, at_destination)
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if ranks quantize at `end`, but `layout` divides a dimension along which all numbers share a
-        scale, of unknown amax (largest magnitude)."""
+        """Raise PlanError if quantizing at `end` needs the amax (largest magnitude) of a whole dimension that `layout`
+        divides. It does not if the format has `tensor_amax=`."""
         if end == self.at:
             _check_whole(self.new, layout, name)
 
