@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from shardmath.base.memo import memo
@@ -23,7 +23,7 @@ from shardmath.plans.stretches import Stretch, list_kept, list_received, list_se
 from shardmath.plans.template import Template
 from shardmath.plans.units import Listed, Rows, Sizes, list_columns, unit_boxes
 
-__all__ = ["BoxPiece", "Transfer", "expand", "list_transfers", "spell_transfers"]
+__all__ = ["BoxPiece", "Planned", "Transfer", "expand", "list_transfers", "spell_transfers"]
 
 
 @public
@@ -80,26 +80,22 @@ class Planned(Protocol):
 def list_transfers(plan: Planned, src: int | None, dst: int | None) -> Iterator[Transfer]:
     """Yield the transfers: all, or only those from rank `src`, to rank `dst`, or between the two."""
     if src is not None:
-        sent = _list_sent(plan, src)
+        sent = _list_of_rank(plan, src, list_sent)
         if dst is None:
             return sent
         return (t for t in sent if t.dst_rank == dst)
     if dst is not None:
-        return _list_received(plan, dst)
-    return itertools.chain.from_iterable(_list_sent(plan, rank) for rank in plan.src_ranks)
+        return _list_of_rank(plan, dst, list_received)
+    by_rank = (_list_of_rank(plan, rank, list_sent) for rank in plan.src_ranks)
+    return itertools.chain.from_iterable(by_rank)
 
 
-def _list_sent(plan: Planned, rank: int) -> Iterator[Transfer]:
-    """The transfers that stay on the rank, then those that it sends to others."""
+def _list_of_rank(
+    plan: Planned, rank: int, list_others: Callable[[Demands, int], Iterator[Stretch]]
+) -> Iterator[Transfer]:
+    """The transfers that stay on the rank, then the sent or the received ones, as `list_others` lists."""
     kept = list_kept(plan.lines, rank)
-    for stretch in itertools.chain(kept, list_sent(plan.lines, rank)):
-        yield from spell_transfers(plan, plan.lines, stretch)
-
-
-def _list_received(plan: Planned, rank: int) -> Iterator[Transfer]:
-    """The transfers that stay on the rank, then those that it receives from others."""
-    kept = list_kept(plan.lines, rank)
-    for stretch in itertools.chain(kept, list_received(plan.lines, rank)):
+    for stretch in itertools.chain(kept, list_others(plan.lines, rank)):
         yield from spell_transfers(plan, plan.lines, stretch)
 
 
