@@ -165,7 +165,7 @@ class Calls:
         return self.fault
 
     def _word_silent(self, what: str) -> str:
-        """An error that says `what` of each engine whose call has not ended; "" if there is none."""
+        """An error that says `what` of each engine whose call has not ended, or ""."""
         return "\n".join(f"{call.name} {what}" for call in self._calls.values() if call.is_open)
 
 

@@ -144,7 +144,7 @@ class Life:
             self.update = self.update.after(Step.ARRIVE)
 
     def _find_failure(self) -> str:
-        """At place 0, the error of a rank that has failed and left; "" if there is none."""
+        """At place 0, the error of a rank that has failed and left, or ""."""
         return self._board.find(self._name("fail"))
 
     def take(self, act: Callable[[], None]) -> None:

@@ -209,7 +209,7 @@ def _list_clients(given: Any) -> list[Any]:
 
 
 def _check_ranks(source: Source, info: TrainerInfo) -> None:
-    """Raise ValueError if the source's ranks are not those of TrainerInfo."""
+    """Raise ValueError if the source's ranks differ from TrainerInfo's."""
     if source.rank is not None and info.trainers > 1 and source.rank != info.rank:
         raise ValueError(
             f"TrainerInfo has rank={info.rank}, but this process is rank {source.rank} of the ranks over which "

@@ -269,7 +269,7 @@ def _prepare_load(
 
 
 def _describe_load(verify: bool, job: _LoadJob) -> dict[str, str]:
-    """Facts about a load that must be the same on all ranks, by what they describe; wanted tensors may differ."""
+    """Facts about a load that must be the same on all ranks, by name; wanted tensors may differ."""
     return {"the checkpoint": job.digest, "verify": str(verify)}
 
 

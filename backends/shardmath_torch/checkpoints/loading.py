@@ -129,7 +129,7 @@ class LoadPlanner(theirs.LoadPlanner):
         raise CheckpointError(f"{what}; {fix}")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the view of a local tensor into which `read_item` is to be read."""
+        """Return the view of a local tensor that the content of `read_item` fills."""
         local = self._tensors[read_item.dest_index.fqn].detach()
         stored = self._find_stored(read_item.storage_index.fqn)
         # in the stored dtype, or copying into the cells would convert

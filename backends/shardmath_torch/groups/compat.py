@@ -171,7 +171,7 @@ def my_rank() -> int:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """Return the process group of all ranks of `mesh`; None if there is none and torch cannot make one.
+    """Return the process group of all ranks of `mesh`, or None if none exists and torch cannot make one.
 
     A mesh of one axis has a group. For a part of a mesh of all ranks, its flattened axes give one:
     all ranks make the groups of all such parts together.

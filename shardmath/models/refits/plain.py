@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardmath.base.errors import StoreError
+from shardmath.base.text import show_ranks
 from shardmath.layouts.layout import Layout
 from shardmath.models.storage.names import matches
 from shardmath.models.storage.stored import Shapes, Slot
@@ -84,7 +85,7 @@ class PlainSide:
         if name not in self.layouts or rank not in self.layouts[name].mesh:
             stored = [other for other, layout in self.layouts.items() if rank in layout.mesh]
             if not stored:
-                what = f"rank {rank} is not on this side, which has the ranks {list(self.ranks)}"
+                what = f"rank {rank} is not on this side, which has {show_ranks(self.ranks)}"
                 raise StoreError(f"{what}; pass one of these")
             what = f"rank {rank} stores no {name!r}, but {', '.join(map(repr, stored[:8]))}"
             raise StoreError(f"{what}; pass a key of natives({rank})")

@@ -114,7 +114,7 @@ def test_bfloat16_takes_six_bytes_an_element(pool: Pool) -> None:
 
 
 FAULTS = {
-    "other memory": "rank 1: the tensors are not those of the last move of all elements, or lie elsewhere",
+    "other memory": "rank 1: the tensors differ from the last move of all elements, or lie elsewhere",
     "shape": r"rank 1: the source tensor has shape \(1, 3\)",
     "whole": "ranks disagree",
     "whole=1": "rank 1: whole=1 is not a bool; pass True or False",

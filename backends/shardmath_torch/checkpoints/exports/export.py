@@ -184,7 +184,7 @@ def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
 
 
 def _claim_task(given: ExportSource, task: _ExportTask) -> dict[str, str]:
-    """Facts about an export that must be the same on all ranks, by what they describe: folder, files and layouts."""
+    """Facts about an export that must be the same on all ranks, by name: folder, files and layouts."""
     claims = {"the folder": repr(str(task.folder))}
     for file, tensors in task.files.items():
         for name, (shape, dtype) in tensors.items():

@@ -118,7 +118,7 @@ def _as_strided(tensor: Tensor, start: int) -> Strided:
 
 
 def _check_pickle(view: BinaryIO) -> None:
-    """Raise ValueError unless the archive has one pickle, as short as that of a single tensor."""
+    """Raise ValueError unless the archive has one pickle, as short as a single tensor's."""
     view.seek(0)
     with zipfile.ZipFile(view) as archive:
         found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]

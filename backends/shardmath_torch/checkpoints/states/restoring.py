@@ -440,8 +440,11 @@ def _finish_state(model: Model, goal: Goal) -> None:
 
 
 def _share_state(model: Model, goals: Iterable[Goal]) -> None:
-    """Make state of one origin one object again. A parameter's own origins are separate from those of others, even of
-    one that was the same parameter in the checkpoint."""
+    """Make state of one origin one object again.
+
+    An origin of one key belongs to one parameter: two parameters here do not share its object, even if both are loaded
+    from the same parameter of the checkpoint.
+    """
     firsts: dict[tuple[str, Origin], object] = {}
     for goal in goals:
         for name, entries in goal.entries.items():

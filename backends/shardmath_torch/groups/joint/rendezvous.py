@@ -101,7 +101,7 @@ class _Log(NamedTuple):
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """Return the objection of another process of rank 0 to this meeting; "" if there is none."""
+        """Return the objection of another process of rank 0 to this meeting, or ""."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))

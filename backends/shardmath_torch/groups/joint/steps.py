@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 
 
 class Read(NamedTuple):
-    """A step to do on the store: read the text under `key`; the answer is that text, None if there is none."""
+    """A step to do on the store: read the text under `key`; the answer is that text, or None."""
 
     key: str
 

@@ -222,8 +222,8 @@ class _Proposal(NamedTuple):
 class _FirstVote(NamedTuple):
     """Results of the first vote.
 
-    `peers` is the most of any rank, `version` the most moves that one has committed, and `all_follow` whether all
-    parts follow their previous ones at one pace.
+    `name` and `claim` are the words for this rank's plan and its vote, `peers` is the most of any rank, `version` the
+    most moves that one has committed, and `all_follow` whether all parts follow their previous ones at one pace.
     """
 
     name: str

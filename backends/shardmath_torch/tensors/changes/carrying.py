@@ -150,7 +150,9 @@ class Sparse:
             src, dst
         )
         if not what and not self._are_same_tensors:
-            what = "the tensors are not those of the last move of all elements, or lie elsewhere in memory"
+            what = (
+                "the tensors differ from the last move of all elements, or lie elsewhere in memory"
+            )
         if what or self._walker is None:
             raise ExchangeError(f"{what}; call with whole=True on all ranks")
         return self._walker

@@ -196,7 +196,7 @@ class _Guess:
         self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
 
     def check(self, run: Run, seen: Words) -> None:
-        """Compare the values `seen` after a run with those of the supposed elements, and mark differences as wrong."""
+        """Compare the values `seen` after a run with the supposed elements, and mark differences as wrong."""
         cells = np.flatnonzero(self.right)
         if not len(cells):
             return

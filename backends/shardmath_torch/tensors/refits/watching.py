@@ -460,7 +460,9 @@ class _ReadMode(TorchFunctionMode):
 def _check_collective(func: Any) -> None:
     """Raise StoreError for a collective: it does nothing without data, and its schema does not name what it writes."""
     if func.namespace == "c10d" and func != BARRIER:
-        raise StoreError("the loader communicates without data; load it by numbers")
+        raise StoreError(
+            f"the loader calls {func}, which moves nothing without data; record it with ways=('numbers',)"
+        )
 
 
 def _list_bytes(tensor: Tensor) -> bytes:
