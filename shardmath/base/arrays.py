@@ -73,9 +73,9 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """The first index i of each distinct tuple (keys[0][i], keys[1][i], ...), and for each i the number of its tuple.
+    """Two arrays: where each distinct tuple (keys[0][i], keys[1][i], ...) first occurs, and its number for each i.
 
-    Tuples are sorted, and numbered in this order.
+    Distinct tuples are numbered in ascending order, which is also the order of the first array.
 
     >>> number_alike([np.array([1, 0, 1, 1]), np.array([5, 9, 5, 4])])
     (array([1, 3, 0]), array([2, 0, 2, 1]))

@@ -24,7 +24,7 @@ class _Digested(Protocol):
 
     @property
     def digest(self) -> str:
-        """A digest of the value as text: equal values have equal digests."""
+        """The value's digest, a text; equal values have equal digests."""
         ...
 
 
@@ -32,7 +32,10 @@ T = TypeVar("T", bound=_Digested)
 
 
 def digest(value: object) -> str:
-    """The SHA-256 digest, as 64 hexadecimal digits, of the repr of `value`, made of numbers, text, Runs and tuples."""
+    """The SHA-256 digest of `repr(value)`, as 64 hexadecimal digits.
+
+    `value` is made of numbers, text, Runs and tuples.
+    """
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 
     printed = repr(value)
@@ -56,7 +59,7 @@ def names_digest(names: Sequence[str]) -> str:
 
 
 def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) -> T:
-    """Parse JSON `text`, check its format `name`, `version` and digest, and return what `read` makes of it.
+    """Return `read(json.loads(text))` if the format (`name`), the `version` and the digest in `text` are as expected.
 
     Raises StoreError for any other text, NotationError if `read` does.
     """

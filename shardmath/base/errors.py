@@ -69,7 +69,10 @@ def _around(text: str, position: int) -> str:
 
 @public
 class NotationError(ShardError):
-    """Error for text that is not a layout, storage row or rule; a caret (^) in the message marks the error."""
+    """Error for text that cannot be read as a layout, or as a row or rule that says how ranks store tensors.
+
+    A caret (^) in the message marks the error.
+    """
 
     def __init__(
         self, what: str, text: str | None = None, position: int = 0, fix: str = ""
@@ -97,7 +100,10 @@ class LayoutError(ShardError):
 
 @public
 class StoreError(ShardError):
-    """Error for storage that does not fit its layouts: overlapping views, views outside buffers, wrong storage rows."""
+    """Error for storage (views of buffers, or rows of text that declare tensors) that does not fit its layouts.
+
+    For example, views overlap or reach outside a buffer, or a row is wrong.
+    """
 
 
 @public

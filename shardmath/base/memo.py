@@ -60,7 +60,11 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the bytes of a cached call, which took `seconds`, to the total; empty all caches if that is too many."""
+        """Add the bytes of a call's `arguments` and `result` to the total; first empty all caches if it gets too large.
+
+        Weighing takes a share of `seconds`, the call's time; a call for which no time is left counts as the last one
+        weighed.
+        """
         self._allowed_s += seconds * SHARE
         if self._allowed_s > 0:
             start = perf_counter()

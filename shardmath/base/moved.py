@@ -129,7 +129,7 @@ class _PresentLoader(Loader):
         self._now = now
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module at its present path and return it; keep its spec, which importlib will overwrite."""
+        """Import the module from its present path and return it; keep its spec for `exec_module` to restore."""
         module = import_module(self._now)
         self._spec = module.__spec__
         return module

@@ -48,7 +48,10 @@ class Draft:
         return end
 
     def close(self, end: int, *, unpadded: int) -> int:
-        """End the open bucket at `end`, where the next begins; `unpadded` counts its elements without padding."""
+        """End the open bucket at `end`, where the next bucket begins; return `end`.
+
+        `unpadded` is the number of the bucket's elements without padding.
+        """
         self.bucket_indices.append((self.first, end))
         self.unpadded.append(unpadded)
         self.first = end

@@ -110,11 +110,12 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """The layout of Megatron-FSDP's flat buffers for `params` of one FSDP unit (`bucket_size=None`) or outside units.
+    """The layout of Megatron-FSDP's buffers, one after the other, for `params` of one FSDP unit, or of no unit.
 
-    There each bucket is a separate buffer; here they follow one another. Without a `chunk_size_factor` parameters are
-    sorted by the length of their rows, longest first, and the factor of each bucket is found as Megatron finds it; with
-    one, they stay in forward order. `sharded=False` is the strategy "no_shard", without padding at the end.
+    Each bucket is one of these buffers. For a unit, leave `bucket_size` at None. Without a `chunk_size_factor`
+    parameters are sorted by the length of their rows, longest first, and the factor of each bucket is found as Megatron
+    finds it; with one, they stay in forward order. `sharded=False` is the strategy "no_shard", without padding at the
+    end.
 
     Raises ParamLayoutError for a parameter given twice or without elements, and for sizes below 1.
     """

@@ -143,7 +143,7 @@ def _choose_expert_options(
 
 
 def check_rule(rule: object, name: str) -> None:
-    """Raise ParamLayoutError, which calls the argument `name`, unless `rule` can be called."""
+    """Raise ParamLayoutError unless `rule` is callable; the error message names it `name`."""
     if not callable(rule):
         raise ParamLayoutError(
             f"{name} is {rule!r}; give a function such as buffers.distributed_optimizer"

@@ -184,7 +184,10 @@ class _Shards:
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:
-        """Assign `param` to the shard that has room and least work; `least` is the smallest of the sizes to come."""
+        """Assign `param` to the shard with the least work (orthogonalization) that has room, or else to the emptiest.
+
+        `least` is the smallest number of elements of this and the following parameters.
+        """
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:

@@ -125,7 +125,7 @@ def nvfp4_packed(
     data_parallel_world_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """The layout, in bytes, of the packed buffer of `layout`'s parameters: two NVFP4 elements, or one other, per byte.
+    """The layout, in bytes, of a packed buffer of `params`: two NVFP4 elements, or one of another dtype, per byte.
 
     NVFP4 are the parameters with `quantized="nvfp4"`, or True. `layout` is the gradients' layout, whose buckets the
     bytes keep, by a rule that places the last parameter first; without `data_parallel_world_size` nothing is padded.

@@ -97,7 +97,7 @@ def pad_param_start(start: int) -> int:
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """The number of elements of which the end of every bucket is a multiple, in Megatron's optimizers."""
+    """The divisor, in elements, to whose multiples Megatron's optimizers pad the end of every bucket."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)

@@ -72,9 +72,9 @@ def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
 
 
 def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None) -> int:
-    """The number of elements of each rank's flat array, if the ranks of `mesh` along `axis` share the buffer.
+    """The number of elements in each rank's flat array of one optimizer state, padding included.
 
-    Raises ParamLayoutError as `state_layouts` does.
+    The ranks of `mesh` along `axis` share the buffer. Raises ParamLayoutError as `state_layouts` does.
     """
     sizes = [mesh.axis_size(name) for name in axes_of(mesh, axis)]
     return shard_numel(buffer_layout, math.prod(sizes))
@@ -137,7 +137,10 @@ Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
 def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
-    """Yield (name, division among shards) of each parameter in `buffer`; equal cuts are one object, kept in `known`."""
+    """Yield (name, Shares) for each parameter in `buffer`; Shares says how it is divided among `shards` shards.
+
+    Parameters with equal cuts have one tuple of cuts, which `known` keeps.
+    """
     check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]

@@ -88,13 +88,13 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """The layouts, by name, of the optimizer state of a flat buffer shared by the ranks of `mesh` along `axis`.
+    """A dict from parameter name to the layout of its optimizer state; if `shape` is "nd", also a Store (offsets).
 
-    With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
-    `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
-    tensors are called `name`, or `name[i]` if there are several windows; with `ranks`, the Store has views of these
-    ranks only, and `buffer` names the array. Without `axis` all axes of the mesh share the buffer; ranks along other
-    axes hold replicas.
+    The state lies in a flat buffer that the ranks of `mesh` along `axis` share. With `shape="flat"`, name -> Layout of
+    (numel,), Ragged along `axis`; `state_store` gives where it lies. With `shape="nd"`, name -> windows of the
+    parameter's shape, and the Store of views into each rank's flat array; local tensors are called `name`, or `name[i]`
+    if there are several windows; with `ranks`, the Store has views of these ranks only, and `buffer` names the array.
+    Without `axis` all axes of the mesh share the buffer; ranks along other axes hold replicas.
 
     State saved in the parameters' shapes can be loaded under any rule and any parallelism; state saved flat, only
     flat. A model of several buffers has the layouts of all of them, each on the mesh of its ranks, with arrays of
@@ -166,10 +166,11 @@ def state_store(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> Store:
-    """The Store with the position of each tensor of `state_layouts` in the flat arrays of `ranks` (default: all).
+    """A Store that says, for each rank in `ranks` (default: all), where in its flat array each parameter's state lies.
 
-    `buffer` names the array. There is a view per parameter and rank, at 0 for local tensors without elements: give
-    `ranks` if the mesh has many. Raises ParamLayoutError as `state_layouts` does.
+    The local tensors are the flat ones of `state_layouts`. `buffer` names the array. There is a view per parameter and
+    rank, at 0 for local tensors without elements: give `ranks` if the mesh has many. Raises ParamLayoutError as
+    `state_layouts` does.
     """
     axes = axes_of(mesh, axis)
     shards = math.prod(mesh.axis_size(name) for name in axes)
@@ -205,7 +206,7 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """The windows (Layouts), by name, and the Store of the optimizer state of `params` that `layouts` divide.
+    """Optimizer state of `params` divided by `layouts`: a dict from name to layouts (windows), and a Store (offsets).
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

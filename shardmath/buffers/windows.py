@@ -43,7 +43,7 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window: its group, its part (`cut`) of the tensor, the window's offset in that (`within`)."""
+    """A rank that holds a window (slice of a tensor), and the window's offset `within` the rank's range, `cut`."""
 
     window: int
     group: int
@@ -79,9 +79,10 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """The windows (Layouts) of each tensor, by name, and a Store of their positions in the flat arrays of `ranks`.
+    """Divide tensors as `held` says: return a dict from name to layouts (windows), and a Store (offsets in arrays).
 
-    Raises ParamLayoutError for a tensor that no rank holds, and if a window has the name of a tensor.
+    The Store is for the ranks in `ranks` (None: all), whose flat arrays are called `buffer`. Raises ParamLayoutError
+    for a tensor that no rank holds, and if a window has the name of a tensor.
     """
     known: dict[object, _Divided] = {}
     windows: dict[str, Windows] = {}

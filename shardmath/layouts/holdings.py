@@ -66,7 +66,7 @@ def equivalent(a: Layout, b: Layout) -> bool:
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Return a digest of the elements that ranks hold, and one of the ranks; equivalent layouts have equal digests."""
+    """Return (digest of elements that each rank holds, digest of the ranks); equivalent layouts have equal digests."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)
@@ -157,7 +157,7 @@ LayoutOrWindows: TypeAlias = Layout | tuple[Layout, ...]
 
 
 class Windows(tuple[Layout, ...]):
-    """The layouts (windows) under which one side holds a tensor: a single one, or several that each hold a part.
+    """A tuple of the layouts (windows) of one tensor at a source or destination: one, or several that each hold a part.
 
     `numbers` are the numbers in their names after other windows have left; None: their positions.
     """
@@ -166,34 +166,39 @@ class Windows(tuple[Layout, ...]):
 
     @property
     def is_single(self) -> bool:
-        """Whether the tensor has a single window, so that the local tensor has the tensor's own name."""
+        """Whether there is only one layout (window), so that the local tensor has the tensor's name, without [i].
+
+        A single one that is left of several does not count: it keeps its [i].
+        """
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
-        """Return the name of the local tensor of the tensor `name` in the window at position `window`."""
+        """Return the local tensor's name under the layout at index `window`: `name` for a single one, or `name[i]`."""
         if self.is_single:
             return name
         number = window if self.numbers is None else self.numbers[window]
         return f"{name}[{number}]"
 
     def local_names(self, name: str) -> list[str]:
-        """Return the names of the local tensors of all windows of the tensor `name`, in order."""
+        """Return the names of local tensors, one per layout, in order: `name` for a single layout, else `name[i]`."""
         return [self.local_name(name, window) for window in range(len(self))]
 
     def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:
-        """Yield (local name, layout) of each window of the tensor `name`; with `rank`, only of those on the rank."""
+        """Yield (local tensor's name, layout) for each layout of the tensor `name`, or only for those on `rank`."""
         for local, layout in zip(self.local_names(name), self, strict=True):
             if rank is None or rank in layout.mesh:
                 yield local, layout
 
     def named_alike(self, layouts: Iterable[Layout]) -> Windows:
-        """Return Windows of other `layouts`, as many as these, whose local tensors have the same names as these."""
+        """Return Windows with `layouts` in place of the present ones; the names of local tensors stay the same."""
         others = Windows(layouts)
         others.numbers = self.numbers
         return others
 
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
-        """Return only the windows at the positions in `layouts`, with those layouts; local tensors keep their names.
+        """Keep only the windows at the keys (indices) of `layouts`, each with its new layout; return them as Windows.
+
+        Local tensors keep their names.
 
         >>> from shardmath.layouts.algebra.mesh import Mesh
         >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))

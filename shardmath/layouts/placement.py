@@ -288,7 +288,7 @@ class BlockCyclic:
         return tuple(from_ranges(blocks[part::parts]) for part in range(parts))
 
     def digits(self, parts: int) -> tuple[FixedBlock, FixedBlock]:
-        """Return the placement's two cuts: into groups of `parts` blocks, and of a group into blocks, one per rank."""
+        """Return the placement's two cuts: into groups of `parts` blocks, and each group into blocks, one per rank."""
         return FixedBlock(self.block * parts), FixedBlock(self.block)
 
 
@@ -353,7 +353,7 @@ BuiltIn: TypeAlias = Shard | Balanced | StridedShard | Packed | Ragged | BlockCy
 
 
 def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]) -> Stage:
-    """Return the cuts that `placement` makes along mesh `axes` of these `sizes`, which count as one flattened axis.
+    """Return the Stage (cuts in order) that `placement` makes along mesh `axes` of `sizes`, taken as one merged axis.
 
     A custom placement is one UserCut. Raises PlacementError if it has no `split` or cannot
     be hashed.

@@ -50,7 +50,7 @@ __all__ = [
 
 
 def local_name(name: str, window: int, count: int) -> str:
-    """Return the name of a local tensor: `name`, or `name[window]` if a side holds the tensor as several windows.
+    """Return the name of a local tensor: `name` if `count` (how many layouts the tensor has) is 1, else `name[window]`.
 
     Raises StoreError unless the name is a str and the numbers are integers.
     """
@@ -61,7 +61,7 @@ def local_name(name: str, window: int, count: int) -> str:
 
 
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
-    """Yield (local name, layout) of each window of the tensor `name`.
+    """Yield (local tensor's name, layout) for each of `windows`, the layouts of the tensor `name`.
 
     Raises StoreError unless the name is a str and the windows are Layouts.
     """
@@ -77,7 +77,7 @@ Held: TypeAlias = (
 
 
 def locals_of(layouts: Held, rank: int) -> Iterator[tuple[str, Layout]]:
-    """Yield (local name, layout) of each window, of any tensor, whose mesh has `rank`.
+    """Yield (name, layout) of each local tensor of `rank`; `layouts` maps each tensor's name to its layout or layouts.
 
     Raises StoreError for anything but a Layout or windows.
     """
@@ -307,11 +307,11 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """Return windows and a Store for a tensor of which rank r holds the row-major elements `ranges[r]`, (lo, hi).
+    """Return layouts (windows) and a Store (buffer offsets) for a tensor of which rank r holds the range `ranges[r]`.
 
-    Windows are listed rank by rank and in order. They lie in a flat buffer per rank, called `buffer` (`name`, if
-    not given), whose element 0 is the rank's element lo. Raises PlanError for a range outside the tensor,
-    StoreError for a malformed range.
+    A range is (lo, hi) of the tensor's row-major elements. Windows are listed rank by rank and in order. They lie in a
+    flat buffer per rank, called `buffer` (`name`, if not given), whose element 0 is the rank's element lo. Raises
+    PlanError for a range outside the tensor, StoreError for a malformed range.
     """
     layouts: list[Layout] = []
     places: list[tuple[int, int]] = []  # the rank of each window, and its offset

@@ -34,7 +34,10 @@ NAMES = ("n", "h", "w", "d")
 
 
 def free_name(d: int) -> str:
-    """Return the name of dimension number `d` in a layout's canonical text, without the `_` added if an axis has it."""
+    """Return the name of dimension `d` in canonical layout text: "n", "h", "w", "d" for 0 to 3, then "n4", "n5", ...
+
+    If a mesh axis has this name, `unparse` appends `_`.
+    """
     return NAMES[d] if d < len(NAMES) else f"n{d}"
 
 

@@ -38,7 +38,7 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """Make a Field: `n` positions, and the stages of cuts for which the words in `stages` stand.
+    """Make the Field (range) of `n` positions divided by `stages`, each a list of words (cuts) in a layout's text.
 
     Raises NotationError if they cannot divide it.
     """

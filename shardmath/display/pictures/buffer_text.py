@@ -65,7 +65,7 @@ KEY = 'a-z parameters, #= others, . padding, | between ranks; "at" is where in t
 
 
 class BucketSpan(NamedTuple):
-    """Elements start..end-1 of a bucket, drawn as one: a parameter, `several` parameters, or padding (no name)."""
+    """A range of a bucket as a picture shows it: one parameter, `several` in one range, or padding (unnamed)."""
 
     start: int
     end: int

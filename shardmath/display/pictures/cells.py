@@ -253,7 +253,10 @@ def idle_ranks(layout: Layout) -> list[int]:
 
 
 def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
-    """The first ranges of local positions of `runs`, and for each a text: its global range, or "" if it is a hole."""
+    """Two lists: ranges of local positions of `runs`, and for each a text, its global range, or "" if it is a hole.
+
+    Of many ranges, only the first are listed.
+    """
     pieces = []
     texts = []
     end = 0

@@ -64,7 +64,7 @@ class Span(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """A vote's `name`, and the time `at_s`, in seconds, at which one rank had the votes of all other ranks."""
+    """The `name` of a vote (on a move), and the time, `at_s` seconds, when one rank had all other ranks' answers."""
 
     name: str
     at_s: float
@@ -72,7 +72,7 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The clock of a measured rank: when its trace began, in nanoseconds since 1970, and its votes.
+    """The clock of a measured rank: when its trace began, in ns since 1970, and the `votes` that align clocks.
 
     Ranks of one `machine` share a clock.
     """
@@ -136,7 +136,7 @@ def name_step(step: Step) -> str:
 
 
 def describe_message(message: Message) -> dict[str, object]:
-    """Details of `message` to show with its span, such as its bytes."""
+    """The details of `message` to show with its span, a dict: "bytes", "pieces" (how many), "leg" (hop) and "round"."""
     return {
         "bytes": message.payload,
         "pieces": len(message.pieces),

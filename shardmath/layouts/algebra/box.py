@@ -62,7 +62,10 @@ def from_slices(index: Sequence[slice]) -> Box:
 
 
 def row_size(dims: Sequence[int]) -> int:
-    """Return how many elements share an index of the first dimension longer than 1, in a tensor of shape `dims`."""
+    """Return the product of the dimensions in `dims` after the first one longer than 1; 1 if there is none.
+
+    This is the number of elements at each index of that dimension.
+    """
     for d, n in enumerate(dims):
         if n > 1:
             return math.prod(dims[d + 1 :])

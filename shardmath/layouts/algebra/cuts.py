@@ -123,7 +123,10 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class FixedBlock:
-    """A cut into blocks of `size` positions; the last may be short, and blocks beyond the piece's end are empty."""
+    """A cut into consecutive blocks of `size` positions, the last of which may be short.
+
+    A part with a number beyond the last block is empty.
+    """
 
     size: int
 
@@ -194,7 +197,10 @@ def _split(by: Splits, length: int, parts: int) -> tuple[Runs, ...]:
 
 
 class OverlapError(PlacementError):
-    """Error for two parts of a custom placement that hold the same position; `word` writes it with other part names."""
+    """Error for two parts of a custom placement that hold the same position.
+
+    `word` returns the message with other names for the parts.
+    """
 
     def __init__(self, by: Splits, call: str, parts: tuple[int, int], position: int) -> None:
         """`call` is the call of `by.split`, as text."""

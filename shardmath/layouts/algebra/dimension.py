@@ -38,7 +38,7 @@ __all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A range of `size` stored positions of a dimension, and the `stages` of cuts that divide it among ranks.
+    """A range of `size` stored positions, and the `stages` (cuts, one after another) that divide it among ranks.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -66,7 +66,7 @@ class Field:
 
 
 def divided(size: int, stages: Iterable[Stage]) -> Field:
-    """Return a Field: `size` positions, with the `stages` of cuts that divide them among ranks in canonical form.
+    """Return the Field of `size` positions that `stages` (cuts, one after another) divide, in canonical form.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -76,7 +76,7 @@ def divided(size: int, stages: Iterable[Stage]) -> Field:
 
 
 def lengths_at(f: Field, stage: int) -> set[int]:
-    """Return the set of lengths that ranks' parts of `f` have before stage number `stage` of cuts divides them."""
+    """Return the set of lengths of ranks' parts of `f` after its first `stage` stages (cuts, one after another)."""
     return {len(runs) for runs in _field_cells(f.size, f.stages[:stage])}
 
 

@@ -31,7 +31,7 @@ GRID = 1 << 24
 
 
 def find_gap(shape: tuple[int, ...], products: tuple[Product, ...]) -> tuple[int, ...] | None:
-    """Return the first index, row-major, in `shape` that none of `products` (of ranges per dimension) has, or None.
+    """Return the first index, row-major, in `shape` that none of `products` (ranges per dimension) contains; or None.
 
     No dimension is empty. A grid of all cells is one product of matrices; if it would be too large,
     the first dimension is taken border by border.

@@ -169,7 +169,7 @@ class Mesh:
         return coords
 
     def coordinate(self, names: Iterable[str]) -> NDArray[np.int64]:
-        """Return an int64 array: each rank's coordinate on the axes `names`, flattened to one axis, first slowest."""
+        """Return an int64 array: each rank's coordinate on the axes `names` merged into one, the first slowest."""
         out = np.zeros(self.size, np.int64)
         for name in _read_names(names):
             n = self.axis_size(name)

@@ -62,7 +62,10 @@ class Overlay:
 
 @memo()
 def overlay_dimensions(source: Dimension, target: Dimension) -> Overlay:
-    """Find the positions that the parts of two ways to divide one dimension share, as an Overlay."""
+    """Find the positions that each part of `source` shares with each part of `target`, as an Overlay.
+
+    Both divide the same dimension.
+    """
     return overlay(partition(source), partition(target))
 
 

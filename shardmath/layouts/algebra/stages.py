@@ -175,7 +175,10 @@ def _piece_runs(start: int, n: int) -> Runs:
 
 
 def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """Return what `stage_runs` returns, computed piece by piece: slower, but also for custom cuts."""
+    """Return the positions of 0..length-1 that the rank at `coords` keeps after the cuts of `stage`, as Runs.
+
+    The result is as by `stage_runs`, but found piece by piece: slower, and also for custom cuts.
+    """
     pieces = [identity(length)]
     for digit in stage:
         kept = None
@@ -227,7 +230,7 @@ def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
 
 
 def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """Return simpler `stages` of cuts that make the same parts: leave out cuts without effect, and merge stages."""
+    """Simplify `stages` (sequences of cuts) without changing the parts: drop useless cuts, and merge stages."""
     out: list[Stage] = []
     for given in stages:
         stage = _canonical_stage(given)

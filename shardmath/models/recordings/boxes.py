@@ -26,7 +26,10 @@ MOST_BOXES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """A series of `number` elements, `step` apart in stored dimension `dim` and `stride` in logical dimension `of`."""
+    """Elements at equal distances: `step` along a stored tensor's dimension `dim`, `stride` along a logical one's `of`.
+
+    There are `number` of them.
+    """
 
     number: int
     dim: int
@@ -36,7 +39,7 @@ class Atom(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A regular set of elements: the first one's index in the stored and logical tensor, and its repeats (`atoms`)."""
+    """A grid of elements: where its first one is in the stored and in the logical tensor, and its axes (`atoms`)."""
 
     cell: _Numbers
     element: _Numbers
@@ -44,9 +47,10 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """Split `piece` into Boxes of elements, for a stored tensor of shape `cells` and a logical one of `elements`.
+    """Split `piece` into Boxes (grids) with axes along dimensions of both the stored and the logical tensor.
 
-    Raises StoreError if the piece needs more than 65536 boxes.
+    The stored tensor has shape `cells`, the logical one `elements`. Raises StoreError if the piece needs more than
+    65536 boxes.
     """
     stored = tuple(cells)
     logical = tuple(elements)

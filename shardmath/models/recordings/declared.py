@@ -32,7 +32,7 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 def record_declared(bound: KnownSide, shapes: Shapes, rank: int) -> Recorded:
-    """The recording of `rank` (the logical element in each stored cell), computed from `bound`, not from a loader.
+    """The Recorded of `rank` (the logical element in each stored position), computed from `bound` without a loader.
 
     A stored tensor has the dtype of the first logical tensor in it.
     """

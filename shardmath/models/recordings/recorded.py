@@ -43,7 +43,10 @@ LARGE = 1 << 24
 
 
 class Native(NamedTuple):
-    """A tensor as a rank stores it, the elements of logical tensors in it (`pieces`), and how they were recorded."""
+    """A tensor that a rank stores: its name, shape and dtype, and the elements of logical tensors in it (`pieces`).
+
+    `way` says how these were found: "views", "numbers" or "rows".
+    """
 
     name: str
     shape: _Shape
@@ -60,12 +63,12 @@ class Native(NamedTuple):
 
     @property
     def unwritten(self) -> int:
-        """The number of positions in the stored tensor that no piece fills."""
+        """The number of positions in the stored tensor that hold no recorded element of a logical tensor."""
         return math.prod(self.shape) - self.written
 
     @property
     def written(self) -> int:
-        """The number of positions in the stored tensor that pieces fill."""
+        """The number of positions in the stored tensor that hold a recorded element of a logical tensor."""
         return sum(piece.size for piece in self.pieces)
 
 
@@ -113,7 +116,7 @@ class Recorded:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """The number of positions that no piece fills, by the stored tensor's name; tensors without any are omitted."""
+        """A dict from stored tensor's name to its number of positions without a logical element, if it has any."""
         return {native.label: native.unwritten for native in self.natives if native.unwritten}
 
     @property

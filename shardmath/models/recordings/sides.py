@@ -66,9 +66,9 @@ class RecordedSide:
                 raise StoreError(f"{what}; pass the result of smt.record on that rank")
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> BoundRecorded:
-        """Find where the side's ranks store each of `tensors`; tensors that match a glob in `unused` may be missing.
+        """Find each of `tensors` in the storage of the ranks; return their layouts and locations as a BoundRecorded.
 
-        Raises StoreError with everything that does not fit.
+        Tensors that match a glob in `unused` may be missing. Raises StoreError with everything that does not fit.
         """
         held = self._bind_ranks(tensors)
         faults = []
@@ -112,7 +112,7 @@ class _RankHoldings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BoundRecorded:
-    """A recorded side with the tensors that were looked up in it: the layout of each, and where ranks store it."""
+    """The tensors that `bind` found in a RecordedSide: the layout of each, by name, and where each rank stores it."""
 
     side: RecordedSide
     layouts: Mapping[str, Layout]
@@ -124,7 +124,7 @@ class BoundRecorded:
         return self.held.keys()
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The Slot in which `rank` stores its part of each logical tensor that it holds, by the tensor's name."""
+        """A dict from each logical tensor's name to the Slot (stored tensor, slices) where `rank` stores its part."""
         return {name: part.slot for name, part in self._holdings(rank).parts.items()}
 
     def natives(self, rank: int) -> dict[_Key, _Shape]:
@@ -142,13 +142,13 @@ class BoundRecorded:
         )
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, _Shape]]:
-        """Yield (logical name, Slot, shape of the stored tensor) for each tensor of which `rank` holds a part."""
+        """Yield (logical name, Slot (location), stored tensor's shape) for each tensor with a part on `rank`."""
         held = self._holdings(rank)
         for name, part in held.parts.items():
             yield name, part.slot, held.shapes[part.slot.chunk, part.slot.native]
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """A tensor in `names` of which a rank stores a function (such as neg_exp), with its Slot; or None."""
+        """The name and Slot (location) of a tensor in `names` stored as a function of it, such as neg_exp; or None."""
         # Replicas share their holdings, which are looked at once.
         distinct = {id(held): held for held in self.held.values()}
         for held in distinct.values():
@@ -206,7 +206,10 @@ class _ViewFinder:
         self._views_by_key: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
-        """The part of `name` on a rank, as a view of a stored tensor. Raises StoreError if it is not one view."""
+        """The view of a stored tensor, the only one in `holders`, that gives the rank's elements of the tensor `name`.
+
+        Raises StoreError if there are several, or if it is not one view.
+        """
         first, *others = holders
         stored = first.native
         if others:
@@ -274,7 +277,7 @@ class _LayoutFinder:
         self._layouts_by_key: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Add the layout of the tensor `name` to `layouts`, an error to `faults`, or an unstored name to `missing`."""
+        """Add the tensor's layout to `layouts` or an error to `faults`, or `name` to `missing` if no rank stores it."""
         parts = {}
         for rank, on_rank in self.held.items():
             if name in on_rank.parts:

@@ -28,7 +28,7 @@ __all__ = ["copy_bound"]
 
 
 def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
-    """Return the Bound of the side `stored`, made from `bound` by renumbering ranks; None if more than ranks differ."""
+    """Return `bound` with ranks renumbered, as the Bound of `stored`; None if the two differ in more than ranks."""
     ranks = _match_ranks(bound.stored.meshes, stored.meshes)
     if ranks is None or dataclasses.replace(bound.stored, meshes=stored.meshes) != stored:
         return None
@@ -60,7 +60,7 @@ class _Renamer:
         self.meshes: dict[tuple[Mesh, ...], tuple[Mesh, ...]] = {}
 
     def rename(self, held: Held) -> Held:
-        """Return the stored tensors of a row, `held`, with their ranks renumbered."""
+        """Return a copy of `held` (the stored tensors that one row of text declares) with its ranks renumbered."""
         blocks = map(self._rename_block, held.blocks)
         return dataclasses.replace(held, blocks=tuple(blocks))
 

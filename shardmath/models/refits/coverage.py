@@ -33,7 +33,10 @@ def show_native(native: Native) -> str:
 
 
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
-    """Error texts for tensors that `has` lacks, `stored` lacks and no glob in `own` matches, or whose shapes differ."""
+    """Return an error text for each tensor that only one of `stored` and `has` contains, or whose two shapes differ.
+
+    A tensor that only `has` contains is left out if its name matches a glob in `own`.
+    """
     faults = []
     for native, shape in stored.items():
         if native not in has:

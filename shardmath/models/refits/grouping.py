@@ -41,7 +41,7 @@ def _find_layer(name: str) -> tuple[str, int] | None:
 
 
 def join_modules(groups: Sequence[Sequence[str]], engines: Iterable[KnownSide]) -> list[list[str]]:
-    """Merge `groups` of tensor names if tensors of both lie in one module on a rank of an engine; return all groups."""
+    """Merge `groups` of tensor names that have tensors in the same module on a rank of an engine; return all groups."""
     group_of = {name: i for i, group in enumerate(groups) for name in group}
     # Union-find: each group points to an earlier one that it is joined with, or to itself.
     parents = list(range(len(groups)))

@@ -25,9 +25,10 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """The trainer's layouts of the tensors that engines need, and the engines' layouts of all their tensors, by name.
+    """Two dicts by name: the trainer's layouts of tensors that engines need, the engines' layouts of all their tensors.
 
-    Raises PlanError if an engine stores only a part of a tensor.
+    The second has one layout per tensor for one engine, else a tuple of layouts (windows). Raises PlanError if an
+    engine stores only a part of a tensor.
     """
     for engine, side in engines.items():
         _check_whole(engine, side)

@@ -59,7 +59,7 @@ class PlainSide:
         return PlainSide(held)
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The Slot in which `rank` stores its part of each tensor, by name: always a whole stored tensor."""
+        """A dict from each tensor's name to the Slot (stored tensor, slices) of its part on `rank`: a whole tensor."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -67,7 +67,7 @@ class PlainSide:
         return {(0, name): shape for name, _, shape in self.visit(rank)}
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
-        """Yield (name, Slot, shape) for each tensor of which `rank` holds a part."""
+        """Yield (name, Slot (location), shape of the stored tensor) for each tensor of which `rank` holds a part."""
         for name, layout in self.layouts.items():
             if rank in layout.mesh:
                 shape = layout.local_shape(rank)
@@ -80,7 +80,7 @@ class PlainSide:
         """Return None: a plain side stores each of the tensors `names` as it is, never a function of its values."""
 
     def row_of(self, native: tuple[int, str], rank: int) -> str:
-        """The layout of the tensor `native`, written as a row. Raises StoreError if `rank` does not store it."""
+        """A text, `name = name : layout`, that says how `rank` stores `native`. Raises StoreError if it does not."""
         _, name = native
         if name not in self.layouts or rank not in self.layouts[name].mesh:
             stored = [other for other, layout in self.layouts.items() if rank in layout.mesh]

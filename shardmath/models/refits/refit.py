@@ -90,9 +90,10 @@ class Refit:
         return windows_of(self.transforms.held_dst[name], name, PlanError)
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
-        """The Slot in which `rank` of `engine` (None: trainer) stores each tensor that moves, by local name, as w[1].
+        """A dict from local tensor's name to the Slot (stored tensor, slices) where `rank` of `engine` stores it.
 
-        The names are the plan's. Raises PlanError for an unknown engine.
+        It has the tensors that move, by the plan's names, such as w[1]. Without `engine`, `rank` is the trainer's.
+        Raises PlanError for an unknown engine.
         """
         if engine is None:
             moved = set(self.moved)
@@ -176,7 +177,7 @@ class Refit:
             raise StoreError("\n".join([f"rank {rank}:", *faults]))
 
     def explain(self, native: str, rank: int, engine: str | None = None) -> str:
-        """A text about the stored tensor `native` of `rank`: its row, and the position of each logical tensor in it.
+        """A text about the stored tensor `native` of `rank`: its row (declaration), and where it has logical tensors.
 
         Raises StoreError for a tensor that the rank does not store.
         """

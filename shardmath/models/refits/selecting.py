@@ -38,7 +38,7 @@ class Selected:
         return self.side.ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The Slot in which `rank` stores its part of each selected tensor that it holds, by the tensor's name."""
+        """A dict from each selected tensor's name to the Slot (stored tensor, slices) where `rank` stores its part."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -46,15 +46,15 @@ class Selected:
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """The row or text on how `rank` stores the tensor `native`, for messages. Raises StoreError if it does not."""
+        """The Row (declaration), or a text, that says how `rank` stores `native`. Raises StoreError if it does not."""
         return self.side.row_of(native, rank)
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
-        """Yield (logical name, Slot, shape of the stored tensor) for each selected tensor that `rank` has a part of."""
+        """Yield (logical name, Slot (location), stored tensor's shape) for each selected tensor on `rank`."""
         for name, slot, shape in self.side.visit(rank):
             if name in self.names:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """A selected tensor in `names` of which a rank stores a function (such as neg_exp), with its Slot; or None."""
+        """Name and Slot (location) of a selected tensor in `names` stored as a function, such as neg_exp; or None."""
         return self.side.find_computed(self.names.intersection(names))

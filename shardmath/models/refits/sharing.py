@@ -33,7 +33,10 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """Make one window (Layout) for engines that store equally; return windows per tensor, window number per engine."""
+    """Join layouts of engines that store equally; return each tensor's joined layouts, and each engine's index in them.
+
+    `held` has, for each engine, the layouts of the tensors, in the same order.
+    """
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:

@@ -36,7 +36,7 @@ __all__ = ["check_places", "check_scales", "explain_cut"]
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
-    """The error message for a side that cuts a tensor inside a block that has one scale; None if it does not.
+    """The error message if `side` (a trainer or engine) cuts a tensor inside a block of values with one scale, or None.
 
     A side that has other faults, or is not declared in rows, gives None too.
     """
@@ -87,7 +87,7 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if a tensor's start in its stored tensor does not match its scales' start, counted in blocks."""
+    """Raise StoreError if a tensor's start in its stored (fused) tensor is not its scales' start times block size."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

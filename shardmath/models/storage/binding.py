@@ -47,7 +47,7 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The stored tensors that one storage row describes, with `weight` or `bias` (`star`) in place of its `*`."""
+    """The stored tensors that one row (line of text) declares, with `star`, "weight" or "bias", in place of its `*`."""
 
     row: Row
     star: str
@@ -63,7 +63,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A trainer or engine with its rows matched to tensors by `bind`: the layout of each, and where ranks store it."""
+    """A trainer or engine with its rows (declarations) matched to tensors: their layouts, and where ranks have them."""
 
     stored: Stored
     layouts: Mapping[str, Layout]
@@ -75,7 +75,7 @@ class Bound:
         return self.stored.meshes[0].ranks
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """The Slot in which `rank` stores its part of each logical tensor that it holds, by the tensor's name."""
+        """A dict from each logical tensor's name to the Slot (stored tensor, slices) where `rank` stores its part."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], _Shape]:
@@ -83,7 +83,7 @@ class Bound:
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> Row:
-        """The row that says how `rank` stores the tensor `native`. Raises StoreError if `rank` does not store it."""
+        """The Row (declaration) of how `rank` stores the tensor `native`. Raises StoreError if it does not."""
         for held in self.held:
             for _, slot, _ in self.visit(rank, (held,)):
                 if (slot.chunk, slot.native) == native:
@@ -93,7 +93,7 @@ class Bound:
         )
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """A tensor in `names` of which a rank stores a function (such as neg_exp), with its Slot; or None."""
+        """The name and Slot (location) of a tensor in `names` stored as a function of it, such as neg_exp; or None."""
         for held in self.held:
             # Few rows have functions, and only those are looked at rank by rank.
             if not held.row.function or held.names.isdisjoint(names):
@@ -107,7 +107,10 @@ class Bound:
     def visit(
         self, rank: int, rows: Sequence[Held] | None = None
     ) -> Iterator[tuple[str, Slot, _Shape]]:
-        """Yield (logical name, Slot, shape of the stored tensor) for each tensor of `rank` in `rows` (default: all)."""
+        """Yield (logical name, Slot (location), stored tensor's shape) for each tensor with a part on `rank`.
+
+        If `rows` are given, only tensors in these rows count.
+        """
         # An axis in several meshes of a side gives a rank the same coordinate in all of them.
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:
@@ -150,9 +153,9 @@ def _list_slots(
 
 
 def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = ()) -> Bound:
-    """Return the side `stored` with `tensors` matched to its rows; tensors that match a glob in `unused` need no row.
+    """Match the rows (declarations) of `stored`, a trainer or engine, to `tensors`; return the result as a Bound.
 
-    Raises StoreError with everything that does not fit.
+    Tensors that match a glob in `unused` need no row. Raises StoreError with everything that does not fit.
     """
     vocabulary = tensors if isinstance(tensors, Vocabulary) else Vocabulary(tensors)
     return _Binder(stored, vocabulary, unused).bind()
@@ -169,7 +172,10 @@ class _Binder:
         self.layouts: dict[str, Layout] = {}
 
     def bind(self) -> Bound:
-        """Match all rows to tensors; return the Bound. Raises StoreError, which lists everything that does not fit."""
+        """Match each row (storage declaration) to the tensors that it stores; return the result as a Bound.
+
+        Raises StoreError, which lists everything that does not fit.
+        """
         held: list[Held] = []
         faults: list[str] = []
         for row in self._list_rows():

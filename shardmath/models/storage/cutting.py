@@ -30,7 +30,7 @@ FEW = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The meaning of words in a storage row: sizes of mesh axes, values of named numbers, component lengths (q, k, v).
+    """The values of words in a storage row (a text): sizes of mesh axes, numbers, and lengths of components (q, k, v).
 
     With `exact`, axes and numbers must divide what they cut; otherwise parts are ceil-chunks, as in torch.chunk.
     """
@@ -80,9 +80,10 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """The positions of `group` that a rank at `coords` stores, as Runs; its components are counted one after the other.
+    """The positions of the dimension `group` that ranks at the mesh coordinates `coords` store, as Runs.
 
-    Raises LayoutError for unknown words, and if an axis or a number does not divide what it cuts.
+    Positions count the components (q, k, v), one after the other. Raises LayoutError for unknown words, and if an axis
+    or a number does not divide what it cuts.
     """
     return _GroupLayer(frame, coords).lay(group)
 
@@ -105,7 +106,10 @@ class _GroupLayer:
         self.before: list[_Piece] | None = None  # the pieces of the stages laid so far
 
     def lay(self, group: GroupedDim) -> Runs:
-        """The positions of the dimension `group` that a rank stores, as Runs: each stage cuts what the last left."""
+        """The positions of the dimension `group` that ranks at these mesh coordinates store, as Runs.
+
+        Each stage cuts what the last left.
+        """
         for stage in group.stages:
             self.before = self._lay_terms(stage, ())
         pieces = self.before or []

@@ -72,7 +72,7 @@ def gather(
 
 
 def view_of(native: NDArray[Any], slot: Slot) -> NDArray[Any]:
-    """The part of the stored tensor `native` at `slot`, as a view with its dimensions in the logical tensor's order."""
+    """The part of the stored tensor `native` that `slot` selects, as a view with dimensions in logical order."""
     # With the dots the result is a view even if the cut has only integers.
     view = native[(*slot.cut, ...)]
     if slot.order == tuple(range(view.ndim)):

@@ -75,7 +75,7 @@ class _StoredDim:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """The layout of one stored tensor: `stored` describes its dimensions, `dims` the dimensions of its components."""
+    """A stored tensor's layout: its dimensions (`stored`), and each component's (q of qkv) dimensions (`dims`)."""
 
     order: tuple[int, ...]
     stored: tuple[Stack | _StoredDim, ...]
@@ -137,9 +137,10 @@ def stack_names(row: Row) -> dict[int, str]:
 
 
 def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None = None) -> Laid:
-    """The layout of the stored tensor of `row`, with components of `shapes`; `stack` describes stacked tensors.
+    """The layout of the stored tensor that `row` (a text) declares, with components, such as q of qkv, of `shapes`.
 
-    Raises StoreError if the words do not fit the shapes, LayoutError if a size does not divide.
+    `stack` describes stacked tensors. Raises StoreError if the words do not fit the shapes, LayoutError if a size does
+    not divide.
     """
     ndim = _count_dims(shapes)
     order = order_of(row.transpose, ndim)
