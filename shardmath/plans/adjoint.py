@@ -56,12 +56,15 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Turns transfers of a plan into transfers of its adjoint: swaps their ends, sets their operations and addends."""
+    """Turns a plan's transfers into its adjoint's: swaps source and destination, and sets how values are combined."""
 
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return (operation, addend number) of the adjoint's transfers from `rank`'s tensor with local name `local`."""
+        """Return (operation, addend) for transfers of the adjoint: "copy" or "sum", and the number of a partial value.
+
+        They leave the tensor with local name `local` at `rank`, where the plan's transfers arrive.
+        """
         op, addends = self.entries[local]
         return op, addends[rank]
 

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def measure_lines(demands: Demands) -> Ints:
-    """Return the bytes to be sent of each line of `demands` (a line: bytes with equal holders), once per receiver."""
+    """Return, for each line (bytes with equal holders), how many bytes are sent to all its receivers together."""
     return demands.blocks.sums(demands.nbytes * demands.count)
 
 
@@ -74,7 +74,10 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide line i (`length[i]` bytes) among its holders, at cuts[first[i]:first[i+1]]; return (first, cuts)."""
+    """Divide each line (bytes with equal holders) among its holders; return where, in bytes, as arrays (first, cuts).
+
+    Line i has `length[i]` bytes and is cut at cuts[first[i]:first[i+1]], which include 0 and `length[i]`.
+    """
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
     most = max(map(len, held), default=1)
@@ -184,7 +187,7 @@ class Grid:
     rows: Ints
 
     def snapped(self, block: Ints, at: Ints) -> Ints:
-        """Return, for each i, the last byte, not after `at[i]`, at which the bytes of block `block[i]` may be cut."""
+        """Return, for each i, the last byte up to `at[i]` where block `block[i]` (with equal receivers) may be cut."""
         row, inside = self._find_rows(block, at)
         begin = at - inside
         snapped = begin + self._snap_in_box(row, inside)
@@ -206,9 +209,9 @@ class Grid:
         return row, inside % self.demands.each[row]
 
     def describe(self, first: int, end: int) -> tuple[bytes, ...]:
-        """Return a key of everything that decides where the contents of blocks first..end-1 may be cut.
+        """Return a dict key for blocks first..end-1 (bytes with equal receivers), equal only if they are cut equally.
 
-        Blocks with equal keys are cut in the same way, whatever their tensors and ranks are.
+        The cuts are equal whatever the tensors and ranks of the blocks are.
         """
         demands = self.demands
         begin, stop = demands.row_first[[first, end]].tolist()
@@ -240,7 +243,7 @@ class Grid:
 
 @memo(8)
 def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
-    """Make the Grid of all blocks of `demands`, which finds the bytes at which messages may be cut."""
+    """Make the Grid that finds where messages may be cut, for all blocks (bytes with equal receivers) of `demands`."""
     blocks = Offsets.of_counts(demands.nbytes)
     base = blocks.first
     begin = demands.rows.spread(base[:-1])

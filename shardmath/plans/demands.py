@@ -67,12 +67,18 @@ class Demands:
 
     @property
     def blocks(self) -> Offsets:
-        """The range of blocks (bytes needed by one set of ranks) in each line (bytes held by one set), as Offsets."""
+        """A range of block numbers per line (bytes with equal holders), as Offsets; blocks also have equal receivers.
+
+        Line i has the blocks first[i]..first[i+1]-1.
+        """
         return Offsets(self.first)
 
     @property
     def rows(self) -> Offsets:
-        """The range of rows (bytes of like tensors) in each block (bytes needed by one set of ranks), as Offsets."""
+        """A range of row numbers per block (bytes with equal receivers), as Offsets; a row is bytes of like tensors.
+
+        Block i has the rows row_first[i]..row_first[i+1]-1.
+        """
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
@@ -116,7 +122,7 @@ class _Requests(NamedTuple):
 
 
 def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
-    """Collect the bytes that all `batches` of tensors send, not yet divided among the ranks that hold them."""
+    """Return, as Demands, the bytes that all `batches` of tensors send, not yet divided among their holders."""
     sets = Sets()
     requests = _stack(_list_requests(batches, sets))
     if topology is not None:

@@ -135,9 +135,9 @@ def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
 
 
 def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
-    """Return the Windows (layouts that together hold a tensor) by name, as in `names`; equal Windows are one object.
+    """Return the Windows (layouts that together hold a tensor) of each of `names`, by name, in the order of `names`.
 
-    Raises PlanError if a value is not windows, or if a window has the name of a tensor.
+    Equal Windows are one object. Raises PlanError if a value is not windows, or if a window has the name of a tensor.
     """
     out = read_windows(side, PlanError, names)
     most = max(map(len, out.values()), default=0)
@@ -322,7 +322,10 @@ def _join_alike(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """Make a Batch (tensors with one template) per group and pair (source window, destination window) that may meet."""
+    """Make one Batch (tensors that move equally) per group and pair of source and destination layouts that may overlap.
+
+    A destination layout that overlaps no source layout is paired with the first one.
+    """
     batches = []
     # Templates without Partial axes, which are found faster by the ids of their forms.
     known: dict[Identities, Template] = {}

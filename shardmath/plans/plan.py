@@ -277,7 +277,7 @@ def digest_without(whole: str, left: Ranks) -> str:
 
 
 def list_ranks(sides: Iterable[Windows]) -> tuple[int, ...]:
-    """Return the ranks in the meshes of all windows, ascending."""
+    """Return the ranks in the meshes of all layouts in `sides`, ascending, each once."""
     layouts = itertools.chain.from_iterable(sides)
     meshes = {layout.mesh for layout in layouts}
     ranks = {rank for mesh in meshes for rank in mesh.ranks}

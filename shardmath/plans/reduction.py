@@ -59,7 +59,10 @@ class Reduction:
     fill: complex | None = None
 
     def op_of(self, addend: int) -> str:
-        """Return the operation that puts addend number `addend` into the result: "copy" for the first if no fill."""
+        """Return the operation that puts partial value number `addend` into the result: "copy" or a fold such as "sum".
+
+        The first addend is copied unless the result starts at `fill`; without other addends it always is.
+        """
         if self.op is None or self.addends == 1:
             return "copy"
         if addend == 0 and self.fill is None:
@@ -181,7 +184,7 @@ def check_arithmetic(op: str, dtype: str) -> None:
 
 
 def identity_of(op: str, dtype: str) -> complex:
-    """Return the value from which a reduction by `op` starts; "max" and "min" have no such value."""
+    """Return the value from which a reduction by `op` starts, such as 0 for "sum"; `op` is not "max" or "min"."""
     identity = OPERATIONS[op].identity
     assert identity is not None, f"{op} starts from its first addend"
     return identity(dtype)

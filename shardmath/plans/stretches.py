@@ -43,17 +43,20 @@ class Stretch(NamedTuple):
 
 
 def block_at(demands: Demands, line: int, at: int) -> int:
-    """Return the number of the block (bytes with equal receivers) at byte `at` of `line`; the last one at its end."""
+    """Return the number of the block (bytes with equal receivers) that has byte `at` of `line`.
+
+    It is the last block if `at` is the end of the line.
+    """
     return _last_not_after(demands.start, demands.first[line], demands.first[line + 1], at)
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """Return the number of the row (bytes of like tensors) that has byte `at` of what one receiver gets of `block`."""
+    """Return the number of the row (bytes of like tensors) at byte `at` of the bytes that a rank gets of `block`."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 
 def find_lines(demands: Demands, blocks: Ints) -> Ints:
-    """Return the number of each block's line; a line is bytes with equal holders, its blocks have equal receivers."""
+    """Return, for each of `blocks` (bytes with equal receivers), the number of its line (bytes with equal holders)."""
     lines: Ints = demands.first.searchsorted(blocks, "right") - 1
     return lines
 

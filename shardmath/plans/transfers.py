@@ -235,7 +235,7 @@ Columns: TypeAlias = tuple[int, ...]
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """Return as boxes elements lo..hi-1 of `unit` (moved together), from mesh position `sender` to position `receiver`.
+    """List the boxes of elements lo..hi-1 of `unit` (moved together) from mesh position `sender` to `receiver`.
 
     lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is
     a position of the destination too, and sends what it has received.

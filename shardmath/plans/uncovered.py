@@ -105,7 +105,7 @@ def _union(dimension: Dimension) -> tuple[Ints, Ints]:
 
 
 def find_meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int, int]]:
-    """List the pairs (i, j) for which the bounding boxes of `src[i]` and `dst[j]` overlap; (0, j) if none do for j."""
+    """List pairs (i, j) such that the bounding boxes of `src[i]` and `dst[j]` overlap, and (0, j) for each other j."""
     if len(src) == len(dst) == 1:
         return [(0, 0)]
     meet = _hulls_meet(src, dst)

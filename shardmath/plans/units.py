@@ -49,7 +49,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """Return, for each unit (elements that move together), the row length of its box; 0: never cut, -1: several boxes.
+    """Return, per unit (elements that move together), the elements in a row of its box; 0 if uncut, -1 if many boxes.
 
     It is 0 if the box is never cut, and -1 if the unit has several boxes.
     """
@@ -132,9 +132,9 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return the boxes of a unit (elements that move together): rows in the overlays, shapes, and ends in elements.
+    """Return lists with an item per box of `unit` (elements moved together): its place, shape and end in elements.
 
-    Boxes are row-major.
+    A place is one row of each dimension's overlay, by number. Boxes are row-major.
     """
     rows = []
     sizes = []

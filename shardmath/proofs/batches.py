@@ -29,7 +29,7 @@ __all__ = ["check_batches"]
 
 
 def check_batches(plan: Plan) -> list[list[Batch]]:
-    """Check that the plan's batches (tensors with one template) do what layouts ask for; return them grouped by tensor.
+    """Check the batches (tensors that move equally) of `plan` against its layouts; return a list per group of tensors.
 
     Raises PlanError unless they move what the layouts ask for.
     """

@@ -130,7 +130,7 @@ def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
 
 
 def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
-    """Check that changing a bit at one rank raises if others hold the element, and otherwise changes the digest."""
+    """Check that a flipped bit at one rank makes the digest raise if others hold the element, and else changes it."""
     held = distribute(layout, [_draw_bits(layout.shape)])
     before = digest_of(layout, held)
     rank = data.draw(st.sampled_from(layout.mesh.ranks))

@@ -78,7 +78,7 @@ def runs_are_canonical(runs: Runs) -> None:
 
 
 def fast_is_definition(layout: Layout) -> None:
-    """Check that the fast formula for a stage (part between bars) of a dimension gives the Runs of cutting by piece."""
+    """Check that `stage_runs`, a fast formula, gives the same Runs as cutting a dimension piece by piece."""
     fields = [f for dim in layout.dims for f in dim.fields]
     for rank in layout.mesh.ranks:
         coords = layout.mesh.coords(rank)

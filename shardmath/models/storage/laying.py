@@ -51,7 +51,7 @@ class Stack:
     held: Mapping[_Point, Runs]
 
     def at(self, coords: Coords) -> Runs:
-        """Return, as Runs, the numbers in the stack of the tensors that ranks at mesh coordinates `coords` hold."""
+        """Return the numbers of the stack's tensors that ranks at mesh coordinates `coords` hold, as Runs (ranges)."""
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
     def list_holders(self) -> list[tuple[_Point, ...]]:
@@ -94,7 +94,11 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """Return, for each of `numbers` in a stack, the slices of `component` (such as q) in the tensor at `coords`."""
+        """List the slices of `component` (such as q) in the stored tensor, one tuple per position in `numbers`.
+
+        `coords` are the mesh coordinates of ranks that store the tensor. If it is a stack, a tuple has the position
+        in the stack instead of a slice.
+        """
         spans = []
         stack_dim = None
         for dim, stored in enumerate(self.stored):
@@ -191,7 +195,7 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """Return (words, index) for each stored dimension: how `row` writes it, and the index that it stacks, or None."""
+    """List a pair per stored dimension: how `row` writes it, and the index (such as e) stacked along it or None."""
     if row.dims is None:
         return [("...", None)] * ndim
     stacks = stack_names(row)

@@ -52,7 +52,7 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List the stored names of the tensors that have the numbers `local` in a rank's part of a stack, in order."""
+        """List the name under which a rank stores tensor number `local[i]` of its stack, for each i in order."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -115,7 +115,7 @@ class Owners:
         return stacked[0] if stacked else None
 
     def place_stacked(self) -> int | None:
-        """The position, among the row's indices, of the index whose tensors are stacked; None if there is none."""
+        """The place of the index whose tensors are stacked (such as {e}) among the logical name's indices; or None."""
         return None if self.stacked is None else self.indices.index(self.stacked)
 
     def _choose_mesh(self) -> Mesh:
@@ -336,9 +336,10 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """Return the OwnedTensor at index values `numbers`, and its layouts; `names[i]` has component i's, by number.
+        """Return the OwnedTensor with the index values `numbers`, and its layouts by component and stack number.
 
-        Raises StoreError if numbers of a stack are missing, or differ in shape or dtype.
+        `names[i]` are the logical names of component i, by stack number. Raises StoreError if numbers of a stack are
+        missing, or differ in shape or dtype.
         """
         ordered = tuple(
             self.vocabulary.order(by_number, self.owners.stacked) for by_number in names

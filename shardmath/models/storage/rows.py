@@ -115,7 +115,7 @@ class _Head:
 
 @memo(64)
 def parse(text: str) -> tuple[Row, ...]:
-    """Parse the text of a storage table into Rows, whose names include the prefixes from head lines.
+    """Parse a storage table into Rows, whose names include the prefixes in the [NATIVE = LOGICAL] line above them.
 
     Raises NotationError with a caret in the line.
     """

@@ -89,7 +89,7 @@ class KnownSide(Protocol):
         ...
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """Return how `rank` stores the tensor `native` (virtual stage, name): a Row, or what a loader's recording says.
+        """Return a Row, or a text, that says how `rank` stores the tensor `native`: (virtual stage, stored name).
 
         Raises StoreError if `rank` lacks it.
         """
@@ -100,16 +100,17 @@ class KnownSide(Protocol):
         ...
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """Return (name, Slot) of the first of `names` that is stored as a function of it, such as neg_exp; or None."""
+        """Return (name, Slot) of a tensor in `names` stored as a function of its values, such as neg_exp; or None."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a trainer or engine stores its tensors: rows of text, with the meshes, indices and numbers that rows name.
+    """How a trainer or engine stores its tensors: rows of a table, and meshes, indices (layers) and sizes for them.
 
-    With `exact`, axes must divide what they cut; otherwise parts are ceil-chunks. Raises StoreError for meshes over
-    different ranks, for no mesh, and for rows that are not parsed.
+    `indices` has the Spots of each index (such as a layer). With `exact`, axes must divide what they cut; otherwise
+    parts are ceil-chunks. Raises StoreError for meshes over different ranks, for no mesh, and for rows that are not
+    parsed.
     """
 
     rows: tuple[Row, ...]
@@ -167,7 +168,7 @@ class Stored:
         return read_digested(text, FORMAT, VERSION, _read)
 
     def extended(self, text: str, **numbers: int) -> Stored:
-        """The side with the rows in `text` before its own rows, and with these `numbers` added to its own."""
+        """A copy of this Stored, with the rows in `text` before its rows, and `numbers` added to its numbers."""
         all_rows = rows.parse(text) + self.rows
         all_numbers = {**self.numbers, **numbers}
         return Stored(all_rows, self.meshes, self.indices, all_numbers, self.exact)
@@ -295,7 +296,10 @@ def _read_shape(given: tuple[object, ...]) -> tuple[int, ...]:
 
 
 class Vocabulary:
-    """Logical tensors grouped by template (the name with {} for its numbers); several sides share the groups."""
+    """Logical tensors, with their shapes, grouped by template: the name with {} for each of its numbers.
+
+    Several sides (trainers or engines) share one Vocabulary, and so its groups.
+    """
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = _read_shapes(shapes)
@@ -308,7 +312,10 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The logical names that fit `template`, grouped as {other numbers: {number at position `stacked`: name}}."""
+        """The names that fit `template`, as {numbers in the name without the one at `stacked`: {that number: name}}.
+
+        `stacked` is a position among the numbers; if it is None, each name has a group with the number 0.
+        """
         # Both sides stack nearly all templates in the same way.
         key = template, stacked
         if key not in self._grouped:

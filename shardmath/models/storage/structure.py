@@ -38,7 +38,7 @@ Number: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word in a dimension of a storage row: a component, axis or number with marks, as in `tp/rep` or `n=vocab`."""
+    """A component (q), mesh axis (tp) or number in a dimension of a storage row, with its suffixes, as in `n=vocab`."""
 
     name: Number
     over: Number | None = None
@@ -56,7 +56,7 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A piece of a dimension in a storage row: words around a component, or words before a group of terms."""
+    """A summand of a dimension in a storage row: words such as `tp q`, or words before a group such as `tp (q + k)`."""
 
     words: tuple[Word, ...]
     group: tuple[Term, ...] = ()
@@ -70,7 +70,10 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class GroupedDim:
-    """A dimension that a storage row writes in parentheses; its stages (term sequences) cut it one after another."""
+    """A dimension that a storage row writes in parentheses: sums, separated by bars into stages, as in (q + k | tp n).
+
+    Each stage cuts what the stages before it make.
+    """
 
     stages: tuple[tuple[Term, ...], ...]
 

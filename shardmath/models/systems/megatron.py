@@ -76,7 +76,7 @@ def megatron(
     vocab_multiple: int = 128,
     unknown: str = "refuse",
 ) -> Stored:
-    """The storage of a model with this TransformerConfig on the `ranks` of a Megatron trainer.
+    """Return a Stored that says how the `ranks` of a Megatron trainer store a model with this TransformerConfig.
 
     `etp` is tp if not given, `vpp` the virtual stages of a rank, `spec` "te" or "local", `experts` "grouped",
     "sequential" or "legacy", by the configuration if not given, `vocab` the vocabulary before padding, `unknown`

@@ -137,7 +137,7 @@ UNKNOWN = """
 
 
 def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = False) -> str:
-    """The text of the storage rows for this layer `spec` and form of `experts`; with `unknown`, for other tensors too.
+    """The text of the storage rows for a layer `spec` and form of `experts`; `unknown` adds rows for all other tensors.
 
     Raises StoreError for an unknown spec or form.
     """

@@ -127,7 +127,7 @@ def torchtitan(
     names: str = "0.3",
     unknown: str = "refuse",
 ) -> Stored:
-    """The storage of a model with this Hugging Face `config` on the `ranks` of a torchtitan trainer.
+    """Return a Stored that says how the `ranks` of a torchtitan trainer store a model with this Hugging Face `config`.
 
     Sizes are as in torchtitan's ParallelDims; `stages` are the layers of each pipeline stage, `expert_dim` is the
     dimension of experts that FSDP2 cuts, 0 or 1, the version's choice if not given, `names` the version whose names

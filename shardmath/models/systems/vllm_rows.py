@@ -243,7 +243,7 @@ def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
 
 @memo()
 def draft_table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """The storage rows, in a vLLM engine with these options, of the draft model that predicts further tokens (MTP)."""
+    """The storage rows of the draft model that predicts further tokens (MTP), in vLLM with the options in `form`."""
     names = "model.layers.{m}.mtp_block.", "mtp.{m}."
     text = DRAFT + _write_layer(*names, kind, form)
     if form.unknown:
@@ -272,7 +272,10 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
-    """Return the rows `attention` and `mlp` as text, under each name of these modules, after `native` and `logical`."""
+    """Return storage rows as text: `attention` and `mlp`, each below head lines for all names of its kind of module.
+
+    `native` and `logical` are prefixes of these names. With `scales`, the rows of block scales follow.
+    """
     text = ""
     for modules, module_rows in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
@@ -292,7 +295,10 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """The text of rows for a layer's other tensors, one per module; `native` and `logical` are the layer's prefixes."""
+    """The text of storage rows, one per module, for the tensors of a layer that no other row describes.
+
+    `native` and `logical` are the layer's prefixes.
+    """
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 

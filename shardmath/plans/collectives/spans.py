@@ -36,7 +36,7 @@ NOTHING: Holding = ((),)
 
 
 def spans_of(runs: Runs) -> Spans:
-    """Return the ranges of global positions that `runs` hold; () if two of their segments share a position."""
+    """Return the tensor's positions in `runs`, as ascending ranges (start, stop); () if a position occurs twice."""
     return merge((g, g + n) for _, g, n in runs.segments) or ()
 
 

@@ -181,9 +181,9 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield Cuts around all ranks of one label: of labels with equal links, that with most bytes to enter (or leave).
+    """Yield Cuts around ranks of one label, such as a node: per direction, the worst one among labels with equal links.
 
-    Of the sets that have equal links these are the ones with the most forced bytes.
+    The worst Cut has the most bytes that must enter, or leave.
     """
     count = int(label.max()) + 1
     hold = touch(table.holders, label, count)

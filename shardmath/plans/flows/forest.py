@@ -28,9 +28,9 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Divide lines of `network` among sinks (takers) by balanced loads; yield whole-byte shares: (line, sink, bytes).
+    """Share the lines (amounts of bytes) of `network` among its sinks so that loads balance; yield (line, sink, bytes).
 
-    Uses the network up.
+    Bytes are whole. Uses the network up.
     """
     for leaf in list_leaves(network):
         forest = _free_of_cycles(leaf.sent)

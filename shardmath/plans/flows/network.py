@@ -44,7 +44,7 @@ class Network(NamedTuple):
 
 
 class Subnetwork(NamedTuple):
-    """A part of a network: lines and sinks that can be balanced separately from the others."""
+    """A part of a network: lines (amounts of bytes) and sinks (their takers) that can be balanced separately."""
 
     lines: list[int]
     sinks: list[int]

@@ -33,7 +33,7 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """Return, for each line (bytes with equal holders), the bytes that others must relay to keep holders near `target`.
+    """List, per line (bytes with equal holders), the bytes that others relay to keep holders at `target` or near it.
 
     Line i sends `copies[i]` bytes and cannot go below `once[i]`.
     """

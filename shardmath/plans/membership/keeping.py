@@ -70,7 +70,7 @@ def _are_related(one: Plan, other: Plan) -> bool:
 
 
 def count_peers(part: RankProgram, plan: Plan) -> int:
-    """Return the larger number under `plan`: of ranks that `part.rank` sends to, or of ranks it receives from."""
+    """Return the number of ranks that `part.rank` sends to under `plan`, or receives from, whichever is larger."""
     # A rank that stays receives from the same ranks as before.
     senders: set[int] = set()
     for posted in part.rounds:
@@ -83,10 +83,7 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
 
 
 def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
-    """Adapt the RankProgram `part` to `plan`, which is the same plan after ranks left or came back.
-
-    None if nothing of the part can be kept.
-    """
+    """Return `part` adapted to `plan`, the same plan after ranks left or came back; None if nothing can be kept."""
     change = compare(part, plan)
     if change is None or part.pace is None or not part.pace.is_like(pace):
         return None

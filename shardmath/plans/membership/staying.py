@@ -40,7 +40,7 @@ class _Shorter(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The windows of a tensor that still have ranks after some left, and the new index of each by its old index."""
+    """The windows (layouts that hold a tensor) that keep ranks after others left, and their new index by old index."""
 
     windows: Windows
     places: dict[int, int]

@@ -75,9 +75,9 @@ def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None 
 
 
 def find_running(plan: object, topology: Topology | None) -> Program:
-    """Return the Program that runs when `plan` is compiled, with all limits at 1; a Program is returned as it is.
+    """Return `plan` if it is a Program, else a Program that sends the plan's transfers straight from their senders.
 
-    Raises PlanError as `certify` does.
+    Limits of such a Program are not computed. Raises PlanError as `certify` does.
     """
     if not isinstance(plan, Plan | Program):
         what = "give what plan(src, dst) or schedule(plan) returns"

@@ -49,7 +49,7 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Return whether this Pace and `other` cut the bytes between ranks that both have into the same messages."""
+        """Return whether this Pace and `other` make the same messages between any two ranks that are in both."""
         if self == other:
             return True
         # If all streams go in one turn, the other ranks make no difference.
@@ -96,9 +96,10 @@ def set_pace(
 
 
 def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
-    """Cut `transfers` into messages by the limits of `pace`; sort them by round (phase, slot, turn), sender, receiver.
+    """Cut `transfers` into Messages by the limits of `pace`; list them by round, then by sender, then by receiver.
 
-    Any union of whole streams may be given; the messages of a stream depend on that stream alone.
+    Rounds are in the order of (phase, slot, turn), as in Step. Any union of whole streams may be given; the messages
+    of a stream depend on that stream alone.
     """
     place = {rank: i for i, rank in enumerate(pace.ranks)}
     count = len(place)

@@ -42,9 +42,10 @@ __all__ = ["find_legs"]
 def find_legs(
     plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
-    """Yield one Legs (what ranks send in each hop): once per node if `by_node`, with relays if `relays`; or nothing.
+    """Yield one Legs (the bytes that ranks send in each hop) for `plan`, or nothing if `relays` makes no difference.
 
-    Yields nothing if `relays` would shed nothing: the legs would equal those without relays.
+    With `by_node`, the ranks of a node share the bytes that enter it. Yields nothing if `relays` would shed nothing:
+    the legs would equal those without relays.
     """
     empty = np.zeros(0, np.int64)
     no_bands = Bands(*[empty] * 10)

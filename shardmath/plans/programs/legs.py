@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """A division of each block of bytes into bands, which reach nodes in different ways, and cuts for the first hop.
+    """Parts (bands) of blocks of bytes, which reach nodes on different routes, and holders' shares in the first hop.
 
     Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
     node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight
@@ -56,7 +56,7 @@ class Bands:
 
 
 class Streams(NamedTuple):
-    """Bytes lo..hi-1 of blocks that go from one rank to another in one hop (leg), as columns of a table.
+    """Streams, as a table: bytes lo..hi-1 of a block (bytes with equal receivers) from rank to rank, in one hop (leg).
 
     Streams of a line with the same `root` are one stream of the first leg and its relays.
     """
@@ -71,9 +71,9 @@ class Streams(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """All streams (bytes from rank to rank) of several lines: streams first[i]..first[i+1]-1 are of `lines[i]`.
+    """All streams (bytes from rank to rank) of several lines (bytes with equal holders), line by line.
 
-    Roots are numbered within each line.
+    `lines[i]` has the streams first[i]..first[i+1]-1. Roots are numbered within each line.
     """
 
     lines: Ints
@@ -83,7 +83,7 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Legs:
-    """All bytes of a plan and their cuts into bands, which together say what each rank sends in each hop (leg).
+    """All bytes of a plan, and their parts (bands) by route, which together say what ranks send in each hop (leg).
 
     `sharing` neighboring ranks share the bytes that enter their group: a node's ranks, or 1 if every
     rank is served separately.
@@ -105,7 +105,10 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """Return how many nodes (`groups` of ranks) get each band, a part of block `block[i]`, straight from holders."""
+    """Count, for each band i (a part of block number `block[i]`), the nodes that get it straight from holders.
+
+    `groups[b]` has an entry for each node of block b.
+    """
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]
@@ -145,7 +148,7 @@ its streams. Larger bundles would be no faster, and take more memory.
 
 
 def bundle(lines: Ints, weights: Ints) -> list[Ints]:
-    """Divide `lines` into groups of consecutive lines whose `weights` add up to about MOST_TOGETHER.
+    """Divide the array `lines` into consecutive arrays, each with `weights` that add up to about MOST_TOGETHER.
 
     >>> weights = np.array([5000, 3000, 9000, 5000, 4000])
     >>> [together.tolist() for together in bundle(np.arange(5), weights)]
@@ -162,7 +165,10 @@ MOST_SHARING = 1 << 62
 
 
 def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
-    """Group the ranks that need each block of `lines`: up to `sharing` ranks of one node form a group."""
+    """Group the ranks that need each block of `lines` (bytes with equal holders), up to `sharing` ranks per group.
+
+    Return the groups as Nodes. The ranks of a group are on one node.
+    """
     blocks, line = ranges(demands.first[lines], demands.first[lines + 1])
     receivers = list_all_receivers(demands, blocks)
     ranks = join(receivers)

@@ -168,9 +168,10 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
 
 
 def sum_round_loads(prog: Program) -> Loads:
-    """Return an array of the program's exact bytes by phase, slot, turn, rank and link (in or out, near or far).
+    """Return bytes per round as an array: (phase, slot, turn) of the round, rank, link (in or out, near or far).
 
-    The latest loads are cached with the legs: a program that is scheduled is often certified and proved next.
+    Bytes are exact, slice by slice. The latest loads are cached with the legs: a program that is scheduled is often
+    certified and proved next.
     """
     rounds = prog.slots, prog.turns, prog.topology.ranks_per_node, prog.ranks
     kept = prog.legs._loads.get(rounds)
@@ -330,7 +331,7 @@ def _time_links(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
-    """Return the seconds at which each round (phase, slot, turn) begins and ends; empty rounds take no time.
+    """Return an array (phase, slot, turn, 2): the seconds when each round begins and ends; empty rounds take no time.
 
     The last round ends at the time of `estimate_seconds`.
     """

@@ -103,7 +103,7 @@ class Round(NamedTuple):
 
     @property
     def step(self) -> Step:
-        """The position of the round in its program, (phase, slot, turn), which all its messages have."""
+        """The round's place in its program: (phase, slot, turn), the numbers of addend, slice and group of peers."""
         return self.messages[0].step
 
     @property

@@ -125,7 +125,7 @@ def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
 
 
 def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
-    """Return the local positions that are not holes, as boxes of slices; a scalar has the one box ().
+    """Return the boxes (tuples of slices) of a local tensor that hold elements, from `runs`; a scalar has the box ().
 
     >>> own_boxes((Runs(((0, 0, 2), (2, 9, 1)), 4),))
     ((slice(0, 3, None),),)
@@ -147,10 +147,10 @@ def _join_slices(runs: Runs) -> list[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """The transfers that one rank sends, keeps and receives: a program's already cut into messages, a plan's not yet.
+    """All transfers that one rank sends, keeps and receives and, for a program, the rounds of messages that carry them.
 
-    `pieces` are all that the rank sends, keeps and receives. A plan's pieces are not cut yet, and `peers` is
-    the most ranks to which it sends, or from which it receives. A program's pieces are already in `rounds`.
+    A plan's `pieces` are not cut yet, and `peers` is the most ranks to which the rank sends, or from which it receives.
+    A program's pieces are already in `rounds`.
     """
 
     given: Plan | Transposed | Program

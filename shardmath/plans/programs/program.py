@@ -97,12 +97,12 @@ class Program:
 
     @property
     def src(self) -> Mapping[str, Windows]:
-        """The windows of each tensor at the source, by name."""
+        """The Windows (layouts that together hold a tensor) of each tensor at the source, by name."""
         return self.plan.src
 
     @property
     def dst(self) -> Mapping[str, Windows]:
-        """The windows of each tensor at the destination, by name."""
+        """The Windows (layouts that together hold a tensor) of each tensor at the destination, by name."""
         return self.plan.dst
 
     @property
@@ -239,7 +239,7 @@ def _make_messages(
 
 
 class Slices(NamedTuple):
-    """Pieces of streams (bytes between two ranks): bytes lo[i]..hi[i]-1 of stream `stream[i]` are sent in `slot[i]`."""
+    """Pieces of streams (bytes between two ranks): bytes lo[i]..hi[i]-1 of `stream[i]` go in time slot `slot[i]`."""
 
     stream: Ints
     slot: Ints
@@ -248,7 +248,7 @@ class Slices(NamedTuple):
 
 
 def list_slices(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes from rank to rank) into Slices that are not empty, with the slot in which each is sent."""
+    """Cut `streams` (bytes from rank to rank) into nonempty Slices, each with the time slot in which it is sent."""
     slices = cut_streams(prog, streams)
     line = find_lines(prog.legs.lines, streams.block)
     # Each line begins one slot later than the line before, each leg one later than the leg before.
@@ -258,7 +258,10 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes from rank to rank) as `list_slices` does, but with slots that ignore their hop and line."""
+    """Cut `streams` (bytes from rank to rank) into Slices, with time slots to which `list_slices` adds a delay.
+
+    The delay depends on the hop and the line (bytes with equal holders) of a stream.
+    """
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = find_lines(prog.legs.lines, streams.block)
     most = streams.root.max(initial=0) + 1
@@ -364,9 +367,9 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return the turn, before modulo, in which two of `ranks` ranks meet in hop `leg`; `places` is the positions' sum.
+    """Return the number, before modulo, of the turn (group of peers) in which two ranks exchange bytes in hop `leg`.
 
-    `places` is the sum of the places of the two ranks among all ranks. With 2 * `ranks` turns a rank has
+    `places` is the sum of the places of the two ranks among all `ranks` ranks. With 2 * `ranks` turns a rank has
     one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
     """
     return places + 2 * ranks * (leg - 1)

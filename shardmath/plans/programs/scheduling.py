@@ -172,7 +172,10 @@ def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
 
 
 def run_straight(plan: Plan, topology: Topology | None = None) -> Program:
-    """Return the Program that sends each transfer from its own sender, like `as_planned`, but with all limits at 1."""
+    """Return a Program without relays, as `as_planned` does, but with an empty digest and limits that are not computed.
+
+    Each limit is 1.
+    """
     _check_plan(plan, "give what plan(src, dst) returns")
     chosen = _choose_topology(plan, topology)
     assumes = _assumes_nodes(plan, topology)

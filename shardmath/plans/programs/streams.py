@@ -107,7 +107,7 @@ def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints)
 
 
 class Straight(NamedTuple):
-    """Bytes that go straight from holders to the ranks that need or relay them (entries), as columns of a table.
+    """Bytes that go straight from holders to the first rank (entry) that takes them on a node, as columns of a table.
 
     An item is `size` bytes: from byte `begin` of the content of `block`, at `place` on its line, to entry
     number `entry`.
@@ -121,7 +121,7 @@ class Straight(NamedTuple):
 
 
 def list_straight(legs: Legs, lines: Ints) -> Straight:
-    """List the bytes of `lines` (bytes with equal holders) that go straight from holders, in order on each line."""
+    """List, as Straight, the bytes of `lines` (with equal holders) that go straight from holders, block by block."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     return _pick_straight(legs, entries)
@@ -159,7 +159,10 @@ def _find_first(lines: Ints) -> int:
 
 
 def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
-    """Yield Bundles of streams (bytes from rank to rank): of all lines, or only Bundles with a line in `some`."""
+    """Yield all streams (bytes from rank to rank) in Bundles or, with `some`, only Bundles with one of these lines.
+
+    A line is bytes with equal holders.
+    """
     bundles = _divide_lines(legs)
     wanted: Iterable[int] = range(len(bundles))
     if some is not None:
@@ -171,7 +174,10 @@ def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
 
 
 def bundle_lines(legs: Legs, lines: Ints) -> list[Ints]:
-    """Divide `lines` into groups of consecutive lines with about equally many streams (bytes between two ranks)."""
+    """Divide `lines` into consecutive arrays that have about equally many streams (bytes between two ranks) each.
+
+    A line is bytes with equal holders.
+    """
     demands = legs.lines
     # A line has about one stream for each receiver of each band, and one more for each holder.
     bands = Offsets(legs.bands.first).counts()

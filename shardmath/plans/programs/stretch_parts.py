@@ -43,9 +43,10 @@ class Stretches(NamedTuple):
 
 
 class StretchParts(NamedTuple):
-    """Parts of stretches (bytes between ranks): part i, of stretch[i], has the same elements of copies[i] tensors.
+    """Parts of stretches (bytes between ranks): part i is the same elements in `copies[i]` consecutive tensors.
 
-    In each of these tensors it is elements lo..hi-1 of the unit of row `row[i]`.
+    It belongs to stretch number `stretch[i]`, and is elements lo..hi-1 of the unit of row `row[i]`. The first of the
+    tensors has number `tensor[i]` in its batch.
     """
 
     stretch: Ints
