@@ -126,7 +126,8 @@ class GlooWire:
         self._tag = OURS
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Mark messages from now on with number `turn`, and wait `patience` seconds for each; None for the default."""
+        """Tag messages from now on with the number `turn`, and wait at most `patience` seconds for each of them; None:
+        the default time."""
         self._tag = OURS + turn % TURNS * STEPS
         self._patience = self._default_patience if patience is None else patience
         self._is_late = patience is not None

@@ -29,11 +29,10 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """The size of a simulated run of all ranks' rounds: the number of distinct `step`s of messages, the most rounds of
-    any rank, and the most messages and bytes that a rank sends and receives in one round.
+    """The counts of a simulated run: steps (different values of `step` in messages), and the largest numbers of rounds
+    of a rank, and of messages and bytes of a round.
 
-    The number of steps, and over all ranks the most rounds, the most messages in a round, and the
-    most bytes in flight in a round, in both directions together.
+    A round's messages and bytes (`staged`) are those that its rank sends and receives, together.
     """
 
     steps: int
@@ -58,8 +57,8 @@ _Waits: TypeAlias = dict[tuple[int, int], dict[int, int]]
 
 
 def walk(rounds: Rounds) -> Walk:
-    """Simulate all ranks working through their `rounds`, each waiting for its messages; return the counts of steps,
-    rounds, messages and bytes as a Walk.
+    """Simulate all ranks working through their `rounds` (groups of messages posted together), each waiting for a
+    round's messages before the next; return the run's counts.
 
     Raises PlanError for a message that contradicts its pieces, if the two ends of a message differ
     in step, leg, bytes or pieces, if one of them is missing, and for a deadlock.

@@ -306,10 +306,11 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """Draw (source, destination, ranks): two layouts of one shape, of which the destination has several copies of the
-    tensor, each on other ranks, and all ranks of some of these copies.
+    """Draw a source layout, a destination layout with several copies of the tensor, each on other ranks, and a tuple of
+    all ranks of some copies.
 
-    No rank of those copies is in the first layout, and the other ranks still reduce in the same way.
+    Both layouts have one shape. No rank of those copies is in the source layout, and the other ranks still reduce in
+    the same way.
     """
     src, original = draw(pairs())
     count = draw(st.integers(2, 4))

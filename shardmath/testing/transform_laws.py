@@ -197,8 +197,8 @@ def transform_cases(
     dst: str,
     dst_shape: tuple[int, ...] | None = None,
 ) -> Case:
-    """Draw the arguments of `check_transform`: `transform`, layouts of these shapes and dtypes for source and
-    destination, which divide no block of the transform, and a seed.
+    """Draw the arguments of `check_transform`: `transform`, a source and a destination layout that keep the transform's
+    blocks whole, and a seed. The layouts have the shapes and dtypes given.
 
     Parts may be strided, block-cyclic, permuted, empty, held by several ranks, and next to holes.
     """

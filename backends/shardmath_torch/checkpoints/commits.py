@@ -165,7 +165,8 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove files of saves that crashed, failed or were replaced; only the i-th of n shares if `share` is (i, n)."""
+    """Remove files of saves that crashed, failed or were replaced: all of them, or with `share` (i, n) only those whose
+    names fall to rank number i of n."""
     files = _list_ours(folder)
     saves = {save for _, save in files}
     # Locks are held until all is removed. A running save whose draft was removed before the save had locked it waits

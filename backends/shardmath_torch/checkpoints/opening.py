@@ -218,8 +218,8 @@ class _Files:
         self._places: dict[object, Place] = {}
 
     def find(self, name: str, info: Any) -> Place:
-        """Return the path of the file with a box of tensor `name`, by torch's record `info`. Raises CheckpointError if
-        extensions of torch transformed it."""
+        """Return the path of the file that holds a stored part (box) of tensor `name`, as torch's storage record `info`
+        says. Raises CheckpointError if extensions of torch transformed it."""
         if getattr(info, "transform_descriptors", None):
             through = shown(info.transform_descriptors)
             what = f"tensor {shown(name)} was saved through torch's extensions {through}"

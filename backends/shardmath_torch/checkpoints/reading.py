@@ -125,8 +125,8 @@ class Reader(storage.StorageReader):
 
     @property
     def touched(self) -> bytes | None:
-        """Compressed flags, one per chunk (part of a stored box) with a checksum: whether this rank reads the chunk;
-        None without checksums."""
+        """One flag per chunk (part of a stored box that has a checksum), as compressed bytes: whether this rank reads
+        the chunk; None if no box has checksums."""
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
@@ -265,7 +265,8 @@ class _Read(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The first byte to read and the position after the last, counted from where the stored box begins."""
+        """The bytes to read as (first, end), counted from the start of the stored box in the file; the end is
+        excluded."""
         base = self.box.start
         return self.strided.start - base, self.stop - base
 

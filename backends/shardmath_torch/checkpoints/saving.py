@@ -67,8 +67,8 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError if two tensors in `keys` (tensor name -> local names) share a local name, as a tensor
-    `w[0]` and a window of `w` do."""
+    """Raise CheckpointError if two tensors in `keys`, a mapping from tensor name to names of local tensors, have a
+    local tensor of the same name. A tensor `w[0]` and the first layout (window) of a tensor `w` do."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
@@ -115,7 +115,8 @@ class SavePlanner(theirs.SavePlanner):
         self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """Return a plan of the boxes that this rank writes; its planner data is a report, which ranks compare."""
+        """Return a plan of the boxes that this rank writes, and in `planner_data` a report, so that ranks can check
+        that they agree."""
         moved = to_disk(self._windows)
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
@@ -186,7 +187,8 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Find the data of the per-rank bytes that this rank writes by `new_plan`, and return the plan unchanged."""
+        """Look up the bytes (values that differ per rank) that this rank writes by `new_plan`, for `resolve_data`;
+        return the plan unchanged."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan

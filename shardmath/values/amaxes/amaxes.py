@@ -77,8 +77,8 @@ class _RankPart(NamedTuple):
 
 
 class AmaxPiece(NamedTuple):
-    """A box of the elements that a rank holds, which can be quantized by itself, given the amaxes (largest magnitudes)
-    of its blocks.
+    """A box of elements that a rank holds, and can quantize by itself once it knows the amax (largest magnitude) of
+    each block that the box touches.
 
     `there` is the box in the tensor, `here` in the rank's packed array. `blocks` indexes its blocks among those that
     the rank touches, and `targets` its data and scales in the rank's.
@@ -109,10 +109,11 @@ class Amaxes:
     _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
-        """Return, for each block of which `rank` holds numbers, the amax (largest magnitude) of these numbers, which
-        are in its local float32 array `x`.
+        """Return an array with the amax (largest magnitude) of each block that `rank` holds numbers of, measured on its
+        local float32 array `x`.
 
-        Raises PlanError for another array, and a rank that the layout does not have.
+        The array has the shape `count_blocks(rank)`. Only numbers of this rank count; amaxes that the format fixes are
+        not measured. Raises PlanError for another array, and a rank that the layout does not have.
         """
         packed = self._read(rank, x)
         known = self.find_known(rank)
@@ -152,8 +153,8 @@ class Amaxes:
             yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """Return the amaxes that `rank` sends, by local tensor name: its measured amaxes (`own`) of the blocks that
-        some rank holds only in part.
+        """Return a dict from name (`list_local`) to the amaxes that `rank` sends: those in `own`, its measured amaxes,
+        of blocks that some rank holds only in part.
 
         Raises PlanError.
         """
@@ -165,8 +166,8 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the format to pass to `cast`, and the final amax of each block of which `rank` holds numbers: the
-        largest for that block in `own` and `arrived`.
+        """Return the format for `cast`, and an array with the final amax of each block that `rank` holds numbers of:
+        the block's largest in `own` and `arrived`.
 
         `own` has the rank's measured amaxes, `arrived` its received slots by local name. Raises PlanError.
         """
@@ -206,12 +207,14 @@ class Amaxes:
     def finish(
         self, rank: int, x: Floats, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Array, ...]:
-        """Call `settle`, then `cast`: return the rank's quantized data and scales, given `own` and `arrived` amaxes."""
+        """Call `settle`, then `cast`: return the data and scales of `rank`, quantized from `x` with the amaxes that it
+        measured (`own`) and received (`arrived`)."""
         format, amax = self.settle(rank, own, arrived)
         return self.cast(rank, x, format, amax)
 
     def list_local(self, end: str, rank: int) -> list[str]:
-        """Return the local names of arrays of amaxes that `rank` sends (`end` "source") or receives ("destination")."""
+        """Return the names under which `rank` sends (`end` "source") or receives (`end` "destination") arrays of
+        amaxes; [] if there are none."""
         side = self.src if end == "source" else self.dst
         if self.name not in side:
             return []

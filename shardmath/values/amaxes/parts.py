@@ -49,8 +49,8 @@ class PartStretches(NamedTuple):
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Divide the part into boxes, after cutting each range in two at the first border of a block of these `sizes`
-        in it; yield (slices of the tensor, slices of the packed part) for each box."""
+        """Divide the part into boxes; yield each as slices of the tensor, and as slices of an array of only the part's
+        positions. Ranges are cut in two at their first border between blocks of these `sizes`."""
         placed = map(_place_stretches, self.dims, sizes)
         for box in itertools.product(*placed):
             in_tensor, in_part = zip(*box, strict=True)

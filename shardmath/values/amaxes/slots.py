@@ -34,11 +34,12 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """The amaxes that a rank sends and those that it receives, by slot: a slot is the number of one rank's amax of one
-    block.
+    """The numbers (slots) of the amaxes that a rank sends and receives, and the indices of their blocks among those
+    that the rank touches.
 
-    It sends slots `sent`, filled with the amaxes of its touched blocks at `sources`; and receives slots `received`,
-    which belong to its touched blocks at `targets`. Slot numbers ascend; touched blocks are counted row by row.
+    A slot is the number of one rank's amax of one block. The rank sends slots `sent`, filled with the amaxes of its
+    touched blocks at `sources`; and receives slots `received`, which belong to its touched blocks at `targets`. Slot
+    numbers ascend; touched blocks are counted row by row.
     """
 
     sources: Ints
@@ -48,8 +49,8 @@ class Share(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The number of slots (numbers of amaxes to exchange, each one part's amax of one block), and each part's Share of
-    them."""
+    """The number of amaxes that ranks exchange (`size`), and a Share for each rank's part, in order: which of these
+    amaxes it sends and receives."""
 
     size: int
     shares: list[Share]
@@ -63,8 +64,8 @@ class _BlockNumbers(NamedTuple):
 
 
 def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
-    """Number the amaxes that parts exchange, and return each part's share: there is one number (slot) per part and
-    block that it touches, for each block that any part divides."""
+    """Number the amaxes that `parts` must exchange; return their count, and for each part the numbers (slots) of those
+    that it sends and receives. If any part divides a block, each part that touches the block sends one."""
     count = blocks.count(shape)
     total = math.prod(count)
     by_part = []
@@ -121,8 +122,8 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """Number the slots (amaxes to exchange) of several `kinds` of blocks consecutively; return, for each of `count`
-    parts, one Share (slots sent and received) per kind."""
+    """Renumber the amaxes of several `kinds` of blocks, kind after kind; return, for each of `count` parts, a tuple of
+    its Shares (amaxes sent and received), one per kind."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:

@@ -43,15 +43,16 @@ _Borders: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class AskedCells(NamedTuple):
-    """Elements to send of the local source tensor `key`: their row-major numbers in it (`cells`)."""
+    """Elements of the local source tensor `key` that are to be sent, as their row-major numbers in the tensor
+    (`cells`)."""
 
     key: str
     cells: Ints
 
 
 class Routed(NamedTuple):
-    """Routes of elements to send, as arrays: the index of each element, the number of the message piece that carries
-    it, and the element's number in the message.
+    """Routes of elements, as arrays: each one's index among those asked for, the number of its piece (part of a
+    message), and its number in the message.
 
     Pieces are numbered message by message.
     """
@@ -72,7 +73,8 @@ def as_row(numbers: Sequence[int]) -> Ints:
 
 
 def find_hulls(messages: Sequence[Message]) -> dict[str, Slices]:
-    """Return, for each source tensor with pieces in `messages`, the smallest box that contains all these pieces."""
+    """Return a dict from the name of each source tensor in `messages` to the smallest box (slices) that contains all
+    parts of it that they send."""
     listed: dict[str, list[Slices]] = {}
     for message in messages:
         for piece in message.pieces:
@@ -161,8 +163,8 @@ class Senders:
         rows.append([piece_number for piece_number, _ in leaving])
 
     def route(self, asked: Iterable[AskedCells]) -> Iterator[Routed]:
-        """Yield, in batches, where each element in `asked` goes: the number of the message piece that carries it, and
-        the element's number in that message.
+        """Yield batches of routes, one per element in `asked` and message that carries it: the number of its piece
+        (part of the message), and its number in the message.
 
         Within a batch, cells of one piece keep their order and form few runs.
         """

@@ -105,8 +105,8 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """Merge adjacent dimensions, given as (size, stride) from the outermost; return the fewest, at least one, whose
-    positions have the same row-major numbers in the same order."""
+    """Merge adjacent dimensions, given as (size, stride) from the outermost, where one can stand for two; return those
+    that remain, in order. Their positions have the same row-major numbers in the same order; at least one remains."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

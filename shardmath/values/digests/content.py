@@ -95,8 +95,8 @@ def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, in
 
 
 def read_side(held: Held) -> dict[str, Windows]:
-    """Return the layouts of each tensor in `held` as Windows (a tuple of layouts), by name. Raises DigestError for
-    tensors without a digest."""
+    """Return a dict from each tensor's name in `held` to its layouts (Windows): one, or several that each hold a part
+    of the tensor. Raises DigestError for tensors without a digest."""
     side = read_windows(held if isinstance(held, Mapping) else {"": held}, DigestError)
     for name, windows in side.items():
         first = windows[0]

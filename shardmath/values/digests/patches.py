@@ -46,7 +46,8 @@ __all__ = [
 
 
 class Holder(NamedTuple):
-    """A rank that holds a patch of a tensor, and the number of the window in which the rank holds the patch."""
+    """A rank that holds a patch (elements held by the same ranks), and the number of the window (one of the tensor's
+    layouts) that has the patch on this rank."""
 
     window: int
     rank: int
@@ -60,7 +61,8 @@ class Patch(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """A patch as one rank holds it: the patch's number, the window, and the local positions of its elements."""
+    """A patch (elements held by the same ranks) on one rank: the patch's number, the number of its window (one of the
+    tensor's layouts), and the elements' local positions."""
 
     patch: int
     window: int
@@ -159,8 +161,8 @@ def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
 
 @memo(512)
 def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Return, by rank, (patch number, window number) of each patch that the rank holds, ascending; ranks that hold no
-    patch are left out."""
+    """Return a dict from rank to the ascending pairs (patch number, window number) of the patches (elements held by the
+    same ranks) that the rank holds. Ranks without a patch are left out; a window is one of the tensor's layouts."""
     held: dict[int, list[tuple[int, int]]] = {}
     for number, patch in enumerate(list_patches(windows)):
         for window, rank in patch.holders:
@@ -170,8 +172,8 @@ def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
 
 @memo(512)
 def list_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """Return the patches (sets of elements on the same ranks) that `rank` holds, as Portions with local positions, in
-    the order of `list_held`."""
+    """Return a Portion (number, window and local positions) for each patch (elements held by the same ranks) that
+    `rank` holds, in the order of patch numbers."""
     patches = list_patches(windows)
     portions = []
     for number, window in list_held(windows).get(rank, ()):

@@ -70,8 +70,8 @@ def list_shares(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return, for each patch that `rank` holds, in the order of `list_held`, the patch's share of the digest: the
-    weighted sum of its elements."""
+    """Return a list of weighted sums (shares of the digest), one per patch (elements held by the same ranks) on `rank`,
+    in the order of `list_held`."""
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]
@@ -80,7 +80,8 @@ def list_shares(
 
 
 class Unlike(NamedTuple):
-    """A patch of a tensor whose replicas differ: the holders that agree with the first one, and the others."""
+    """A patch (elements held by the same ranks) whose copies differ: its number, the holders that agree with the first
+    one, and the others."""
 
     patch: int
     alike: tuple[Holder, ...]
@@ -121,7 +122,8 @@ def add_patches(windows: Windows, shares: Shares) -> int:
 
 
 def seal(windows: Windows, total: int) -> int:
-    """Return the digest, 0 to 2^61 - 2, of a tensor for which the shares of all patches add up to `total`."""
+    """Return a tensor's digest: `total`, the weighted sum of all its elements, plus a number for its dtype and shape,
+    modulo 2^61 - 1."""
     return (total + _draw_seal(windows[0].dtype, windows[0].shape)) % PRIME
 
 
@@ -139,7 +141,7 @@ def _draw_seal(dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def counted_portions(windows: Windows, rank: int) -> tuple[Portion, ...]:
-    """Return the patches (sets of elements on the same ranks) of which `rank` is the first holder, as Portions, so that
+    """Return a Portion for each patch (elements held by the same ranks) of which `rank` is the first holder, so that
     all ranks together count each element once."""
     patches = list_patches(windows)
     counted = []

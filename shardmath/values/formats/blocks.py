@@ -43,7 +43,8 @@ Sliced: TypeAlias = tuple[int | slice | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The size of blocks of a tensor: `sizes` in its last dimensions, and `others` in each one before them.
+    """The size of a tensor's blocks: `sizes` in the last dimensions, and `others` in every dimension before those; None
+    is a whole dimension.
 
     Raises FormatError for sizes below 1.
     """

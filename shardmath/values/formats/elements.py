@@ -34,7 +34,8 @@ def numpy_type(name: str) -> np.dtype[Any]:
 
 
 def read_elements(given: object, name: str, what: str) -> Array:
-    """Return `given`, an array of dtype `name` or of its bits, viewed as dtype `numpy_type(name)`.
+    """Return the array `given`, with elements of dtype `name`, in the dtype that numpy has for them: `name`, or
+    integers with the same bits.
 
     Raises PlanError, beginning with `what`, for other dtypes.
     """

@@ -55,10 +55,11 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """Return the layout, without holes, of one element of `dtype` per block (its scale) of a tensor with this `layout`.
+    """Return the layout of a tensor that has one element of `dtype`, such as a scale, per block of the tensor with this
+    `layout`.
 
-    Partial axes replicate. Raises FormatError for a cut inside a block, unless numbers of such blocks are `duplicated`;
-    the message says `what` the numbers of the tensor `name` are.
+    It has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless numbers of such
+    blocks are `duplicated`; the message says `what` the numbers of the tensor `name` are.
     """
     sizes = blocks.per_dimension(layout.ndim, name)
     shape = blocks.count(layout.shape)
@@ -117,7 +118,8 @@ def _pack_runs(runs: Runs, block: int) -> Runs:
 
 
 def pad_parts(layout: Layout, multiples: Sequence[int]) -> Layout:
-    """Return `layout` with the local size of each rank padded with holes to a multiple, given for each dimension."""
+    """Return `layout` with holes (positions without an element) added on each rank, so that dimension d of its local
+    tensor has a multiple of `multiples[d]` positions."""
     dims = []
     for dim, multiple in zip(layout.dims, multiples, strict=True):
         if multiple > 1:

@@ -56,7 +56,8 @@ class Form(NamedTuple):
 
 
 class AsHeld(NamedTuple):
-    """Two flags: whether a tensor is sent as the source holds it, and arrives as the destination holds the tensor."""
+    """Two flags: whether a tensor is sent unchanged from the source (`source`), and kept unchanged at the destination
+    (`destination`)."""
 
     source: bool
     destination: bool
@@ -196,7 +197,8 @@ def list_companions(transform: object, end: End) -> tuple[Companion, ...]:
 
 
 def read_end(given: object, what: str) -> End:
-    """Return `given` if it is "source" or "destination". Raises PlanError, which says that `what` has it, if not."""
+    """Return `given`, the `at=` argument of `what`, if it is "source" or "destination". Raises PlanError for other
+    values."""
     if known(given, ("source", "destination")) is None:
         raise PlanError(f"{what} has at={shown(given)}; give 'source' or 'destination'")
     return given  # type: ignore[return-value]
@@ -221,9 +223,11 @@ class Transform(Protocol):
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Make the components to send, one array each, from `array`, which has some blocks of the source's tensor."""
+        """Return the arrays to send, one per component, computed from `array`, which has some whole blocks of the
+        source's tensor."""
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Compute some blocks of the destination's tensor from `arrays`: the part of each component that they need."""
+        """Return some whole blocks of the destination's tensor, computed from `arrays`, which have the matching part of
+        each component that was sent."""
         ...

@@ -87,7 +87,8 @@ class Custom:
         return at_source if end == "source" else at_destination
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Return the components that the transform was given; they do not depend on the forms."""
+        """Return the components (tensors to send) that the transform was given, whatever the tensor's shape and dtype
+        at the ends (`src`, `dst`)."""
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
@@ -96,12 +97,14 @@ class Custom:
         return AsHeld(self.at_source is None, self.at_destination is None)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the arrays of the components, made from `array` by the function at the source."""
+        """Call the function given for the source with `array`; return the arrays to send that it makes, one per
+        component."""
         assert self.at_source is not None, "sent as held"
         return self.at_source(array)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Return the destination's array, made from the components' `arrays` by the function at the destination."""
+        """Call the function given for the destination with the received `arrays`, one per component; return the
+        destination's array that it makes."""
         assert self.at_destination is not None, "arrives as held"
         return self.at_destination(arrays)
 

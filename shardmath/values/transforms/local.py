@@ -62,7 +62,8 @@ def find_array(arrays: Arrays, key: str, rank: int) -> Array:
 
 
 def prepare(job: WireJob, rank: int, given: tuple[Array, ...]) -> dict[str, Array]:
-    """Make the arrays that `rank` sends for a tensor, by local name, from `given`, the tensor and its companions."""
+    """Return a dict from the names in `job.wires` to the arrays that `rank` sends, made from `given`: the arrays of a
+    tensor and its companions."""
     wired = job.wired
     names = [key for key, _ in job.wires]
     made = given
@@ -130,7 +131,8 @@ def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
 def finalize(
     job: WireJob, rank: int, given: Sequence[Array], into: Sequence[Array | None]
 ) -> dict[str, Array]:
-    """Make the tensor and its companions, by local name, from the received arrays `given`, and write them to `into`."""
+    """Return a dict from the names in `job.held` (a tensor and its companions) to their arrays, made from the received
+    arrays `given`. Each is written to its item of `into`, unless that is None."""
     wired = job.wired
     made = {}
     if wired is None or wired.as_held.destination:

@@ -44,7 +44,8 @@ def _find_positions(runs: Runs) -> slice | NDArray[np.int64]:
 
 
 def pack(layout: Layout, rank: int, local: Array) -> Array:
-    """Return the elements of `local` without holes, in ascending order of global positions; a view if possible."""
+    """Return `local`, the local array of `rank`, without holes (positions without an element), sorted by global
+    position in each dimension; a view if possible."""
     packed: Array = local[_index(find_cells(layout, rank), local.shape)]
     return packed
 

@@ -55,7 +55,8 @@ Held: TypeAlias = Mapping[str, LayoutOrWindows]
 @public_in("transforms")
 @dataclass(frozen=True, slots=True, repr=False)
 class Transformed:
-    """Two sides that hold tensors in different forms, and the tensors to move between them; made by `transformed`.
+    """Layouts of tensors that source and destination hold in different forms, such as quantized, and of the tensors to
+    send instead; made by `transformed`.
 
     `held_src` and `held_dst` are the sides as ranks hold them; `src` and `dst` are the sides of wire tensors, which
     `plan` takes; `wired` has the transformed tensors. Equal values have equal layouts and equal transforms.
@@ -105,7 +106,8 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """Return the names of source tensors, without companions, for which the tensors named in `wires` are sent."""
+        """Return the names of the source tensors for which the tensors in `wires` (names of tensors to send) are sent,
+        leaving out companions, such as scales."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)
@@ -134,8 +136,8 @@ class Transformed:
                     yield WireJob(name, local_held, local_wires, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
-        """Compute, by local name, the wire tensors that `rank` sends, from its local `arrays`; tensors without a
-        transform are sent as they are.
+        """Return a dict from the name of each local tensor that `rank` sends to its array, computed from the local
+        source `arrays`. Tensors without a transform are sent as they are.
 
         Elements of a type that numpy lacks are words (`elements`). Raises PlanError for arrays that are missing, or
         not as held, and for what a transform makes that is not as it says.
@@ -149,7 +151,8 @@ class Transformed:
         return out
 
     def finalize(self, rank: int, arrays: Mapping[str, Array], out: Arrays | None = None) -> Arrays:
-        """Make the local arrays of `rank` at the destination from the received `arrays`; write them to `out` if given.
+        """Return the local arrays of `rank` at the destination (a dict by name, or a single array), made from the
+        received `arrays`; write them to `out` if given.
 
         Holes stay as they are in `out`, and are zeros otherwise. Raises PlanError as `prepare` does.
         """

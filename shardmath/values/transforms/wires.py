@@ -197,9 +197,9 @@ def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> Lay
 
 
 def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
-    """Return the layout, without holes, of the wire tensor `component` for a tensor with this `layout` at `end`.
+    """Return the layout of `component`, a tensor sent in place of the tensor `name`, whose `layout` at `end` is given.
 
-    Raises PlanError for a cut inside a block.
+    It has no holes. Raises PlanError for a cut inside a block.
     """
     blocks = component.blocks(layout.ndim, end)
     what = f"component {str(component)!r}"

@@ -42,7 +42,8 @@ TIED = "names to names of tensors"
 
 
 class ExportSource(NamedTuple):
-    """Tensors to export: this rank's local tensors, all layouts, tied names, and shapes in files where they differ."""
+    """Tensors to export, in dicts by name: this rank's local tensors, layouts, tied names, and those shapes that differ
+    in files from the layouts'."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -108,8 +109,8 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return facts about `source` that must be the same on all ranks: a dict from what is described to a text. Ranks
-    compare them before they exchange local shapes of DTensors."""
+    """Return a dict of facts about `source` that must be equal on all ranks: from "the source" or a tensor's quoted
+    name to a description. Ranks compare them before they exchange local shapes of DTensors."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}

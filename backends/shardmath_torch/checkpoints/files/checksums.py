@@ -31,7 +31,8 @@ def count_checksums(nbytes: int) -> int:
 
 
 def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) -> str:
-    """Write `data` to `stream`, and return the checksums of its chunks, computed in another thread at the same time.
+    """Write `data` to `stream`; return the joined hexadecimal checksums of its chunks (CHUNK bytes each), computed in
+    another thread at the same time.
 
     `wrote` is called with the number of bytes just written.
     """
@@ -55,6 +56,6 @@ def _hash_chunk(chunk: memoryview) -> str:
 
 
 def is_same(chunk: memoryview, number: int, sums: str) -> bool:
-    """Whether `chunk` has the checksum at position `number` of `sums`, the text of all checksums of its box."""
+    """Whether `chunk` has the checksum with index `number` among those joined in the text `sums`."""
     start = number * DIGITS
     return _hash_chunk(chunk) == sums[start : start + DIGITS]

@@ -156,8 +156,8 @@ def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """Send the object `mine` to all ranks of `group`, and return the objects of all ranks, in the group's order;
-    without a process group, `mine` `count` times. Raises CheckpointError if a rank is lost, or in another step."""
+    """Send the object `mine` to all ranks of `group`; return a list of all ranks' objects, in the group's order.
+    Without a process group, return `[mine] * count`. Raises CheckpointError if a rank is lost, or in another step."""
     if is_alone():
         return [mine] * count
     try:

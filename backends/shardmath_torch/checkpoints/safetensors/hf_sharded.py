@@ -46,7 +46,8 @@ class _Shard(NamedTuple):
 
 
 def read_sharded(folder: Place) -> dict[str, Parts] | None:
-    """Return the tensors of a folder in which torch wrote a safetensors file per rank; None if it wrote none there.
+    """Return a dict from tensor name to stored boxes (Parts), if torch wrote a safetensors file per rank in `folder`;
+    None for other folders.
 
     Raises WeightsError if files are damaged, do not belong together, or lack offsets of their tensors.
     """

@@ -178,7 +178,7 @@ def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Assemble the global tensor from `shards`, the local tensors by rank that it has under `layout`."""
+    """Return the global tensor with this `layout`, put together from `shards`, a mapping from rank to local tensor."""
     whole = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
     for rank in layout.mesh.ranks:
         for local, glob in list_boxes(layout, rank):

@@ -146,8 +146,8 @@ def _write_group(group: SavedGroup) -> dict[str, Any]:
 
 
 def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
-    """Return the entries of each parameter's optimizer state as JSON dicts. Raises CheckpointError if JSON cannot hold
-    a value."""
+    """Return `state` (each parameter's optimizer state, by parameter name) as dicts and lists that JSON can hold.
+    Raises CheckpointError if JSON cannot hold a value."""
     return {name: _write_parameter(name, entries) for name, entries in state.items()}
 
 
@@ -227,8 +227,8 @@ def _read_group(coded: object) -> SavedGroup:
 
 
 def read_entries(coded: object) -> dict[str, Entries]:
-    """Decode each parameter's optimizer state entries from JSON values that `write_entries` made. Raises ValueError,
-    KeyError or TypeError for other JSON."""
+    """Return the optimizer state of each parameter, by parameter name, decoded from JSON values that `write_entries`
+    made. Raises ValueError, KeyError or TypeError for other JSON."""
     state = _check_object(coded)
     return {name: _read_parameter(entries) for name, entries in state.items()}
 

@@ -91,8 +91,8 @@ class Goal(NamedTuple):
 
 
 def find_stored(model: Model, saved: Index) -> dict[str, str]:
-    """Return a dict from the first name in the module to the name in the checkpoint, for each tensor of `model` that
-    the checkpoint has.
+    """Return a dict from a tensor's name in the module (the first, if tied) to its name in the checkpoint; tensors that
+    the checkpoint lacks are left out.
 
     Raises CheckpointError for a parameter of which the checkpoint has several values.
     """
@@ -158,7 +158,8 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 def set_goals(
     model: Model, groups: Sequence[ParameterGroup], saved: Index, stored: Mapping[str, str]
 ) -> list[Goal]:
-    """Return, in the order of `groups`, the options and state to restore into each group, matched by parameter names.
+    """Return a Goal per parameter group of an optimizer, in the order of `groups`: the group, and the saved options and
+    state to restore into it. Parameters are matched by name.
 
     Raises CheckpointError if a group's parameters on this rank had different options, for state whose placement is not
     known, and for state that may depend on other parameters of the group.

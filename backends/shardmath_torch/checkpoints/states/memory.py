@@ -58,7 +58,8 @@ def local_part(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_shaped(name: str, tensor: Tensor) -> None:
-    """Raise CheckpointError for a tensor that no layout describes: of another dtype, nested, or not yet of a shape.
+    """Raise CheckpointError if `tensor` cannot have a layout: its dtype is one that layouts lack, it is nested, or it
+    has no shape yet.
 
     A tensor of a lazy module has no shape until the module has run.
     """
@@ -119,7 +120,8 @@ def _flatten_to_bytes(tensor: Tensor) -> Tensor:
 
 
 class MemorySpot(NamedTuple):
-    """The memory that a tensor occupies: device, first byte, end, and how its elements lie in between."""
+    """A tensor's place in memory: its device, its first byte and end there, its shape, strides and dtype, and whether
+    values are conjugated or negated."""
 
     device: torch.device
     start: int
