@@ -129,8 +129,8 @@ class Checkpoint:
         raise CheckpointError(f"{what}; it has {has}: {fix}")
 
     def find_blob(self, name: str, rank: int) -> str:
-        """Return the stored name of the bytes that `rank` saved as `name`, or else of those that the lowest rank saved;
-        `name` itself if it does not stand for per-rank bytes."""
+        """Return the stored name of the bytes that `rank` saved as `name`; if it saved none, the stored name of the
+        bytes that the lowest rank saved. Returns `name` itself if it does not stand for per-rank bytes."""
         by_rank = self.blobs.get(name)
         if not by_rank:
             return name
@@ -159,8 +159,8 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Compare the torch.save archives that store boxes of the tensors `names` with the metadata; return, for each
-        box, where in its archive's file its elements lie.
+        """Compare the torch.save archives of boxes of the tensors `names` with the metadata, and return, in a dict by
+        box, where in its file each box's elements lie.
 
         If `share` is (i, n), only the i-th of n shares of the archives.
 

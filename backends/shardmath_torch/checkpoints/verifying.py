@@ -96,10 +96,10 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Return a flag per chunk: whether `rank` has to check the chunk's checksum; exactly one of the ranks that read a
-    chunk has to.
+    """Divide the checksums to check among the ranks that read each chunk; return a flag per chunk: whether `rank`
+    checks it. Exactly one of the ranks that read a chunk checks it.
 
-    `packed` has every rank's flags of the chunks that it reads.
+    `packed` has every rank's flags of the chunks that it reads, for `total` chunks.
 
     Raises CheckpointError for marks of another number of chunks.
 

@@ -71,8 +71,8 @@ MOST_FILES = 16
 
 
 class Writer(storage.StorageWriter):
-    """A storage writer for torch.distributed.checkpoint.save, which writes safetensors files, torch's `.metadata` and
-    an index.
+    """A storage writer for torch.distributed.checkpoint.save, which writes safetensors files, torch's `.metadata`, and
+    shardmath.json, an index of the stored boxes.
 
     `path` may be a URL that fsspec serves. Raises CheckpointError if the folder cannot be written.
     """
@@ -158,7 +158,8 @@ class Writer(storage.StorageWriter):
             _update_copy(self._folder, index, held.save)
 
     def abandon(self) -> None:
-        """Remove the files of a failed save, unless it has become current. Call it on every rank.
+        """Remove the files of a failed save, unless `finish` has made it the folder's current save. Call it on every
+        rank.
 
         A rank removes its own drafts and the draft of `.metadata`: without them the save can no longer count, whatever
         other ranks do, and however late. The coordinator, which alone commits and so knows whether the save counts,

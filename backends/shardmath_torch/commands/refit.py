@@ -54,7 +54,8 @@ MOST_SECONDS = 10.0**6
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished refit: its settings, plan, lower bounds, and the measurements of all ranks."""
+    """A finished refit (move of a model's weights from source to destination ranks): its settings, plan, lower bounds,
+    and the measurements of all ranks."""
 
     job: Job
     plan: sm.Plan
@@ -63,7 +64,8 @@ class Result:
 
 
 def command(argv: Sequence[str]) -> int:
-    """Move a model as `python -m shardmath refit` with arguments `argv`; return the exit status."""
+    """Move a model's weights from source to destination ranks, as `python -m shardmath refit` with arguments `argv`;
+    return the exit status."""
     parser = _make_parser()
     options = parser.parse_args(argv)
     if options.demo:

@@ -84,7 +84,7 @@ class TextTable:
 
 
 class Screen(Protocol):
-    """The interface of a screen, to which `refit` writes its output."""
+    """The interface of a terminal or text stream, to which `refit` writes lines, tables and progress."""
 
     def line(self, text: str) -> None:
         """Write a line of text."""
@@ -192,8 +192,8 @@ def _count_phases(progress: Mapping[int, Progress]) -> float:
 
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> TextTable:
-    """Return a table of layouts: tensors grouped by the rules that match them on the two sides, the largest group
-    first."""
+    """Return a table with a row per group of tensors that match the same two rules (name pattern and layout, for source
+    and destination), the largest group first."""
     groups = _group_by_rules(weights, src, dst)
     rows = []
     for rules in sorted(groups, key=lambda rules: -len(groups[rules])):

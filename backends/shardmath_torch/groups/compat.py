@@ -117,20 +117,22 @@ def _make_outside_error() -> ExchangeError:
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """Return the group's ranks in order, as plans name them: global ranks, or places in a joint group."""
+    """Return the group's ranks in order, as plans number them: global ranks, or 0, 1, 2 ... in a joint group (a group
+    across jobs)."""
     if isinstance(group, JointGroup):
         return tuple(range(group.size()))
     return tuple(dist.get_process_group_ranks(group))
 
 
 def rank_in(group: Group) -> int:
-    """Return this process's rank as plans on the group name it: its global rank, or place in a joint group."""
+    """Return this process's rank as plans on the group number it: its global rank, or its rank within a joint group (a
+    group across jobs)."""
     return group.rank() if isinstance(group, JointGroup) else dist.get_rank()
 
 
 def channel_of(group: Group) -> Group:
-    """Return the group to call torch with: `group` itself, or the inner torch group of a joint group; get it again for
-    each call.
+    """Return the group to pass to torch's functions: `group` itself, or the torch group inside a joint group (a group
+    across jobs). Get it again for each call.
 
     Raises ExchangeError if a joint group is disconnected.
     """
@@ -303,12 +305,14 @@ def store_of(group: Group) -> Store | None:
 
 
 def packs_saved_tensors() -> bool:
-    """Whether hooks, such as activation checkpointing's, pack tensors that autograd saves now (torch 2.13)."""
+    """Whether hooks that pack autograd's saved tensors, such as activation checkpointing's, are active now (torch
+    2.13)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def has_own_connections(group: Group) -> bool:
-    """Whether the group is not the default one, whose connections also carry a job's other collectives."""
+    """Whether the group is not the default process group; the default group's connections also carry a job's other
+    collectives."""
     return group is not dist.group.WORLD
 
 
@@ -373,6 +377,6 @@ def identity_of(storage: torch.UntypedStorage) -> int:
 
 
 def storage_start(tensor: Tensor) -> int | None:
-    """Return the offset of the tensor's storage in the file from which torch read the tensor without its data; None if
+    """Return the file offset of a fake tensor's data, which torch.load noted instead of reading the data; None if
     unknown."""
     return tensor.untyped_storage()._checkpoint_offset

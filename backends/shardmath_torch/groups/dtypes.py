@@ -60,7 +60,8 @@ BORROWED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: 
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return torch's type of this canonical `name`. Raises LayoutError if torch lacks it (bcomplex32 before 2.14)."""
+    """Return the torch.dtype called `name`, such as "bfloat16". Raises LayoutError if torch lacks it (bcomplex32 before
+    2.14)."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         what = f"torch {torch.__version__} has no dtype {name}"

@@ -138,7 +138,8 @@ def list_joint() -> list[JointGroup]:
 def make_channel(
     backend: str, store: Store, rank: int, size: int, seconds: float, name: str
 ) -> ProcessGroup:
-    """Connect a process group that torch does not register. Raises RuntimeError if ranks cannot be reached."""
+    """Return a new process group of `size` ranks, not registered with torch, that is connected through `store`. Raises
+    RuntimeError if ranks cannot be reached."""
     channel = ProcessGroup(store, rank, size)
     BACKENDS[backend](channel, store, timedelta(seconds=seconds))
     channel._set_group_name(GroupName(name))

@@ -139,7 +139,8 @@ def _plain_local(tensor: Tensor) -> Tensor:
 
 
 def spot_of(tensor: Tensor) -> MemorySpot | None:
-    """Return the memory that this rank's part of `tensor` occupies; None if it is empty or has no known address."""
+    """Return the memory of this rank's part of `tensor` as a `MemorySpot` (device, address range, strides); None if it
+    is empty or has no known address."""
     if tensor.is_nested:
         return None
     local = _plain_local(tensor)

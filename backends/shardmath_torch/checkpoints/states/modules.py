@@ -92,8 +92,8 @@ class Description(NamedTuple):
 
     @property
     def claim(self) -> dict[str, str]:
-        """The facts about the module that must be equal on all ranks, such as a tensor's dtype and shape: subject ->
-        fact, both as text."""
+        """The facts about the module that must be equal on all ranks, as a dict of texts, such as a tensor's name ->
+        its dtype and shape."""
         tensors = self.parameters | self.buffers
         claims = {}
         for name, tensor in tensors.items():
@@ -288,8 +288,8 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """Gather from all ranks the shapes of their parts of the DTensors in `tensors`, and return a function (`Ask`) that
-    gives them, by tensor and rank; None if there is nothing to gather.
+    """Gather every rank's local shapes of the DTensors in `tensors`, and return a function (`Ask`) that gives them as
+    tensor name -> rank -> shape. Returns None if there is nothing to gather.
 
     It also gathers the boxes of checkpointable tensors.
 

@@ -96,7 +96,7 @@ class OptimizerState(NamedTuple):
 
     @property
     def trained(self) -> tuple[str, ...] | None:
-        """The names of all parameters that the optimizers have, in order; None without an optimizer."""
+        """The names of all parameters that the optimizers have, group after group; None without an optimizer."""
         return None if self.groups is None else name_trained(self.groups)
 
 

@@ -76,8 +76,8 @@ class ReadJob(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The memory of those optimizer tensors (states and options) that may be overwritten with loaded values, since no
-    other tensor shares it.
+    """The memory that loaded optimizer values may overwrite: regions of state tensors (`states`), and of tensors in
+    options such as learning rates (`options`), that no other tensor shares.
 
     Several options may be one tensor.
     """
@@ -87,8 +87,8 @@ class Free(NamedTuple):
 
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
-    """Return the memory of those optimizer tensors (states and options) that may be overwritten with loaded values,
-    since no other tensor shares it."""
+    """Return the memory that loaded optimizer values may overwrite: regions of state tensors, and of tensors in options
+    such as learning rates, that no other tensor shares. Several options may be one tensor."""
     states = _list_states(goals)
     options = _list_options(goals)
     slots = [slot.local for slot in model.slots.values()]

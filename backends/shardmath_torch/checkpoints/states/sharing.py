@@ -34,16 +34,16 @@ _Item: TypeAlias = tuple[str, str]
 
 
 def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Mark, in `entries`, each optimizer state item that is one object with other items: set the `origin` of its entry
-    (description) to the first of these items. `states` is by parameter's name."""
+    """If several optimizer state items are one object, set the `origin` in each of their `entries` (descriptions) to
+    the first of these items. `states` maps a parameter's name to its state: key -> value."""
     for (name, key), origin in find_origins(states).items():
         marked = replace(entries[name][key], origin=origin)
         entries[name] = {**entries[name], key: marked}
 
 
 def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]:
-    """Return, for each optimizer state item that is one object with others, the first of these items: (parameter's
-    name, key) -> (first parameter's name, key), or only (key,) if all are of one parameter."""
+    """Find optimizer state items that are one object; return a dict from each of them, (parameter's name, key), to the
+    first one. The first one is (its parameter's name, key), or only (key,) if all are of one parameter."""
     # Kept, since a mapping may make its values at each access: no other value may get the id of one.
     kept = {name: dict(held) for name, held in states.items()}
     items_by_identity: dict[object, list[_Item]] = {}

@@ -47,8 +47,8 @@ __all__ = ["advise", "tell_among_meshes", "tell_names", "tell_state"]
 
 
 def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Gather, for the parameters that only some ranks of `group` hold, descriptions (entries) of their optimizer state
-    and their parameter groups; each parameter's come from the first rank that holds it.
+    """Gather and return the optimizer state's descriptions (entries), and the parameter groups, of parameters that only
+    some ranks of `group` hold. The first rank that holds a parameter reports it.
 
     Collective over the group if there are such parameters. Raises CheckpointError on every rank for what
     `describe_optimizers` does.
@@ -59,16 +59,16 @@ def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) 
 
 
 def tell_names(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Gather, as parameter groups without options, the names of those optimizer parameters that only some ranks of
-    `group` hold, each from the first rank that holds it."""
+    """Gather and return the names of optimizer parameters that only some ranks of `group` hold, in parameter groups
+    without options. The first rank that holds a parameter reports it."""
     ranks = (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
     firsts = _find_firsts(model, ranks)
     return _gather_reports(firsts, partial(_report_names, model, optimizer, firsts), group)
 
 
 def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Tensor]) -> Elsewhere:
-    """Gather, as `tell_state` does, descriptions of optimizer state and parameter groups, but among the ranks on the
-    meshes of `model`; their process group is found from the module's `tensors`.
+    """Gather and return reports on optimizer state as `tell_state` does, but among the ranks on the meshes of `model`.
+    Their process group is found from the module's `tensors`.
 
     Raises CheckpointError if these ranks have no group, and on a rank that is on no mesh.
     """
@@ -177,6 +177,6 @@ BY_RANK = (
 
 
 def advise(what: str) -> str:
-    """Return the advice that ends an error about `what` differing among ranks; for optimizer state, how to save state
-    that each rank has in part."""
+    """Return the advice to append to an error that says `what` differs among ranks. For optimizer state, it says how to
+    save state of which each rank has a part."""
     return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

@@ -93,7 +93,8 @@ def state_of(
     mesh: Mesh | None = None,
     group: Group | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
-    """Return a module's and its optimizer's state as `save` takes it: local tensors, and layouts on all ranks, by name.
+    """Return a module's and its optimizer's state as two dicts by name, as `save` takes them: this rank's tensors, and
+    the layouts of all ranks' tensors (None for bytes).
 
     Tensors that are not DTensors, and do not say which part they are (`checkpointable`), are assumed the same on all
     ranks of `mesh`, by default the largest mesh of the DTensors, or the ranks of the group. Give `mesh` if some ranks
@@ -239,7 +240,8 @@ def load_state(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> Unmatched:
-    """Restore a module and its optimizer in place from what `save_state` wrote, under the same or another parallelism.
+    """Restore a module and its optimizer in place from what `save_state` wrote, under the same or another parallelism;
+    return the names that only one side has (`Unmatched`).
 
     The optimizer may be fresh. Its groups take the options of the groups that their parameters were in. Parameters may
     be grouped otherwise than before, if all of a group that are on this rank had the same options. Without an

@@ -50,8 +50,8 @@ INDEXED, ENUMERATED, FIELD = "{}[{!r}]", "[*{}][{}]", "{}.{}"
 
 
 class Inner(NamedTuple):
-    """An optimizer inside another: an expression that reaches it, the outer optimizer, and the outer optimizer's
-    attribute through which it is reached."""
+    """An optimizer inside another: a Python expression for it (such as `optimizer.base[0]`), the optimizer that holds
+    it, and the holder's attribute that leads to it."""
 
     path: str
     holder: Optimizer

@@ -26,8 +26,8 @@ __all__ = ["add_converted"]
 def add_converted(
     checkpoint: Checkpoint, module: nn.Module, shapes: Shapes, format: Format | None
 ) -> Checkpoint:
-    """Return `checkpoint` with additional entries for tensors of `module` that are stored in parts, such as a stack of
-    experts.
+    """Return `checkpoint` with further entries for tensors of `module` that the checkpoint has only in parts, such as
+    single experts that the module stacks.
 
     Raises CheckpointError for parts that are missing, have another shape or dtype, or are archives of torch.save;
     StoreError if transformers computes with parts; FormatError if two parts share a block of the format.

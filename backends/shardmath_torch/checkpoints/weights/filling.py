@@ -77,7 +77,8 @@ def load_weights(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> None:
-    """Load the parameters and persistent buffers of `module`, in place, from any checkpoint that `load` reads.
+    """Load the parameters and persistent buffers of `module`, in place, from `path`: safetensors files of Hugging Face,
+    or a checkpoint by `save` or torch.distributed.checkpoint.
 
     `names` maps names in the module to stored names, if they differ. A parameter with several names is found under any
     of them. Tensors that transformers saves under other names, or unstacked, are found as it saves them. Values are

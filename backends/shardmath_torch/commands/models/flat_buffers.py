@@ -43,7 +43,8 @@ __all__ = [
 
 
 def params_of(module: nn.Module) -> tuple[buffers.Param, ...]:
-    """Return a module's trained parameters as Params for flat buffers, in forward order, with local shapes.
+    """Return a module's trained parameters as Params (name, local shape, dtype and more) from which flat buffers are
+    laid out, in the order of `named_parameters`.
 
     A tied parameter appears once, under its first name.
 
@@ -173,10 +174,10 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """Return views of this rank's flat `array`, its share of a buffer, as local tensors by parameter's name, in the
-    layouts that `buffers.state_layouts` gives.
+    """Return views of `array`, this rank's share of a flat buffer of optimizer state, as a dict from local name (a
+    parameter's name, or `name[i]` for a part) to tensor.
 
-    They have the array's dtype. A rank outside the mesh has none.
+    They have the layouts that `buffers.state_layouts` gives, and the array's dtype. A rank outside the mesh has none.
 
     Raises StoreError for an array that is not flat, or not as long as the rank's share of the
     buffer, and ParamLayoutError as `state_layouts` does.
@@ -201,7 +202,8 @@ def state_views(
 def views(
     store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return this rank's local tensors, by local name, as detached views of its flat `arrays`.
+    """Return this rank's local tensors of `layouts`, by local name, as detached views of its flat `arrays`, at the
+    positions that `store` gives.
 
     A single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises
     StoreError for an array that is missing, too short, not flat, or of another dtype.

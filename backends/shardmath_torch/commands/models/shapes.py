@@ -119,8 +119,8 @@ def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[s
 def parameters(
     model: PretrainedConfig | str, *, dtype: str | None = None, shared: Collection[str] = ()
 ) -> tuple[Param, ...]:
-    """Return the trained parameters among the tensors of `shapes`, in forward order, as Params for the rules of flat
-    buffers.
+    """Return the trained parameters among the tensors of `shapes` as Params (name, shape, dtype and more) from which
+    flat buffers are laid out, in the model's order.
 
     Experts have `.experts.` in their names; embeddings and output layers are not managed by
     LayerWise optimizers; names in `shared` are shared embeddings. Raises ShardError as `shapes`

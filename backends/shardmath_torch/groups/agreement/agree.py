@@ -34,7 +34,8 @@ SHOWN = 8
 
 
 class Ballot(NamedTuple):
-    """A rank's vote on an operation; `claim`, `purpose` and `records_gradient` must be equal on all ranks.
+    """A rank's vote on an operation: which operation, for which purpose, the rank's objection if any, and facts about
+    the rank. `claim`, `purpose` and `records_gradient` must be equal on all ranks.
 
     - `claim`: the operation that the rank is about to do.
     - `purpose`: what the operation is for, in the caller's words.

@@ -114,8 +114,8 @@ class FailureDetector:
     bell: threading.Event = field(default_factory=threads.make_bell)
 
     def detect(self, own_report: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
-        """Exchange failure reports with the other ranks, and return (the rank that failed first, the report on it); the
-        rank is None if unknown, or if a rank only left.
+        """Exchange failure reports with the other ranks, and return the rank that failed first, and the report on it.
+        The rank is None if it is unknown, or if a rank only left, without a failure.
 
         Calls `let_go`, which closes the connections, once this rank has reported.
         """

@@ -190,8 +190,8 @@ def _is_relied_on(party: Party, votes_before: int) -> bool:
 
 
 def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError:
-    """Return the error to raise after one of torch's collectives failed with `error`; breaks the group if this library
-    has a transport for it."""
+    """Return the error to raise after a collective of torch failed with `error`, and mark the group as broken if this
+    library has a transport for it."""
     party = party_of(compat.group_of(group))
     if party is None:
         lost = f"a rank is gone, or did not {what}: {message_of(error)}"

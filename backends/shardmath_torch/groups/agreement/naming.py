@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 
 
 def word_objection(error: BaseException) -> str:
-    """Return the text in which a rank objects because of `error`: the error's message, with the class's name before it
-    unless `error` is a ShardError."""
+    """Return the text of this rank's objection in a vote: the message of `error`, with its class's name in front unless
+    it is a ShardError."""
     message = message_of(error) if isinstance(error, ShardError) else ""
     return message or word_error(error)
 
@@ -50,8 +50,8 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Return words for an error at `rank`: that it had to send or receive `tensor`, or, if `tensor` is None, the first
-    tensor that it moves by the plan `given`."""
+    """Return words for an error at `rank`: which tensor it had to send or receive (`tensor`, or if None, the first that
+    it moves by the plan `given`)."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:

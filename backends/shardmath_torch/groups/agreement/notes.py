@@ -43,7 +43,7 @@ def swap(store: Store, key: str, old: str | None, new: str) -> str | None:
 
 
 def add_line(store: Store, key: str, line: str) -> None:
-    """Append `line` to the text stored under `key`, or to an empty first line if there is no text yet.
+    """Append a line break and `line` to the text stored under `key`; a missing text counts as empty.
 
     Raises RuntimeError if the store is lost.
     """

@@ -86,13 +86,15 @@ class Party:
         return self.patience + 1.2 * self.grace
 
     def with_own_key(self) -> Party:
-        """Return a copy with a new `key`, for one mover: the number of the next vote, which is equal on all ranks."""
+        """Return a copy of this Party for one mover, with a new `key`: the number of the next vote, which is equal on
+        all ranks."""
         return replace(self, key=str(self.turns.votes + 1))
 
     def vote(
         self, mine: Ballot, patience: float | None = None, event: Event = Event.VOTE
     ) -> tuple[Ballot, ...]:
-        """Send this rank's vote `mine` to all ranks (a promise, if `event` says so), and return all ranks' votes.
+        """Send this rank's vote `mine` to all ranks, and return all ranks' votes in the order of the group's ranks.
+        `event` is PROMISE for a promise: the vote that this rank has all its bytes.
 
         Raises Refused if any rank objects, PeerFailure if one does not vote.
         """

@@ -89,7 +89,7 @@ def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
 
 
 def make_bell() -> threading.Event:
-    """Return an event that a background thread can sleep on, and that the process's exit sets to wake the thread."""
+    """Return an event for a background thread to wait on; it is set when the process exits, which wakes the thread."""
     bell = threading.Event()
     _bells.add(bell)
     return bell

@@ -187,7 +187,8 @@ class Turns:
         self._queue = threading.Lock()
 
     def next(self, event: Event = Event.VOTE) -> int:
-        """Count the vote that now begins (or promise, if `event` says so), and return its number."""
+        """Add 1 to the number of votes, since one begins now, and return the number. `event` is PROMISE for a promise:
+        the vote that this rank has all its bytes."""
         self.protocol.note(event)
         self.votes += 1
         return self.votes

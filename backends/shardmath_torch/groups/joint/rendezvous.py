@@ -101,7 +101,7 @@ class _Log(NamedTuple):
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """Return the objection of another process of rank 0 to this meeting, or ""."""
+        """Return the text in which another process that is also rank 0 objects to this rendezvous; "" if none does."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))

@@ -64,8 +64,8 @@ class Swap(NamedTuple):
 
 
 class Add(NamedTuple):
-    """A step to do on the store: append `line` to the text under `key`, or to an empty first line if there is no text
-    yet."""
+    """A step to do on the store: append a line break and `line` to the text under `key`; a missing text counts as
+    empty."""
 
     key: str
     line: str
@@ -78,8 +78,8 @@ class Drop(NamedTuple):
 
 
 class Purge(NamedTuple):
-    """A step to do on the store: remove the text under a unique `key`, and all texts whose keys begin with `key` and a
-    slash."""
+    """A step to do on the store: remove the text under `key`, and all texts whose keys begin with `key` and a slash. No
+    other group may use such keys."""
 
     key: str
 

@@ -26,8 +26,8 @@ MOST_ERRORS = 8
 
 
 def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
-    """Send the vote `promise` (that this rank has all its bytes), and call `place`, which puts them in place, once all
-    ranks have voted so; if an error occurs after the vote has begun, try again.
+    """Send the vote `promise` (this rank has all its bytes); once all ranks have promised, call `place`, which puts the
+    bytes in place. If an error occurs after the vote has begun, try again.
 
     Raises Refused if a rank objects, PeerFailure if the group is broken, and else the first error.
     """

@@ -87,7 +87,8 @@ def word_torn(keys: tuple[str, ...]) -> str:
 
 
 def word_end(standing: Standing, former: int) -> str:
-    """Return the text that says, after a failed commit, whether this rank's destinations are old, new or torn.
+    """Return the text that says, after a failed commit, whether this rank's destinations are old, new, or torn (perhaps
+    partly updated).
 
     `former` is the version before the commit.
     """

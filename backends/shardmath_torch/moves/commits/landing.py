@@ -26,7 +26,8 @@ __all__ = ["Arrival", "Landing"]
 
 
 class Arrival(NamedTuple):
-    """Bytes that have arrived in memory next to the destinations `keys`, with functions to put them in place.
+    """Bytes that have arrived for the destinations `keys` in separate memory, with the functions that put them in
+    place.
 
     `finish` computes further values to store, `put` puts the bytes in place, and `end` is called after that. `witness`
     returns a function that later tells why the bytes can no longer be put in place, "" if they can.
@@ -41,8 +42,8 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Landing:
-    """The state of one mover's destinations on this rank: committed version, torn tensors, and the `commit` block for
-    whose end arrived bytes wait.
+    """The state of one mover's destinations on this rank: committed version, torn (perhaps partly updated) tensors, and
+    the `commit` block for whose end arrived bytes wait.
 
     `former` is the number of moves that others committed before this mover joined.
     """
@@ -70,8 +71,8 @@ class Landing:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """Return the state in which this mover continues with another plan: version and torn tensors as before, but no
-        longer in doubt whether other ranks committed one more move.
+        """Return the state of this mover under another plan: version and torn (perhaps partly updated) tensors as
+        before, without doubt about other ranks' version.
 
         The doubt is resolved: the others have at most version `former`.
         """

@@ -73,11 +73,11 @@ class Check:
         self._shares: list[int] = []
 
     def begin(self) -> None:
-        """Compute the numbers that this rank adds to the digests of the source tensors, before the move."""
+        """Compute this rank's share of the digests (checksums) of the source tensors, before the move."""
         self._shares = self._src.list_shares()
 
     def end(self) -> None:
-        """Compute the numbers that this rank adds to the digests of the source and destination tensors, after the
+        """Compute this rank's share of the digests (checksums) of the source and destination tensors, after the
         move."""
         self._shares += self._src.list_shares()
         self._shares += self._dst.list_shares()

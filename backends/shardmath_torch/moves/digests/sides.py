@@ -35,7 +35,8 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class DigestSide:
-    """This rank's tensors of one side, by local name, and the layouts (windows) in which all ranks hold each tensor."""
+    """This rank's tensors of one side (source or destination) by local name, and all ranks' layouts of each tensor
+    (several if each holds only a part)."""
 
     windows: Mapping[str, Windows]
     rank: int
@@ -43,7 +44,8 @@ class DigestSide:
     seed: int = 0
 
     def list_shares(self) -> list[int]:
-        """Return the numbers that this rank adds to the digests of all tensors, in the order of names."""
+        """Return a list of this rank's shares (numbers that are summed into a digest) of all tensors, tensor after
+        tensor in the order of `windows`."""
         shares: list[int] = []
         with torch.inference_mode():
             for name, windows in self.windows.items():
@@ -52,8 +54,8 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """Return, for each of `boxes`, the sum, weighted as in the digest, of the elements of tensor `name` that are
-        both in the box and in `portions`."""
+        """Return, for each of `boxes`, the sum, weighted as in a digest, of those elements of tensor `name` in
+        `portions` (this rank's patches) that lie in the box."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)
@@ -70,14 +72,15 @@ class DigestSide:
 
 
 def count_shares(side: Mapping[str, Windows], rank: int) -> int:
-    """Return how many numbers `rank` adds to the digests of all tensors of `side` together."""
+    """Return how many shares (numbers that are summed into a digest) `rank` has in the digests of all tensors of `side`
+    together."""
     held = [list_held(windows).get(rank, ()) for windows in side.values()]
     return sum(map(len, held))
 
 
 def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int]]) -> AllShares:
-    """Return each rank's numbers for each tensor of `side`: tensor name -> rank -> numbers; `unread` has each rank's
-    numbers for all tensors in one sequence."""
+    """Divide each rank's shares (numbers that are summed into a digest) among the tensors of `side`; return them as
+    tensor name -> rank -> list. `unread` has each rank's numbers for all tensors in one sequence."""
     by_name: AllShares = {}
     for name, windows in side.items():
         by_rank = {}

@@ -89,7 +89,8 @@ class Exchange:
         self._staging.reserve(self._needed_bytes)
 
     def let_go(self) -> None:
-        """Drop the views of tensors, and of staging memory that a larger block has replaced."""
+        """Drop the engine's views of tensors and staging memory, so that the tensors, and staging that a larger block
+        has replaced, can be freed."""
         self._held_tensors = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:

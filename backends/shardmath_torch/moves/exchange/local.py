@@ -277,8 +277,8 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
 
 
 def witness(*given: Local) -> Callable[[], str]:
-    """Return a function that, when called later, returns an error text if memory of tensors in `given` was freed or
-    moved, else ""."""
+    """Note where the destination tensors in `given` lie in memory, and return a function that, called later, returns an
+    error text if one was freed or moved, else ""."""
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})

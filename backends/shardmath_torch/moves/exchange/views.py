@@ -85,7 +85,8 @@ class _Copies(NamedTuple):
     folds: list[Fold]
 
     def run(self) -> list[Fold]:
-        """Copy all views, and return the reductions (folds) that remain to be done."""
+        """Copy each view in `out_of` into its view in `into`, and return the reductions (folds) that remain to be
+        done."""
         if self.into:
             torch._foreach_copy_(self.into, self.out_of)
         return self.folds
@@ -270,7 +271,8 @@ class MoveViews:
 
 
 def fill(work: CellWork, tensors: Tensors) -> None:
-    """Set the elements of the tensor `work.key` in the boxes of `work` to `work.value`, as before a sum."""
+    """Set the elements of the tensor `work.key` in the boxes of `work` to `work.value`, with which a reduction
+    starts."""
     tensor = tensors[work.key].detach()
     for box in work.boxes:
         dtypes.fill(tensor[box], work.value)

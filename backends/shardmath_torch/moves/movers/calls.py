@@ -79,8 +79,8 @@ class Call(NamedTuple):
 
     @property
     def patience(self) -> float | None:
-        """The seconds to wait for all ranks to make the call; None, which stands for the mover's timeout, if not given
-        or invalid."""
+        """The seconds to wait until all ranks have made the call; None (use the mover's timeout) if `timeout` was not
+        given or is invalid."""
         return self.timeout if is_time(self.timeout) else None
 
     def keep(self) -> Call:
@@ -90,8 +90,8 @@ class Call(NamedTuple):
         return self._replace(src=keep(self.src), out=keep(self.out))
 
     def kind(self, word: str, in_block: bool) -> CallKind:
-        """Return those options of the call that ranks compare when they vote, with `word`, the verb for the move;
-        invalid options count as not given."""
+        """Return the options of this call that ranks compare when they vote, together with `word`, the verb for the
+        move; invalid options count as not given."""
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
         return CallKind(word, acknowledge, check, in_block)

@@ -39,7 +39,8 @@ class Carrier(Protocol):
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The rounds of a move of all bytes, with the messages that this rank sends and receives in each."""
+        """The rounds of a move that sends everything, not only changes: the messages that this rank sends and receives
+        in each."""
 
     @property
     def staging_bytes(self) -> int:
@@ -50,7 +51,8 @@ class Carrier(Protocol):
         """The bytes of shadows (memory next to destinations) that stay allocated between moves."""
 
     def word(self, how: object) -> str:
-        """Return the verb for a move with the carrier's option `how`, for the text on which ranks vote."""
+        """Return the word for a move with the carrier's option `how`, such as "move"; ranks compare it when they
+        vote."""
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
         """Allocate memory for moves of tensors with the strides and device of `src` and `dst`.
@@ -59,7 +61,8 @@ class Carrier(Protocol):
         """
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Prepare for one move from `src` to `dst`, with the caller's option `how`."""
+        """Find what the next move from `src` to `dst` has to send, by the caller's option `how`; a carrier that always
+        sends everything does nothing."""
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
         """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived. Raises PeerFailure."""

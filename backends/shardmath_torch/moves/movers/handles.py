@@ -129,8 +129,8 @@ class _Order:
     """The order of a move and its caller's work on the device; on a CPU the order of calls is enough."""
 
     def begin(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the move runs, with its work after the caller's earlier work on the
-        device."""
+        """Return a context manager to run the move in: the move's work on the device then comes after the caller's
+        earlier work."""
         return nullcontext()
 
     def follow(self) -> None:

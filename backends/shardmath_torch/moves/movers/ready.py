@@ -43,8 +43,8 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return how many peers this rank reports in the vote on `plan`; None if its part of the previous plan cannot
-        be reused.
+        """Return how many ranks this rank sends to or receives from under `plan`, whichever are more; None if its part
+        of the previous plan cannot be reused.
 
         Never fewer than before, since a smaller number would change the pace of all ranks.
         """
