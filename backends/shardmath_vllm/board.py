@@ -61,7 +61,10 @@ class Board:
     timeout: float
 
     def relay(self, what: str, act: Callable[[], None]) -> None:
-        """Call `act` on the first rank while other trainer ranks wait. Raises ExchangeError on all if it fails."""
+        """Run the step `what` by calling `act` on the first rank; the trainer's other ranks wait until it has ended.
+
+        Raises ExchangeError on all of these if `act` fails.
+        """
         fault = self._hear(what) if self.place else self._act(what, act)
         if fault:
             raise ExchangeError(f"place 0 could not {what}: {fault}")
@@ -185,7 +188,9 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """End the update here: post the reason `why`, and call `leave`; if `why` is "", return another rank's reason.
+        """End the update on this rank by `leave`; post the reason `why`, or return another rank's if `why` is "".
+
+        The reason is posted or read under the name of the step `what`.
 
         `why` is what is wrong here, "" where it is what others have done.
         """

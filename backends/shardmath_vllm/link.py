@@ -55,7 +55,7 @@ def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) 
 
 @dataclass(frozen=True)
 class Link:
-    """A connected group of trainer and engine ranks; each of `refits` moves some of the tensors of the plan `planned`.
+    """A connection of trainer and engine ranks: their `group`, the plan `planned`, and `refits` that move parts of it.
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
@@ -75,7 +75,7 @@ class Link:
     update_numbers: list[int] = field(default_factory=list)
 
     def leave(self) -> None:
-        """Disconnect this rank from the group, and from the groups in `beside`."""
+        """Disconnect this rank from the group, and from the smaller groups of some of its ranks in `beside`."""
         for group in (*self.beside.values(), self.group):
             smt.disconnect(group)
 

@@ -33,7 +33,9 @@ TRAINERS = "trainers"
 
 @dataclass(frozen=True)
 class Given:
-    """The facts that a rank tells as ranks connect: `told` by a trainer, or a worker's `engine` and `record` function.
+    """The facts that a rank connects with: a trainer's tensors (`told`), or a worker's engine and `record` function.
+
+    `record` returns where the worker's loader stores the trainer's tensors.
 
     `is_joint` if ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
     """

@@ -112,7 +112,7 @@ class Update:
 
     @property
     def mixed(self) -> Cells:
-        """The elements that may be old on one rank of the engine and new on another; if empty, the model may answer."""
+        """The elements that may be old on some ranks of the engine and new on others; empty if the model may answer."""
         if self.phase in MIXING:
             return self.torn | self.writes
         return self.torn - self.writes if self.phase in NEW else self.torn

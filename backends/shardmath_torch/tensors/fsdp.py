@@ -29,7 +29,7 @@ def list_keepers(group: Any) -> list[Any]:
 
 
 def list_gathered(keeper: Any) -> list[Tensor]:
-    """Return the tensors that FSDP2 has gathered for the parameter of `keeper`, its FSDPParam, even without memory."""
+    """Return the tensors, freed or not, into which FSDP2 has gathered the parameter of `keeper` (an FSDPParam)."""
     names = "_unsharded_param", "_sharded_post_forward_param"
     found = [getattr(keeper, name, None) for name in names]
     return [tensor for tensor in found if tensor is not None]

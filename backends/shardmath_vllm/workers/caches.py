@@ -116,7 +116,7 @@ def _drop_pooled(executor: Any) -> None:
 
 
 def drop_parts(worker: Any) -> bool:
-    """Drop a pooling worker's outputs for parts of prompts; return True instead if it holds a query's outputs."""
+    """Return whether a pooling worker holds a query's outputs; if not, drop its outputs for parts of prompts."""
     runner = worker.model_runner
     # Of vLLM's two runners, one pools beside itself, on the last stage alone, and drops parts itself.
     pooling = getattr(runner, "pooling_runner", runner)

@@ -55,7 +55,7 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 
 def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
-    """Raise StoreError if `recorded` does not fill a tensor of `model`, except padding, vLLM's tensors, and `own`."""
+    """Raise StoreError if `recorded` leaves tensors of `model` unfilled, except padding, vLLM's, and those in `own`."""
     faults = []
     for native, left in recorded.unwritten.items():
         padded = _count_padding(model, native)

@@ -126,7 +126,7 @@ class Loading:
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the tensors named in `natives`; allocate those without memory, as zeros if `natives[name]` is not 0.
+        """Return the tensors named in `natives`, by name; allocate missing memory, zeroed if the name's value is not 0.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """

@@ -31,7 +31,7 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 
 
 def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
-    """Connect a process group for each vLLM group of several workers; return them by the name of vLLM's getter.
+    """Connect a process group per vLLM group of several workers; return them by getter name, such as "get_tp_group".
 
     Collective over the engine's workers, which find each other in the meeting's own store.
 

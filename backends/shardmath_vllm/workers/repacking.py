@@ -64,7 +64,7 @@ def _refill_emptied(module: nn.Module) -> None:
 
 
 def process_tied(model: nn.Module, tied: Iterable[str]) -> None:
-    """On CPUs, have each output layer whose weight `tied` names (one shared with another module) pack it again."""
+    """On CPUs, have vLLM pack again the output layers' weights named in `tied` (shared with another module)."""
     if not current_platform.is_cpu():
         return
     for native in tied:

@@ -25,7 +25,10 @@ class Stage:
 
     @property
     def own(self) -> frozenset[str]:
-        """The names of the plan's destinations in the stage's own memory, which `commit="all"` need not protect."""
+        """The names of the plan's destination tensors that lie in the stage's memory, not in the caller's tensors.
+
+        A move with `commit="all"` need not protect them from a failure.
+        """
         return frozenset()
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
@@ -43,14 +46,14 @@ class Stage:
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return what `finish` of the preceding stage gets: this stage's `arrived`, or tensors computed from them."""
+        """Return the tensors that the preceding stage's `finish` gets: `arrived`, or tensors computed from these."""
         return arrived
 
     def end(self) -> None:
         """Do the stage's work after the move, once its values are in place."""
 
     def let_go(self) -> None:
-        """Release the tensors of the last move, and extra memory, until the next move."""
+        """Drop references to the last move's tensors, and free extra memory, which the next move allocates again."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of the caller's tensors that are torn (partly new) if the plan's tensors `keys` are."""
@@ -74,7 +77,11 @@ def begin(stages: Stages) -> None:
 
 
 def finish(stages: Stages, arrived: Tensors) -> Iterable[Pair]:
-    """Yield pairs (tensor, values to write into it) from all stages, last stage first, one at a time to save memory."""
+    """Yield pairs (tensor, values to write into it) from `Stage.finish` of all stages, last stage first.
+
+    The last stage gets the tensors `arrived`; each earlier one gets the result of `unfold` of the stage after it.
+    Stages compute values one pair at a time, to save memory.
+    """
     for stage in reversed(stages):
         yield from stage.finish(arrived)
         arrived = stage.unfold(arrived)

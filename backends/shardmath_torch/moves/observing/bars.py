@@ -55,7 +55,7 @@ def check_progress(progress: object) -> None:
 
 
 class Meter:
-    """A counter of one move's bytes that calls the caller's progress function; `failure` is what that raised."""
+    """A counter of one move's bytes that calls a progress function; `failure` is that function's error, or None."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -64,7 +64,7 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress at the end of the phase `lap` if it was the vote, or sent or received the message `about`."""
+        """Report progress if phase number `lap`, which ends now, was the ranks' vote or a wait for message `about`."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):
@@ -148,7 +148,7 @@ def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def progress_bar(
     description: str = "moving", *, console: Console | None = None
 ) -> Iterator[Progress]:
-    """Show a progress bar in the `with` block, which gets a function to pass as `progress=`; no bar without a terminal.
+    """Show a progress bar in the `with` block, on a terminal only; yield a function to pass to a call as `progress=`.
 
     The console is stderr by default. Ranks that share a terminal draw over each other: let only one show the bar.
     """

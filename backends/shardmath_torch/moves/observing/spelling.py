@@ -36,7 +36,10 @@ MOVING = "moving"
 
 
 class Mark(NamedTuple):
-    """The end of a phase (`lap`) of a call: its time, and what the phase was about (a message, round or vote)."""
+    """The end of a phase of a call: its number `lap`, its subject (a message, round or vote), and the time `at_s`.
+
+    A round is a group of messages that are sent together; in a vote, ranks agree on a move.
+    """
 
     lap: int
     about: object
@@ -64,7 +67,7 @@ class Timed:
 
     @property
     def agreed(self) -> Vote | None:
-        """The call's first vote, or the earlier agreement that made a vote needless; None if the call has neither."""
+        """The ranks' first vote on the call, or the earlier agreement instead of a vote; None if there is neither."""
         return next(find_votes([self], unasked=True), None)
 
 
@@ -80,7 +83,7 @@ class _Lap(NamedTuple):
 
 
 def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
-    """Yield a Vote (name, time) for each vote in `calls`; if `unasked`, also for agreements that needed no vote."""
+    """Yield a Vote (name, time) per vote of ranks on `calls`; if `unasked`, also per agreement that needed no vote."""
     for call in calls:
         for lap, about, at_s in call.marks:
             if lap == AGREED and isinstance(about, tuple):

@@ -121,7 +121,7 @@ class Stopwatch:
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
-        """End the present phase and record it as phase number `lap`; `about` is its message, round or vote."""
+        """End the present phase as number `lap`, and count its seconds; `about` is its subject, such as a message."""
         now = perf_counter()
         self._lap_seconds[lap] += now - self._lap_began_s
         self._lap_began_s = now
@@ -129,7 +129,7 @@ class Stopwatch:
             hear(lap, about, now)
 
     def waited(self, lap: int, message: Message, peer: int) -> None:
-        """End the present phase, `lap`: this rank spent it waiting for `peer` to send or receive `message`."""
+        """End the present phase, number `lap`; count it as a wait for `peer` to send or receive `message`."""
         before = self._lap_began_s
         self.lap(lap, message)
         self._waited_s[peer] = self._waited_s.get(peer, 0.0) + self._lap_began_s - before
@@ -182,7 +182,7 @@ class Stopwatch:
         return self._ledger.traffic if self._call_traffic is None else self._call_traffic
 
     def say_traffic(self, traffic: Traffic) -> None:
-        """Set the messages and bytes of the call, if they differ from the ledger's."""
+        """Set the messages and bytes of the call to `traffic`; without this, they are as for a move of all elements."""
         self._call_traffic = traffic
         if self._meter is not None:
             self._meter.expect(traffic.nbytes)

@@ -35,7 +35,7 @@ class Tracer:
         self.began_s = time.perf_counter()
 
     def begin(self, given: Given | None, rank: int, began_s: float) -> Timed | None:
-        """Begin the record of a call that began at `began_s`, and return the record; None if the trace is full."""
+        """Add a record of a call on `rank` of the plan or program `given`; return it, or None if the trace is full."""
         if self._mark_count >= MOST_MARKS:
             self.left_out += 1
             return None

@@ -38,7 +38,7 @@ __all__ = ["How", "Sent", "Sparse"]
 
 
 class How(NamedTuple):
-    """The arguments of a call of Changes: `positions` of changed elements by tensor, or None; `whole` to send all."""
+    """The arguments of a call of Changes: `positions` of changes by tensor (None: find them); `whole` to send all."""
 
     positions: Mapping[str, Tensor] | None
     whole: bool
@@ -69,7 +69,7 @@ class _PreparedChanges(NamedTuple):
 
 
 class Sparse:
-    """The part of a mover that sends only changed elements; for moves of all elements it uses `whole`."""
+    """The part of a mover that moves only changed elements; it leaves moves of all elements to the part `whole`."""
 
     def __init__(self, task: Task, whole: Whole, snapshots: bool) -> None:
         self._task = task
@@ -227,7 +227,7 @@ class Sparse:
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> None:
-        """Return None: another plan reuses no snapshot, since a rank that has joined again lacks the elements in it."""
+        """Return None (nothing to reuse) for another plan: ranks that join again lack the elements in snapshots."""
 
     def let_go(self) -> None:
         # The other ranks may have kept theirs, and move changes next: this rank then objects.

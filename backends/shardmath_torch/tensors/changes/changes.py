@@ -138,7 +138,7 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """Compile like `compile_changes`, with `stages`; call `agree_first` whenever ranks are to agree on another plan."""
+    """Compile like `compile_changes`, with extra work `stages`; call `agree_first` before agreeing on another plan."""
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
         objection = _find_objection(plan, snapshots) or _find_unfinished(stages, settings.commit)

@@ -60,7 +60,7 @@ class _Snapshot(NamedTuple):
     first: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return a view of the snapshot's box of `tensor`: bits as integers, dimensions in the snapshot's order."""
+        """Return the snapshot's part of `tensor` as a view: bits as integers, dimensions by decreasing stride."""
         return dtypes.words(tensor)[self.window.box].permute(self.window.order)
 
 

@@ -63,7 +63,10 @@ def pack(given: Sequence[Some], packet: Tensor) -> None:
 
 
 def unpack(packet: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> list[Some]:
-    """Return a Some for each of `sizes`: the changed elements that `pack` wrote to `packet`; bits are views of it."""
+    """Return a Some per element size: the `counts[i]` elements of `sizes[i]` bytes that `pack` wrote to `packet`.
+
+    Their bits are views of `packet`.
+    """
     parts = _split_packet(packet, sizes, counts)
     found = []
     for size, (numbers, words) in zip(sizes, parts, strict=True):

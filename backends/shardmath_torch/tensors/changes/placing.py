@@ -54,7 +54,7 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """Return, for each of `messages`, its counts of changed elements, one per element size; None if sent whole.
+        """Return for each of `messages` a tuple: its counts of changed elements by element size; None if sent whole.
 
         `received` has the counts of each sender's messages, one after another.
         """

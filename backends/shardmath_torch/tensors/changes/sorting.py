@@ -118,7 +118,10 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Return, by receiving rank, each message's counts of changed elements (WHOLE if sent whole), in order."""
+        """Return a dict from receiving rank to the counts of changed elements in its messages, a list in send order.
+
+        Each message has one count per element size; all are WHOLE if it is sent whole.
+        """
         counts_of: dict[int, list[int]] = {}
         for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):
             counts = [WHOLE] * len(self._sizes[number])

@@ -63,7 +63,7 @@ class _Parcels(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """A rank's source and destination tensors in a move; `is_beside` if only the commit writes to the destinations."""
+    """A rank's source and destination tensors in a move; `is_beside` if destinations are only written at the commit."""
 
     src: Tensors
     dst: Tensors
@@ -97,7 +97,10 @@ class _DeferredPlacing:
         return []
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return a Receive for the message of `endpoint`, sent whole, into memory separate from the destination."""
+        """Return a Receive (a message, and memory to receive it into) for `endpoint`, with separate memory.
+
+        The message is sent whole.
+        """
         views, memory = self._make_separate_views(endpoint)
         staged = _to_staged(endpoint)
 
@@ -107,7 +110,10 @@ class _DeferredPlacing:
         return Receive(endpoint.message, memory, find_unpacking)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """Return a Keep for a whole message that stays on this rank: when run, it copies that into separate memory."""
+        """Return a Keep (a message within this rank, and a function that copies it) that uses separate memory.
+
+        The message is copied whole; the commit writes it into the destination.
+        """
         # Both are kept until their views are found: staging knows endpoints by identity.
         staged_source, staged_target = _to_staged(source), _to_staged(target)
 
@@ -186,7 +192,10 @@ class Walker:
     def walk(
         self, given: Sorted, counts: Sequence[Counts], ends: Ends, watch: Stopwatch
     ) -> list[Put]:
-        """Send and receive changes; return functions to write them at the commit, [] if written. Raises PeerFailure."""
+        """Send and receive changes; return functions that write them at the commit, or [] if they are already written.
+
+        Raises PeerFailure.
+        """
         parcels = self._list_parcels(given, counts)
         watch.say_traffic(parcels.count_traffic())
         rounds = Rounds(self._wire, watch)

@@ -35,7 +35,7 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 class SavedPart(NamedTuple):
-    """A saved tensor that is a `box` of the module's tensor `tensor`; `kept` are the box's dimensions that it has."""
+    """A saved tensor that equals a `box` of the module's tensor `tensor`; it has only the box's dimensions `kept`."""
 
     name: str
     shape: _Shape
@@ -45,7 +45,7 @@ class SavedPart(NamedTuple):
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
-    """Return which elements of a module's tensors each tensor saved by transformers has; None if they are unchanged.
+    """Return a Recorded (which of a module's elements each tensor saved by transformers has), or None if none changes.
 
     Raises StoreError if transformers computes with them.
     """

@@ -45,7 +45,7 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 
 
 class Said(NamedTuple):
-    """The facts that ranks compare to move a gradient: its forward move, and whether autograd records the new move."""
+    """The facts on a gradient's move that ranks compare: the forward move it reverses, and if autograd records it."""
 
     purpose: str = ""
     records_gradient: bool = False

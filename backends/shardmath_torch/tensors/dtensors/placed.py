@@ -121,7 +121,9 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """Return the layout of a DTensor divided by `division` over mesh `axis` first, then over the other axes in order.
+    """Return the layout of a DTensor that `division` divides over mesh `axis` first, or None if it is placed otherwise.
+
+    The other axes divide it after that, in order.
 
     None if it is not the placed parameter any more: a plain tensor, or a DTensor of other
     placements.

@@ -63,7 +63,7 @@ def layout_like(
 def layout_of_placements(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading
 ) -> Layout | ShardError:
-    """Return the layout that torch's `placements` mean in the given `reading`, or the error if they mean none."""
+    """Return the layout that `placements` mean in `reading` ("placement" or "order"), or the error if there is none."""
     try:
         spec = tuple(_translate(placement) for placement in placements)
     except PlacementError as error:

@@ -38,7 +38,7 @@ Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 
 
 class TorchStyle(NamedTuple):
-    """A tensor-parallel style: the dimension to divide of the weight and of the bias (or None), and their names."""
+    """A tensor-parallel style: the dimensions (or None) along which it divides a weight and a bias, and their names."""
 
     weight: int | None
     bias: int | None
@@ -134,7 +134,9 @@ def check_styles(styles: object) -> dict[str, AnyStyle]:
 def match_parameters(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, AnyStyle]
 ) -> Iterator[tuple[str, nn.Parameter, Asked | None]]:
-    """Yield (name, parameter, style) per parameter, by its first name that a pattern matches; style None if none does.
+    """Yield (name, parameter, style) for each parameter; the style is None if no pattern of `styles` matches it.
+
+    A shared parameter is given by the first of its names that a pattern matches, or else by the first.
 
     Raises PlacementError for a pattern that matches no parameter, and for two that differ for one parameter.
     """

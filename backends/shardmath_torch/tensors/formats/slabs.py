@@ -41,7 +41,10 @@ def choose_most(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """A range of a dimension: `count` blocks, or a part of one, of `size` positions, from `start` in block `first`."""
+    """A range of a dimension: `count` blocks of `size` positions each, or `size` positions within one block.
+
+    It begins at position `start` of the dimension, which is in block number `first`.
+    """
 
     start: int
     first: int
@@ -62,11 +65,14 @@ class Slab:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The shape of the box, counted in numbers rather than in blocks."""
+        """The length of the box in each dimension, in positions rather than in blocks."""
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """Return a view of this box of `tensor`, each element of which holds `per` numbers, split as by `split`."""
+        """Return this box of `tensor` as a view, split as by `split`; `per` positions are packed into one element.
+
+        These are positions of the last dimension.
+        """
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
             tensor = tensor.narrow(d, span.start // step, span.count * span.size // step)

@@ -75,7 +75,7 @@ class Run(NamedTuple):
 
 
 class TypedElements:
-    """All elements, numbered, of the logical (checkpoint) tensors of one dtype; `wanted` are the targets' dtypes."""
+    """All elements of the logical (checkpoint) tensors of one dtype, numbered; `wanted` are dtypes to load them in."""
 
     def __init__(
         self,
@@ -142,7 +142,10 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """Return, per position, the number of the element whose values in the runs are `words`, and if one exists."""
+        """Return two arrays by position: the number of the element whose values are `words`, and whether there is one.
+
+        `words` has the values in each run.
+        """
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)
         for run in range(self.digits):

@@ -74,7 +74,7 @@ class Before:
         return values.set_(saved.untyped_storage(), *place)
 
     def spoil(self, keys: Iterable[int]) -> None:
-        """Flip the lowest bit of each byte of the copied memory with these `keys`; `put_back` restores it."""
+        """Flip the lowest bit of each byte of the live memory (no copies) with these `keys`; `put_back` restores it."""
         for key in keys:
             live, saved = self._bytes[key]
             # Every type then has another value of about the same size; bools are inverted.
@@ -82,7 +82,7 @@ class Before:
             live.copy_(self._spoiled[key])
 
     def find_written(self) -> set[int]:
-        """Return the keys of copied memory whose bytes have changed since the snapshot or `spoil`."""
+        """Return the keys of memories whose bytes have changed since `keep_bytes` copied or `spoil` flipped them."""
         changed = set()
         for key, (live, saved) in self._bytes.items():
             if not torch.equal(_view_bytes(live), self._spoiled.get(key, saved)):

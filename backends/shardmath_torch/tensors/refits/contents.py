@@ -52,7 +52,7 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """Return, as pieces, which elements of the logical tensor a copy of `view` writes to which positions of `into`.
+        """Return Pieces (elements of the logical tensor, and their positions in `into`) for a copy of `view` to `into`.
 
         Raises StoreError if very many pieces are needed.
         """

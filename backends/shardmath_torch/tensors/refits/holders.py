@@ -64,7 +64,7 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return a Watched, to check later, per tensor of `natives`: its memory, and its entry in the mappings `given`."""
+    """Return a Watched (for later checks) per tensor of `natives`: its memory, and its key in the mappings `given`."""
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
         for native, tensor in natives.items()

@@ -66,7 +66,7 @@ class Numbering:
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """Return an error if a target's values `after` a run are not those that `pieces` say; "" if they are."""
+        """Return an error if a target's values `after` `run` contradict `pieces` (elements at positions); "" if not."""
         words = _flatten(after, after.dtype)
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
@@ -142,7 +142,10 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether the loader wrote to the target only in the first run, or in runs that keep its earlier values."""
+        """Whether the first run, or runs that keep earlier values, wrote to the target, and no other run did.
+
+        Runs before which the target holds a given `value` do not count.
+        """
         first, *later = self._wrote[False]
         return not any(later) and (first or any(self._wrote[True]))
 
@@ -171,7 +174,7 @@ class Reading:
         return "".join([what, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
-        """Return which elements of which logical tensors the written positions of the target hold, as pieces."""
+        """Return Pieces (elements of a logical tensor, and their positions in the target) of all written positions."""
         written = ~(self.unwritten | self.zero)
         pieces: list[Piece] = []
         for guess in self.guesses:
@@ -196,7 +199,7 @@ class _Guess:
         self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
 
     def check(self, run: Run, seen: Words) -> None:
-        """Compare the values `seen` after a run with the supposed elements, and mark differences as wrong."""
+        """Compare values `seen` after a run with each position's supposed element; clear `right` where they differ."""
         cells = np.flatnonzero(self.right)
         if not len(cells):
             return

@@ -141,7 +141,7 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """Return views of a rank's stored tensors as the local tensors of a plan, which the rank `receives` or else sends.
+    """Return Views (a rank's stored tensors by their names in a plan) to receive into if `receives`, else to send.
 
     Raises StoreError with everything that does not fit.
     """
@@ -252,7 +252,7 @@ def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
 
 
 def drop_window(local: str, bound: KnownSide) -> str:
-    """Return the logical tensor's name from a local name, which may end in the number of a window, such as `w[0]`."""
+    """Return the logical tensor's name for the name `local` of a tensor in a plan, such as `w` for its slice `w[0]`."""
     return local if local in bound.layouts else local.rpartition("[")[0]
 
 
@@ -262,7 +262,7 @@ def are_related(one: Planned, other: Planned) -> bool:
 
 
 def list_sides(planned: Planned, rank: int) -> dict[str | None, KnownSide]:
-    """Return the sides that have `rank`: the trainer, under None, and engines, under their names."""
+    """Return the sides with `rank`: a dict from an engine's name (None: the trainer) to how it stores its tensors."""
     sides: dict[str | None, KnownSide] = {None: planned.trainer}
     sides.update(planned.engines)
     return {name: side for name, side in sides.items() if rank in side.ranks}

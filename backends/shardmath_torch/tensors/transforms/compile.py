@@ -172,7 +172,10 @@ class EndStage(Stage):
         self._checked_signature = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Compute destination tensors from received ones; return pairs to copy at the commit, if there are shadows."""
+        """Compute destination tensors, in place or as copies (shadows); return pairs (tensor, copy) for the commit.
+
+        In place, there are no pairs.
+        """
         if self.shadows is not None:
             self._make_all(self.shadows.tensors)
             return self.shadows.pair(self._finalize_targets)
@@ -237,12 +240,18 @@ class TransformedMover(Mover):
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes of this rank's buffers for transformed tensors, allocated by the first move; without staging."""
+        """The bytes of this rank's buffers for transformed tensors, which the first move allocates.
+
+        Memory in which messages are packed (`staging_bytes`) is not counted.
+        """
         return self._ends.nbytes
 
     @property
     def shadow_bytes(self) -> int:
-        """The bytes of buffers next to this rank's destinations, from the first move on; 0 without commit="all"."""
+        """The bytes of memory that holds new values on this rank until they are committed; 0 without commit="all".
+
+        The first move allocates it.
+        """
         shadows = self._ends.shadows
         return super().shadow_bytes + (0 if shadows is None else shadows.nbytes)
 

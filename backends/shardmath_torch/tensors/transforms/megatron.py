@@ -55,10 +55,11 @@ METHODS = ("should_transform", "prepare_send", "prepare_recv", "finalize_recv")
 
 
 def megatron_hook(hook: Hook, components: Iterable[Component]) -> MegatronHook:
-    """Return a Megatron-Core ReshardTransform as a transform that sends `components`, in this order, per tensor.
+    """Return a transform that calls `hook` (a Megatron ReshardTransform) and sends `components` instead of a tensor.
 
-    All ranks state the same components; the hook itself may differ per rank. The transform's `rules` are for the
-    tensors that the hook transforms. Raises PlanError for a value that is not a hook, and for invalid components.
+    All ranks state the same components, in the hook's order; the hook itself may differ per rank. The transform's
+    `rules` are for the tensors that the hook transforms. Raises PlanError for a value that is not a hook, and for
+    invalid components.
     """
     missing = [name for name in METHODS if not callable(getattr(hook, name, None))]
     if missing:

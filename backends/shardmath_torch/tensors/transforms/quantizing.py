@@ -27,7 +27,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Round `values` to the dtype `t.wire`, and quantize them if transform `t` does so at the source, into `out`."""
+    """Write `values`, rounded to the dtype `t.wire`, into `out`: quantized, unless `t` quantizes at the destination."""
     assert isinstance(t, Quantize)
     if t.at == "destination":
         cast_into(values[0], src.dtype, t.wire, out[0])
