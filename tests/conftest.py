@@ -3,7 +3,7 @@ pytest-xdist has to leave together.
 """
 
 import os
-from fnmatch import fnmatch
+import re
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 # torch's store looks up who connects, in its only thread; where DNS loses queries, glibc waits 5 s for each.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-TOGETHER = ("tests/distributed/*/", "tests/readme/", "tests/gpu/", "notebooks/")
+TOGETHER = re.compile("tests/distributed/[^/]+/|tests/readme/|tests/gpu/|notebooks/[^:]+")
 """What runs on one worker, in order: what shares a pool of processes, a folder, or a kernel."""
 
 
@@ -56,10 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Spread(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            for part in TOGETHER:
-                shared = "/".join(nodeid.split("/")[: part.count("/")]) + "/"
-                if fnmatch(shared, part):
-                    return shared
-            return nodeid
+            shared = TOGETHER.match(nodeid)
+            return shared[0] if shared else nodeid
 
     return Spread(config, log)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,19 +15,21 @@ MOST_GROUPS = 16
 """Process groups of a worker. gloo's thread of each looks a hundred times per second whether to stop: of dozens, in
 eight processes, that takes as much as the tests do."""
 
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[list[Pool]]:
-    """The pool that tests share, in a list so that a broken one can be replaced."""
-    made = [Pool(8)]
-    yield made
-    made[0].close()
+POOLS: list[Pool] = []
+"""The pool that tests share, if there is one."""
 
 
 @pytest.fixture
-def pool(pools: list[Pool]) -> Pool:
+def pool() -> Pool:
     """Eight gloo workers, ranks 0..7, whose group tests leave whole; new ones after a test that failed."""
-    if pools[0].broken or pools[0].groups > MOST_GROUPS:
-        pools[0].close()
-        pools[0] = Pool(8)
-    return pools[0]
+    if POOLS and (POOLS[0].broken or POOLS[0].groups > MOST_GROUPS):
+        POOLS.pop().close()
+    if not POOLS:
+        POOLS.append(Pool(8))
+    return POOLS[0]
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """End the pool before tests elsewhere, beside which its threads would go on looking."""
+    if POOLS and not (nextitem and nextitem.nodeid.startswith("tests/distributed/")):
+        POOLS.pop().close()
