@@ -37,7 +37,7 @@ MOST = 1 << 256
 
 
 def text(value: object, what: str, error: type[ValueError]) -> str:
-    """Return `value` as a plain str. Raises `error`, which calls the value `what`, for anything else."""
+    """Return the str `value` as a plain str. Raises `error`, which calls the value `what`, for other types."""
     if type(value) is str:
         return value
     if isinstance(value, str):
@@ -53,7 +53,10 @@ def known(value: object, choices: Sequence[str]) -> str | None:
 
 
 def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]:
-    """Return the items of `value` as a tuple. Raises `error`, which calls the items `what`, for text and others."""
+    """Return the items of `value` as a tuple. Raises `error`, which calls them `what`, unless it is an iterable.
+
+    It also raises `error` for a str and for bytes.
+    """
     if type(value) is tuple:
         return value
     if not isinstance(value, str | bytes):
@@ -84,7 +87,10 @@ def instance(value: object, kind: type[T], fix: str, error: type[ValueError]) ->
 
 
 def as_integer(value: object, what: str, error: type[ValueError]) -> int:
-    """Return `value` as an int. Raises `error`, which calls the value `what`, for floats, text, bools and others."""
+    """Return the integer `value` as an int. Raises `error`, which calls it `what`, for a bool or another type.
+
+    Also raises it for an integer beyond 2^256.
+    """
     if type(value) is int and -MOST <= value <= MOST:
         return value
     if type(value) is not bool:

@@ -49,7 +49,7 @@ def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
 
 
 def begins(sorted_: Ints) -> Ints:
-    """The index at which each run of equal numbers begins in the sorted array `sorted_`."""
+    """Return an array of the indices at which the runs of equal numbers begin in the sorted array `sorted_`."""
     return _differ(sorted_).nonzero()[0]
 
 
@@ -61,7 +61,7 @@ def _differ(sorted_: Ints) -> Bools:
 
 
 def distinct(numbers: Ints) -> tuple[Ints, Ints]:
-    """The distinct values in `numbers`, ascending, and for each item of `numbers` the index of its value in these.
+    """Return two arrays: the distinct values in `numbers`, ascending, and for each number the index of its value.
 
     `numpy.unique` with `return_inverse`, faster for few numbers.
     """
@@ -73,7 +73,7 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Two arrays: where each distinct tuple (keys[0][i], keys[1][i], ...) first occurs, and its number for each i.
+    """Return two arrays: the first i of each distinct tuple (keys[0][i], keys[1][i], ...), and each i's tuple number.
 
     Distinct tuples are numbered in ascending order, which is also the order of the first array.
 
@@ -111,7 +111,7 @@ def pick(columns: Sequence[Ints], which: Ints, place: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offsets:
-    """Items grouped by owner: owner i has the items first[i] .. first[i + 1] - 1.
+    """A grouping of numbered items by owner: owner i has the items first[i] .. first[i + 1] - 1.
 
     `first` has one number more than there are owners: it begins with 0 and ends with the number of
     items. An owner may have no items.

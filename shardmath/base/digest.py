@@ -59,7 +59,7 @@ def names_digest(names: Sequence[str]) -> str:
 
 
 def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) -> T:
-    """Return `read(json.loads(text))` if the format (`name`), the `version` and the digest in `text` are as expected.
+    """Return `read(json.loads(text))` if `text` has format `name`, this `version`, and the digest of the value read.
 
     Raises StoreError for any other text, NotationError if `read` does.
     """

@@ -16,12 +16,18 @@ DRAWING = "shardmath.display.pictures.drawing"
 
 
 def svg(value: object, **options: object) -> str:
-    """A picture of `value` (a mesh, a layout, a plan or a program) as an SVG document."""
+    """Return a picture of `value` (a mesh, a layout, a plan or a program) as SVG text.
+
+    `options` are keyword arguments of `shardmath.display.pictures.drawing.svg`.
+    """
     picture: str = import_module(DRAWING).svg(value, **options)
     return picture
 
 
 def html(value: object) -> str:
-    """The HTML with which a notebook shows `value`: its picture, or its text if it has no picture."""
+    """The HTML with which a notebook shows `value`: its picture, or its text if it has no picture.
+
+    Raises ShardError for anything but an object that `show` accepts.
+    """
     page: str = import_module(DRAWING).html(value)
     return page

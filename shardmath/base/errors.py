@@ -33,12 +33,12 @@ __all__ = [
 
 @public
 class ShardError(ValueError):
-    """The base class of all errors that shardmath raises on purpose; catch it to catch all of them."""
+    """The base class of all error classes of shardmath, such as LayoutError; catch it to catch all of them."""
 
 
 @public
 class RunsError(ShardError):
-    """Error for Runs (positions that a rank holds) that repeat a position, leave their range, or cannot be composed."""
+    """Error for malformed Runs (positions that a rank holds), and for Runs that cannot be composed or inverted."""
 
 
 @public
@@ -48,7 +48,7 @@ class MeshError(ShardError):
 
 @public
 class PlacementError(ShardError):
-    """Error for a placement that cannot divide the dimension to which it is applied."""
+    """Error for an invalid placement, and for a placement that cannot divide the dimension to which it is applied."""
 
 
 SHOWN = 100
@@ -69,7 +69,7 @@ def _around(text: str, position: int) -> str:
 
 @public
 class NotationError(ShardError):
-    """Error for text that cannot be read as a layout, or as a row or rule that says how ranks store tensors.
+    """Error for text that cannot be read as a layout, a mesh, or a row or rule that says how ranks store tensors.
 
     A caret (^) in the message marks the error.
     """
@@ -95,12 +95,12 @@ class NotationError(ShardError):
 
 @public
 class LayoutError(ShardError):
-    """Error for a layout whose shape, mesh and placements do not fit each other."""
+    """Error for a layout whose shape, mesh and placements do not fit, and for other invalid arguments about layouts."""
 
 
 @public
 class StoreError(ShardError):
-    """Error for storage (views of buffers, or rows of text that declare tensors) that does not fit its layouts.
+    """Error for storage (views of buffers, recordings, or rows of text) that is invalid or does not fit its layouts.
 
     For example, views overlap or reach outside a buffer, or a row is wrong.
     """
@@ -108,24 +108,24 @@ class StoreError(ShardError):
 
 @public
 class ParamLayoutError(ShardError):
-    """Error for parameters that cannot be laid out in a flat buffer, or for a buffer layout that contradicts itself."""
+    """Error for parameters or options that give no flat buffer, and for a buffer layout that contradicts itself."""
 
 
 @public
 class PlanError(ShardError):
-    """Error for a plan that cannot be made, and for a plan that does not bring its source into its destination."""
+    """Error for a plan that cannot be made or used, or that does not bring its source into its destination."""
 
 
 @public
 class DigestError(ShardError):
-    """Error for a digest of arrays that do not fit their layouts, or of replicas that differ."""
+    """Error for arrays that do not fit their layouts or cannot be compared by digest, and for replicas that differ."""
 
 
 @public
 class FormatError(ShardError):
-    """Error for a quantized format that does not exist, or that does not fit an array, a slice or a layout."""
+    """Error for an unknown or wrongly used quantized format, or one that does not fit an array, a slice or a layout."""
 
 
 @public
 class ExchangeError(ShardError):
-    """Error for a move that failed: ranks disagree, tensors do not fit the plan, or a peer failed."""
+    """Error for a move that cannot start or fails, for example if ranks disagree or tensors do not fit the plan."""

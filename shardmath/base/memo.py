@@ -60,10 +60,10 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the bytes of a call's `arguments` and `result` to the total; first empty all caches if it gets too large.
+        """Add the estimated bytes of a call's `arguments` and `result` to the total of all caches.
 
-        Weighing takes a share of `seconds`, the call's time; a call for which no time is left counts as the last one
-        weighed.
+        If the total would exceed the limit, all caches are emptied first. Weighing takes a share of `seconds`, the
+        call's time; a call for which no time is left counts as the last one weighed.
         """
         self._allowed_s += seconds * SHARE
         if self._allowed_s > 0:
@@ -87,9 +87,9 @@ _accounts: list[_Account] = []
 
 
 def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
-    """A decorator that caches the results of a pure function, up to the `most` results that were used last.
+    """Return a decorator that caches the `most` last used results of a pure function.
 
-    Arguments are positional and hashable.
+    All such caches are emptied before they take more than about 512 MiB. Arguments are positional and hashable.
     """
 
     def decorate(function: Callable[..., _R]) -> _Wrapper[_R]:
@@ -111,7 +111,7 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
 
 
 def clear_caches() -> None:
-    """Empty all caches of function results in this process, in shardmath and in its backends.
+    """Empty the caches that `memo` has made in this process, of functions of shardmath and its backends.
 
     Caches only save time: results are the same without them. Process groups and compiled moves, which
     ranks made together, are kept, since a single rank cannot drop them.
@@ -121,7 +121,10 @@ def clear_caches() -> None:
 
 
 def weight(value: object) -> int:
-    """The approximate memory in bytes of `value` and all objects that it refers to, each counted once."""
+    """Estimate the bytes in memory of `value`, with the items of containers and the fields of dataclasses in it.
+
+    A dataclass object counts once. Of a container with more than three items, at most three are weighed.
+    """
     return _weigh(value, set())
 
 

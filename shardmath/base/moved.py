@@ -27,13 +27,13 @@ _T = TypeVar("_T")
 
 
 def forward(names: Mapping[str, str]) -> None:
-    """Let imports by former module names find the present modules (former -> present), with a DeprecationWarning."""
+    """Make imports of former modules (keys of `names`) load the present ones (values), with a DeprecationWarning."""
     # First in the list: otherwise a module within would be found by its folder, and run a second time.
     sys.meta_path.insert(0, _FormerNameFinder(names))
 
 
 def forward_names(module: str, names: Mapping[str, str]) -> Callable[[str], object]:
-    """A `__getattr__` for `module` that finds former names at present paths (name -> "package.module.name").
+    """Return a `__getattr__` for `module` that looks up former names (keys of `names`) at present paths (values).
 
     Looking up a former name gives a DeprecationWarning; other names raise AttributeError.
     """
@@ -54,7 +54,9 @@ def find_former(name: str, now: str) -> object:
 
 
 def former_attributes(**names: str) -> Callable[[type[_T]], type[_T]]:
-    """A class decorator: former names of attributes (former="present") still work, with a DeprecationWarning.
+    """A class decorator: former attribute names (former="present") still work, with a DeprecationWarning.
+
+    They work for reading an attribute, and as keywords of the constructor.
 
     >>> from dataclasses import dataclass
     >>> @former_attributes(colour="color")
@@ -110,7 +112,10 @@ class _FormerNameFinder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The import spec for the former module `name`, which loads the present one; None for any other name."""
+        """The import spec that loads the present module for a former `name`; None for any other name.
+
+        A module inside a former package is a former one, too.
+        """
         head = name
         while head not in self._names:
             head, dot, _ = head.rpartition(".")

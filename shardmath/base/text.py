@@ -50,9 +50,9 @@ def shown(value: object) -> str:
 
 
 def message_of(error: BaseException | str) -> str:
-    """The message of an error, or a given text, made safe to print, send and store as UTF-8.
+    """The message of `error`, or `error` if it is a str, made safe to print, send and store as UTF-8.
 
-    For an error whose `__str__` raises, a text that says so.
+    It is cut after 65,536 characters. For an error whose `__str__` raises, a text that says so.
 
     >>> message_of(ValueError("too long")), message_of("half a surrogate pair: " + chr(0xD800))[-6:]
     ('too long', '\\\\ud800')
@@ -76,7 +76,9 @@ def word_error(error: BaseException) -> str:
 
 
 def plural(items: int | Sized, what: str, many: str = "") -> str:
-    """A count with its noun, singular or plural as needed: "1 rank", "3 ranks".
+    """A count (`items`, or their number) with its noun: "1 rank", or "3 ranks" for `what="rank"`.
+
+    `many` is the plural, by default `what` with an s.
 
     >>> plural(1, "tensor"), plural([3, 4], "bucket"), plural(0, "box", "boxes")
     ('1 tensor', '2 buckets', '0 boxes')
@@ -88,7 +90,7 @@ def plural(items: int | Sized, what: str, many: str = "") -> str:
 
 
 def show_bytes(n: float) -> str:
-    """A number of bytes with its unit, such as "2.70 TB".
+    """The number of bytes `n` as text with a unit, such as "2.70 TB".
 
     >>> show_bytes(512), show_bytes(2_700_000_000_000)
     ('512 B', '2.70 TB')
@@ -100,7 +102,7 @@ def show_bytes(n: float) -> str:
 
 
 def show_seconds(s: float) -> str:
-    """A duration with its unit, such as "12.34 ms".
+    """The duration `s`, in seconds, as text with a unit, such as "12.34 ms".
 
     >>> show_seconds(2.5), show_seconds(0.01234), show_seconds(1e-5)
     ('2.5 s', '12.34 ms', '10 us')
@@ -111,7 +113,7 @@ def show_seconds(s: float) -> str:
 
 
 def read_bytes(text: str) -> int | None:
-    """The number of bytes that "5GB", "1.5 kb", "64MiB" or "4096" means; None for text that is not a size.
+    """The number of bytes that `text` means, such as "5GB", "1.5 kb", "64MiB" or "4096"; None if `text` is not a size.
 
     >>> read_bytes("5GB"), read_bytes("1.5 kb"), read_bytes("1KiB"), read_bytes("many")
     (5000000000, 1500, 1024, None)
@@ -143,10 +145,11 @@ def show_ranks(
     joined_from: int | None = 2,
     most: int | None = None,
 ) -> str:
-    """Ranks as text, such as "ranks 4-5, 7", in the given order; a range stands for all ranks in it.
+    """Ranks as text in the given order, such as "ranks 4-5, 7"; a range in `ranks` stands for all ranks in it.
 
-    At least `joined_from` ranks, 2 or more, that follow each other are one word; None: each rank is a word. Of more
-    than `most` words, the first half of `most` and the number of all ranks are shown.
+    Without `noun` the word "ranks" is left out. At least `joined_from` ranks, 2 or more, that follow each other are one
+    word; None: each rank is a word. Of more than `most` words, the first half of `most` and the number of all ranks are
+    shown.
 
     >>> show_ranks([3]), show_ranks([range(4, 6), 7]), show_ranks([0, 1, 3, 4, 5], noun=False, joined_from=3)
     ('rank 3', 'ranks 4-5, 7', '0, 1, 3-5')
@@ -187,7 +190,9 @@ def _list_words(runs: Iterable[range], joined_from: int | None) -> Iterator[str]
 
 
 def count_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text with their number, such as "2 ranks (2, 3)"; of more than eight, only some are listed.
+    """Ranks as text with their number, such as "2 ranks (2, 3)"; of more than eight, only four are listed.
+
+    For one rank, "rank 2".
 
     >>> count_ranks([3]), count_ranks([2, 3]), count_ranks(range(10))
     ('rank 3', '2 ranks (2, 3)', '10 ranks (0, 1, 2, ..., 9)')

@@ -61,7 +61,10 @@ class Draft:
     def finish(
         self, params: Sequence[Param], *, ranks: int, shards: int | None = None
     ) -> PerBufferParamLayout:
-        """The layout of the finished buffer of `params`, in forward order, for `ranks` ranks and `shards` shards."""
+        """The layout of the finished buffer of `params`, in forward order, for `ranks` ranks.
+
+        `shards` is the number of optimizer shards, if no parameter crosses a border between them.
+        """
         shape_of = {param.name: param.shape for param in params}
         kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
         return PerBufferParamLayout(

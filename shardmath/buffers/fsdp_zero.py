@@ -110,12 +110,11 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """The layout of Megatron-FSDP's buffers, one after the other, for `params` of one FSDP unit, or of no unit.
+    """The layout of Megatron-FSDP's buffers for `params` of one FSDP unit or of none, as buckets of one buffer.
 
-    Each bucket is one of these buffers. For a unit, leave `bucket_size` at None. Without a `chunk_size_factor`
-    parameters are sorted by the length of their rows, longest first, and the factor of each bucket is found as Megatron
-    finds it; with one, they stay in forward order. `sharded=False` is the strategy "no_shard", without padding at the
-    end.
+    For a unit, leave `bucket_size` at None. Without a `chunk_size_factor` parameters are sorted by the length of their
+    rows, longest first, and the factor of each bucket is found as Megatron finds it; with one, they stay in forward
+    order. `sharded=False` is the strategy "no_shard", without padding at the end.
 
     Raises ParamLayoutError for a parameter given twice or without elements, and for sizes below 1.
     """

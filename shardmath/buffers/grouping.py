@@ -50,7 +50,10 @@ class BufferKey:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
-    """The layouts of all flat buffers of a model, by BufferKey, in the order of the buffers' first parameters."""
+    """A mapping from BufferKey to the layout of each flat buffer of a model, in the given order.
+
+    `full_layout` orders it by the buffers' first parameters.
+    """
 
     entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
 
@@ -160,7 +163,10 @@ def _find_other_rule(rule: Rule) -> Rule | None:
 def apply_rule(
     rule: Rule, params: list[Param], options: Mapping[str, object]
 ) -> PerBufferParamLayout:
-    """The layout that `rule` returns for `params` and `options`. Raises ParamLayoutError for an unknown option."""
+    """The layout that `rule` returns for `params`. Raises ParamLayoutError for options that the rule does not have.
+
+    Also raises it if the rule returns anything else. `options` are passed by keyword.
+    """
     name = getattr(rule, "__name__", repr(rule))
     try:
         inspect.signature(rule).bind(params, **options)

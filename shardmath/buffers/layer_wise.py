@@ -103,7 +103,11 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Whether a parameter of `numel` elements fits: the bucket is not full, or its padded size would not grow."""
+        """Whether the bucket takes a parameter of `numel` elements: it is not full, or its padded size would not grow.
+
+        It is full from `bucket_size` on, or later if its largest parameter is large. Shards are padded to multiples of
+        `divisor`.
+        """
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
             return True

@@ -46,7 +46,7 @@ def default_bucket_size(
     pipeline_rank: int = 0,
     chunk: int = 0,
 ) -> int | None:
-    """The bucket size, in elements, that Megatron-Core's DDP uses by default; None means one bucket.
+    """The bucket size, in elements, that Megatron-Core's DDP uses if it is not given one; None means one bucket.
 
     `num_buckets` divides `num_parameters`, all of the model chunk. Only the first stage's first chunk has buckets:
     other stages have time to reduce all at once. `data_parallel_world_size` counts ranks of one optimizer instance.
@@ -85,7 +85,7 @@ def distributed_optimizer(
 def data_parallel(
     params: Iterable[Param], *, bucket_size: int | None = None
 ) -> PerBufferParamLayout:
-    """The layout of the buffer of Megatron-Core's DDP without a distributed optimizer: no padding, whole on each rank.
+    """The layout of the buffer of Megatron-Core's DDP without a distributed optimizer: unpadded, whole on each rank.
 
     Raises ParamLayoutError for a parameter given twice, and for a bucket size below 1.
     """

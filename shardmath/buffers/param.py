@@ -48,7 +48,7 @@ BUSBW = 1 << 16
 
 
 def read_positive(value: object, what: str) -> int:
-    """Return `value` as an int of at least 1. Raises ParamLayoutError, which calls the value `what`, for others."""
+    """Return the integer `value` as an int. Raises ParamLayoutError, which calls it `what`, unless it is 1 or more."""
     number = as_integer(value, what, ParamLayoutError)
     if number < 1:
         raise ParamLayoutError(f"{what} is {number}; give at least 1")
@@ -56,7 +56,7 @@ def read_positive(value: object, what: str) -> int:
 
 
 def read_flag(value: object, what: str) -> bool:
-    """Return `value`, True or False, as a bool. Raises ParamLayoutError, which calls the value `what`, for others."""
+    """Return `value`, True or False, as a bool. Raises ParamLayoutError, which calls it `what`, for other values."""
     if type(value) is bool:
         return value
     if isinstance(value, np.bool_):
@@ -80,7 +80,7 @@ def pad_to_divisor(value: int, divisor: int) -> int:
 
 
 def read_name(name: object) -> str:
-    """The parameter's name `name` as a plain str. Raises ParamLayoutError for anything else."""
+    """Return `name`, the name of a parameter, as a plain str. Raises ParamLayoutError unless it is a str."""
     if not isinstance(name, str):
         raise ParamLayoutError(f"the name of a parameter is {shown(name)}; name parameters by str")
     return text(name, "the name of a parameter", ParamLayoutError)
@@ -104,7 +104,7 @@ def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: b
 
 
 def read_bucket_size(bucket_size: object) -> int | None:
-    """The bucket size as an int, or None for a single bucket. Raises ParamLayoutError for a size below 1."""
+    """Return `bucket_size` as an int; None means one bucket. Raises ParamLayoutError unless it is 1 or more."""
     if bucket_size is None:
         return None
     return read_positive(bucket_size, "bucket_size (None is one bucket)")
@@ -230,7 +230,7 @@ def _read_format(name: str, quantized: object) -> bool | str:
 
 
 def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
-    """The parameters as a tuple. Raises ParamLayoutError for anything that is not a Param, and for a repeated name."""
+    """Return `params` as a tuple. Raises ParamLayoutError for anything that is not a Param, and for a repeated name."""
     if isinstance(params, Param) or not isinstance(params, Iterable):
         fix = "pass a list of buffers.Param in forward order"
         raise ParamLayoutError(f"params is {shown(params)}; {fix}")

@@ -363,7 +363,7 @@ def _check_shares(layout: PerBufferParamLayout) -> None:
 
 
 def check_even(buckets: Iterable[tuple[int, int]], ranks: int, fix: str) -> None:
-    """Raise ParamLayoutError, which ends with `fix`, if `ranks` does not divide the size of a bucket (start, end)."""
+    """Raise ParamLayoutError, which ends with `fix`, unless `ranks` divides the size of each bucket (start, end)."""
     for number, (start, end) in enumerate(buckets):
         if (end - start) % ranks:
             what = f"bucket {number} has {end - start} elements"

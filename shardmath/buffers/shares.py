@@ -66,7 +66,7 @@ def shard_ranges(
 
 
 def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
-    """The number of elements of the buffer that each of `shards` ranks has. Raises ParamLayoutError if they differ."""
+    """The number of elements on each of `shards` ranks. Raises ParamLayoutError if the buffer cannot be divided so."""
     count = check_shards(buffer_layout, shards)
     return buffer_layout.numel // count
 
@@ -81,7 +81,7 @@ def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis =
 
 
 def check_shards(buffer: object, given: int) -> int:
-    """Return `given`, a number of shards, as an int. Raises ParamLayoutError if `buffer` cannot be divided so."""
+    """Return `given`, a number of shards, as an int. Raises ParamLayoutError if `buffer` cannot have as many."""
     if not isinstance(buffer, PerBufferParamLayout):
         what = f"{type(buffer).__name__} is not a PerBufferParamLayout"
         raise ParamLayoutError(f"{what}; call this for each value of a FullParamLayout")
@@ -108,7 +108,7 @@ class ShardRange(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """The division of a parameter among shards: its `cuts`, and where each begins in the flat array of its shard."""
+    """The ranges (`cuts`) of a parameter on shards of its buffer, and where they begin in the shards' flat arrays."""
 
     cuts: tuple[ShardRange, ...]
     at: int
@@ -120,7 +120,10 @@ class Shares(NamedTuple):
 
 
 def axes_of(mesh: Mesh, axis: Axis) -> tuple[str, ...]:
-    """The names of the mesh axes that `axis` means (None: all). Raises ParamLayoutError if `mesh` is not a Mesh."""
+    """The names of the mesh axes that `axis` (a name, a tuple of names, or None for all) stands for.
+
+    Raises ParamLayoutError if `mesh` is not a Mesh.
+    """
     if not isinstance(mesh, Mesh):
         raise ParamLayoutError(f"mesh is {mesh!r}; give a shardmath.Mesh, for example Mesh(dp=4)")
     if axis is None:
@@ -137,7 +140,7 @@ Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
 def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
-    """Yield (name, Shares) for each parameter in `buffer`; Shares says how it is divided among `shards` shards.
+    """Yield (name, Shares) for each parameter in `buffer`; Shares say how it is divided among `shards` shards.
 
     Parameters with equal cuts have one tuple of cuts, which `known` keeps.
     """

@@ -206,7 +206,8 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Optimizer state of `params` divided by `layouts`: a dict from name to layouts (windows), and a Store (offsets).
+    """Lay out the optimizer state of `params` sharded by `layouts`: a dict from name to layouts (windows), and a Store
+    (offsets).
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

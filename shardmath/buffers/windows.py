@@ -79,7 +79,7 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """Divide tensors as `held` says: return a dict from name to layouts (windows), and a Store (offsets in arrays).
+    """Divide tensors among ranks as `held` says; return a dict from name to layouts (windows), and a Store (offsets).
 
     The Store is for the ranks in `ranks` (None: all), whose flat arrays are called `buffer`. Raises ParamLayoutError
     for a tensor that no rank holds, and if a window has the name of a tensor.

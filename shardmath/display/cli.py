@@ -34,7 +34,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv`; return 0, 1 for a ShardError, 2 for a wrong command line, 130 if interrupted."""
+    """Run the command in `argv`; return its exit status, 1 for a ShardError, 2 for an unknown name, 130 on SIGINT."""
     commands = dict(BUILT_IN)
     for point in entry_points(group="shardmath.commands"):
         commands[point.name] = _defer_import(point)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
-    """Run the command that the first of `arguments` names; return an exit status as `main` does."""
+    """Run the command in `commands` that `arguments` begins with; return an exit status as `main` does."""
     try:
         status = _run(commands, arguments)
         sys.stdout.flush()
@@ -97,7 +97,7 @@ def _name_program() -> str:
 
 
 def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """An argument parser without arguments, whose usage names `command` as it was typed."""
+    """An argument parser, without arguments so far, whose usage has the program as it was typed and `command`."""
     prog = f"{_name_program()} {command}"
     return argparse.ArgumentParser(prog=prog, description=description)
 

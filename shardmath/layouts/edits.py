@@ -68,7 +68,7 @@ def transposed(layout: Layout, order: Sequence[int]) -> Layout:
 
 
 def window(layout: Layout, box: Box) -> Layout:
-    """Return the layout in which ranks hold only the elements in `box`, and holes in place of the others.
+    """Return the layout with holes in place of all elements outside `box`, one (start, stop) per dimension.
 
     Raises LayoutError for a box that is not inside the tensor.
     """
@@ -83,7 +83,7 @@ def window(layout: Layout, box: Box) -> Layout:
 def sliced(layout: Layout, box: Box) -> Layout:
     """Return the layout of the slice `box` as a separate tensor; local tensors keep their shapes, with holes outside.
 
-    Raises LayoutError for a box that is not inside the tensor.
+    A box is one (start, stop) per dimension. Raises LayoutError for a box that is not inside the tensor.
     """
     box = _read_box(layout, box)
     dims = []

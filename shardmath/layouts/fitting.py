@@ -97,7 +97,7 @@ def _find_step(runs: Runs) -> int:
 
 
 def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
-    """Find a Dimension of `n` positions in which the i-th combination of coordinates on `axes` holds `held[i]`."""
+    """Find a Dimension of `n` positions whose parts at the i-th (row-major) coordinates on `axes` are `held[i]`."""
     used, parts = _drop_axes(dict(axes), list(held))
     if not used:
         (runs,) = parts
@@ -190,7 +190,7 @@ Parts: TypeAlias = tuple[Runs, ...]
 def from_holdings(
     shape: Sequence[int], held: Mapping[int, Sequence[Runs]], *, dtype: str = "float32"
 ) -> Layout | tuple[Layout, ...]:
-    """Find the layout in which each rank holds `held[rank]`, one Runs per dimension; or several, if no single one can.
+    """Find the layout in which each rank holds `held[rank]` (Runs per dimension); several layouts if no single one can.
 
     The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
     without Partial. Raises LayoutError without ranks, for another number of dimensions, and for Runs outside the shape.

@@ -59,14 +59,14 @@ _Order: TypeAlias = tuple[int, ...] | None
 
 
 def equivalent(a: Layout, b: Layout) -> bool:
-    """Return whether every rank holds the same elements of the tensor, in the same order, under layouts `a` and `b`."""
+    """Return whether `a` and `b` have one shape and dtype, and give every rank the same elements in the same order."""
     for layout in (a, b):
         instance(layout, Layout, "equivalent compares two layouts", LayoutError)
     return a is b or _canonicalize(a) == _canonicalize(b)
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Return (digest of elements that each rank holds, digest of the ranks); equivalent layouts have equal digests."""
+    """Return two digests, of what each rank holds and of the ranks; equivalent layouts have equal digests."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)
@@ -246,7 +246,7 @@ def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
 def read_windows(
     side: Mapping[str, object], error: type[ValueError], names: Iterable[str] | None = None
 ) -> dict[str, Windows]:
-    """Return the Windows of each tensor in `names` (default: all of `side`), by name, in this order.
+    """Return a dict from name to Windows (layouts) of the tensors in `names` (default: all of `side`), in this order.
 
     Raises `error` for anything but a Layout or a tuple of Layouts.
     """

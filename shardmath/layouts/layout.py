@@ -154,7 +154,7 @@ class Layout:
 
     @property
     def free_axes(self) -> tuple[str, ...]:
-        """The mesh axes that neither divide a dimension nor are Partial: along them, ranks hold copies."""
+        """The names of the mesh axes that neither divide a dimension nor are Partial: along them, ranks hold copies."""
         used = {name for name, _ in self.partial}
         for dim in self.dims:
             used.update(dim.axes)

@@ -71,13 +71,13 @@ class Placement(Splits, Protocol):
 @public
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """All ranks along the mesh axis hold the same elements."""
+    """A placement: all ranks along the mesh axis hold the same elements."""
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each rank along the mesh axis holds an addend; all addends together, reduced by `op`, give the tensor's value.
+    """A placement: each rank along the mesh axis holds an addend; their reduction by `op` is the tensor's value.
 
     `op` is "sum", "avg", "max", "min" or "product". Addends are reduced in the order of the mesh.
     Raises PlacementError for any other `op`.
@@ -123,7 +123,7 @@ def _make_parts(pieces: list[_Ranges]) -> tuple[Runs, ...]:
 @public
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Dimension `dim` is divided into chunks of ceil(n / parts) elements, as by torch.chunk and DTensor's Shard.
+    """A placement: dimension `dim` is cut into chunks of ceil(n / parts) elements, as torch.chunk and DTensor do.
 
     If `parts` does not divide the length, the last parts are shorter, or empty.
     """
@@ -138,14 +138,14 @@ class Shard:
         return _make_parts([_chunk(0, n, parts)])
 
     def digits(self, parts: int) -> tuple[Chunks]:
-        """Return the placement's only cut: into `parts` parts, one per rank along the mesh axis."""
+        """Return a tuple with the placement's only cut: into `parts` parts, one per rank along the mesh axis."""
         return (Chunks(parts),)
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """Dimension `dim` is divided into parts whose sizes differ by at most one, larger first (numpy.array_split)."""
+    """A placement: dimension `dim` is cut into parts equal up to one element, larger first, as by numpy.array_split."""
 
     dim: int
 
@@ -159,14 +159,14 @@ class Balanced:
         return _make_parts([_list_consecutive(sizes)])
 
     def digits(self, parts: int) -> tuple[BalancedCut]:
-        """Return the placement's only cut: into `parts` parts, one per rank along the mesh axis."""
+        """Return a tuple with the placement's only cut: into `parts` parts, one per rank along the mesh axis."""
         return (BalancedCut(parts),)
 
 
 @public
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """DTensor's `_StridedShard`: dimension `dim` is cut into `split_factor` pieces, and each piece is sharded.
+    """A placement, DTensor's `_StridedShard`: dimension `dim` is cut into `split_factor` pieces, and each is sharded.
 
     Both cuts are made as Shard makes them. Each rank holds its part of every piece.
     """
@@ -198,7 +198,7 @@ class StridedShard:
 @public
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Dimension `dim` holds components of `sizes` elements, one after the other; each is sharded as by Shard.
+    """A placement: dimension `dim` holds components of `sizes` elements, one after the other, each sharded as by Shard.
 
     Fused weights are stored this way: gate and up projections, QKV, Mamba's in_proj.
     """
@@ -227,7 +227,7 @@ class Packed:
 @public
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Dimension `dim` is divided into consecutive parts of `sizes` elements, one per rank along the mesh axis.
+    """A placement: dimension `dim` is cut into consecutive parts of `sizes` elements, one per rank along the mesh axis.
 
     veScale's RaggedShard and shards of flat optimizer buffers are divided this way.
     """
@@ -249,7 +249,10 @@ class Ragged:
         return _make_parts([_list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes]:
-        """Return the placement's only cut: into `parts` parts, one per rank along the mesh axis."""
+        """Return a tuple with the placement's only cut: into parts of `sizes`, one per rank along the mesh axis.
+
+        Raises PlacementError unless there are `parts` sizes.
+        """
         if len(self.sizes) != parts:
             raise PlacementError(
                 f"{self} has {plural(self.sizes, 'size')} for a mesh axis of {plural(parts, 'coordinate')}; "
@@ -261,7 +264,7 @@ class Ragged:
 @public
 @dataclass(frozen=True, slots=True)
 class BlockCyclic:
-    """Dimension `dim` is divided into blocks of `block` elements, dealt to the ranks round robin, as in ScaLAPACK.
+    """A placement: dimension `dim` is cut into blocks of `block` elements, dealt to ranks round robin, as in ScaLAPACK.
 
     With `block=1`, experts are placed round robin.
     """
@@ -295,7 +298,7 @@ class BlockCyclic:
 @public
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Dimension `dim` is divided by a table: the rank at coordinate i of the mesh axis holds `parts[i]`.
+    """A placement: dimension `dim` is divided by a table, so that rank i along the mesh axis holds `parts[i]`.
 
     Parts may overlap, as in expert maps with duplicates and in slices of other layouts.
     """

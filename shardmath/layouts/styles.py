@@ -105,7 +105,7 @@ TAIL = re.compile(r".*\.\d+\.")
 
 
 def kind(name: str) -> str:
-    """Return the kind of the tensor `name`, such as "vocab" or "norm": one of KINDS."""
+    """Return how tensor parallelism divides the tensor `name`: "column", "row", "vocab" or "replicate" (KINDS)."""
     return _kind_of_tail(TAIL.sub("", name))
 
 
@@ -122,7 +122,10 @@ def _kind_of_tail(tail: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return whether `pattern` is the kind of the tensor `name`, or a glob that matches the name."""
+    """Return whether `pattern` is the kind of the tensor `name`, such as "column", or a glob that matches the name.
+
+    A kind is never read as a glob.
+    """
     if pattern in KINDS:
         return kind(name) == pattern
     return fnmatchcase(name, pattern)

@@ -58,7 +58,7 @@ def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
 
 
 def rule_names(dims: tuple[Dimension, ...]) -> dict[Splits, str]:
-    """Return a name for each custom placement in `dims`: its class's name in lower case, numbered if taken."""
+    """Return a dict from each custom placement in `dims` to its name: the lower-case class name, numbered if taken."""
     name_of: dict[Splits, str] = {}
     taken: set[str] = set()
     for digit in _digits(dims):

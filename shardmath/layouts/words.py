@@ -27,7 +27,10 @@ __all__ = ["WrittenDigit", "make_field"]
 
 
 class WrittenDigit(NamedTuple):
-    """A word in a layout's text that divides a dimension, such as an axis or a number, and its position (`at`)."""
+    """A word in the group of a dimension in a layout's text: mesh axes, a number, sizes or a free name.
+
+    `at` is its position in the text.
+    """
 
     at: int
     axes: tuple[str, ...] = ()

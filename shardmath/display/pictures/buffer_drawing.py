@@ -76,9 +76,9 @@ def buffer_svg(
     most: int = 12,
     title: str = "flat buffer",
 ) -> str:
-    """A flat buffer as a self-contained SVG of `width` pixels: one row per bucket, ranks from left to right.
+    """A flat buffer as a standalone SVG: one row per bucket (the first `most`), with `shards` ranks from left to right.
 
-    Raises ParamLayoutError if ranks do not divide a bucket evenly.
+    The picture is `width` pixels wide, plus margins. Raises ParamLayoutError if ranks do not divide a bucket evenly.
     """
     ranks, wide, most = read_arguments(layout, shards, width, 480, most)
     room = wide - LEFT - RIGHT

@@ -65,7 +65,7 @@ KEY = 'a-z parameters, #= others, . padding, | between ranks; "at" is where in t
 
 
 class BucketSpan(NamedTuple):
-    """A range of a bucket as a picture shows it: one parameter, `several` in one range, or padding (unnamed)."""
+    """A range of a bucket in a picture: one parameter, a number (`several`) of them, or padding (`several` is 0)."""
 
     start: int
     end: int
@@ -118,7 +118,7 @@ class Bucket(NamedTuple):
 
 
 def list_buckets(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bucket]:
-    """The first `most` buckets of the buffer, with their spans, to be drawn for `ranks` ranks."""
+    """The first `most` buckets of the buffer with their spans (parameters and padding), to be drawn for its `ranks`."""
     borders = layout.bucket_indices[:most]
     params = _list_params(layout, borders)
     buckets = []
@@ -201,7 +201,7 @@ def _count_padding(layout: PerBufferParamLayout, ranks: int) -> tuple[list[int],
 
 
 def summarize(layout: PerBufferParamLayout, ranks: int) -> list[str]:
-    """Lines of text about the buffer: its size, its padding, and the ranks and the bucket with the most padding."""
+    """Lines of text about a buffer on `ranks` ranks: size, padding, and how padding differs by rank and bucket."""
     by_bucket, by_rank = _count_padding(layout, ranks)
     params = count(len(layout.placed), "parameter")
     buckets = count(len(by_bucket), "bucket")
@@ -242,7 +242,10 @@ def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
 def read_arguments(
     layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
 ) -> tuple[int, int, int]:
-    """Return `shards`, `width` and `most` as ints. Raises ParamLayoutError if one is too small or not an int."""
+    """Return `shards`, `width` and `most` as ints. Raises ParamLayoutError if one is invalid for `layout`.
+
+    `narrowest` is the least width.
+    """
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
             f"{type(layout).__name__} is not a PerBufferParamLayout; "
@@ -257,10 +260,11 @@ def read_arguments(
 
 
 def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, most: int = 8) -> str:
-    """The buckets of a buffer as text: for each, a bar of `width` characters and a list of its parameters.
+    """A text about a buffer: a summary, and for its first `most` buckets a bar of about `width` signs and a list.
 
-    The share of padding is of all buckets; the first `most` buckets are drawn. A buffer that every rank holds whole has
-    one shard. Raises ParamLayoutError if ranks do not divide a bucket evenly.
+    The list has up to `most` of the bucket's largest parameters. The share of padding is of all buckets; the first
+    `most` buckets are drawn. A buffer that every rank holds whole has one shard. Raises ParamLayoutError if ranks do
+    not divide a bucket evenly.
     """
     ranks, wide, most = read_arguments(layout, shards, width, 16, most)
     lines = [*summarize(layout, ranks), KEY]

@@ -71,7 +71,7 @@ class Panel(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """The panels (two-dimensional slices) that are drawn, and the number of all slices of the tensor."""
+    """The panels (two-dimensional slices) that are drawn of a tensor, and the number of all its slices."""
 
     panels: tuple[Panel, ...]
     slices: int
@@ -89,7 +89,10 @@ _Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
 
 
 def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
-    """The grids of a layout's picture, one Panel per two-dimensional slice, with at most `most` cells in all."""
+    """A layout's picture as Panels: a grid for each of its first 6 two-dimensional slices.
+
+    Middle rows and columns are left out if all grids together have more than about `most` cells.
+    """
     owned = [_divide_dimension(dim) for dim in layout.dims]
     slices = math.prod(map(len, owned[:-2]))
     shown = _keep_shown(owned, slices, most)
@@ -217,7 +220,7 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """The ranks that hold each cell of a panel, by row and column; `held` flags the ranks in the panel's slice."""
+        """The Holders (ranks) of a panel's cells, one tuple per row; `held` flags the ranks that hold its slice."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held
@@ -253,7 +256,7 @@ def idle_ranks(layout: Layout) -> list[int]:
 
 
 def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
-    """Two lists: ranges of local positions of `runs`, and for each a text, its global range, or "" if it is a hole.
+    """Two lists: ranges of local positions of `runs`, and texts: the global range of each, or "" if it is a hole.
 
     Of many ranges, only the first are listed.
     """
@@ -275,7 +278,10 @@ def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
 
 
 def write_holders(holders: Holders, op: str | None) -> str:
-    """A text with the ranks that hold a cell: "ranks 0, 1", or "sum of (0) + (1)" for addends reduced by `op`."""
+    """A text with the ranks that hold a cell: "ranks 0, 1", "nobody", or "sum of (0) + (1)" for addends.
+
+    `op` is the reduction of the addends. A long text is shortened.
+    """
     if not holders:
         return "nobody"
     if len(holders) == 1:

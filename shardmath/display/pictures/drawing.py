@@ -58,7 +58,10 @@ def svg(
 
 
 def html(value: object) -> str:
-    """The HTML with which a notebook shows `value`: its picture, or its text if it has no picture."""
+    """The HTML with which a notebook shows `value`: its picture, or its text if it has no picture.
+
+    Raises ShardError for anything but an object that `show` accepts.
+    """
     if isinstance(value, Mesh | Layout | Plan | Transposed | Program):
         return svg(value, inline=True)
     return f"<pre>{escape(show(value))}</pre>"

@@ -82,23 +82,23 @@ class Drawing(NamedTuple):
 
 
 def plain(text: str) -> str:
-    """The text escaped for XML, with unprintable characters replaced."""
+    """Return `text` escaped for XML, with U+FFFD in place of unprintable characters except line breaks."""
     printable = [c if c.isprintable() or c == "\n" else "\ufffd" for c in text]
     return escape("".join(printable))
 
 
 def brief(text: str, most: int) -> str:
-    """The text, shortened to `most` characters if it is longer."""
+    """Return `text`, shortened to `most` characters (with "..." as its end) if it is longer."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def number(value: float) -> str:
-    """A coordinate as text with at most two decimals, as short as possible."""
+    """Return the coordinate `value` as text with at most two decimals, as short as possible."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def words(x: float, y: float, text: str, **attributes: object) -> str:
-    """An SVG text element whose baseline begins at (x, y); `_` in names of attributes stands for `-`."""
+    """An SVG text element at (x, y), shortened if long; in names of its XML `attributes`, `_` stands for `-`."""
     place = f'x="{number(x)}" y="{number(y)}"'
     shown = brief(text, MOST_LETTERS)
     return f"<text {place}{_written(attributes)}>{plain(shown)}</text>"
@@ -107,7 +107,10 @@ def words(x: float, y: float, text: str, **attributes: object) -> str:
 def box(
     x: float, y: float, width: float, height: float, title: str = "", **attributes: object
 ) -> str:
-    """An SVG rectangle, with a `title` that shows under the mouse."""
+    """An SVG rectangle with its top left corner at (x, y), and a `title` that shows under the mouse.
+
+    In the names of its XML `attributes`, `_` stands for `-`.
+    """
     place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
     head = f"<rect {place}{_written(attributes)}"
     if not title:
@@ -171,7 +174,10 @@ def lines(texts: Iterable[str], **attributes: object) -> Drawing:
 
 
 def document(drawing: Drawing, title: str, about: str, *, inline: bool = False) -> str:
-    """The drawing as a standalone SVG document, or as an element for a web page if `inline`."""
+    """Return `drawing` as an SVG document, or as an element for a web page if `inline`, with `title` and `about`.
+
+    `about` is a description for people who do not see the picture.
+    """
     width = number(drawing.width + 2 * MARGIN)
     height = number(drawing.height + 2 * MARGIN)
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -213,7 +219,10 @@ class Scale(NamedTuple):
 
 
 def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
-    """A Scale that fits the ranges `spans` into `room` pixels, with a gap wherever positions are left out."""
+    """A Scale that draws the ranges `spans` in about `room` pixels or less, with gaps where positions are left out.
+
+    Tiny ranges are widened so that they can be seen.
+    """
     total = sum(stop - start for start, stop in spans)
     each = min(ELEMENT, room / max(total, 1))
     least = min(SEEN, MOST_PIXELS / max(len(spans), 1))
@@ -235,7 +244,10 @@ def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
 def list_ticks(
     spans: Sequence[Stretch], scale: Scale, *, across: bool
 ) -> Iterator[tuple[float, int]]:
-    """Yield (pixel, position) of each border of `spans` to label: those that have room, and always the last one."""
+    """Yield (pixel, position) of the borders of `spans` whose labels have room, always including the last one.
+
+    With `across` labels stand side by side, otherwise one below the other.
+    """
     if not spans:
         return
     *inner, last = _list_borders(spans, scale)
@@ -269,7 +281,10 @@ def _half(position: int, across: bool) -> float:
 
 
 def every(ranks: int, width: float, room: float) -> int:
-    """The least power of two n such that labels on every n-th of `ranks` ranks in `width` have `room` pixels each."""
+    """The least power of two n such that labels on every n-th of `ranks` ranks in `width` have `room` pixels each.
+
+    Without room for two labels, it is the least one that is not below `ranks`.
+    """
     step = 1
     while step < ranks and step * width / ranks < room:
         step *= 2
@@ -309,7 +324,7 @@ ORANGES = ("#feedde", "#fdbe85", "#fd8d3c", "#e6550d", "#a63603")
 
 
 def palette(count: int) -> tuple[str, ...]:
-    """A tuple of `count` distinct colors."""
+    """A tuple of `count` colors, `#rrggbb`: up to eight of the Okabe-Ito palette, or colors evenly along viridis."""
     if count <= len(OKABE_ITO):
         return OKABE_ITO[:count]
     return tuple(_blend(i / (count - 1)) for i in range(count))
@@ -337,7 +352,7 @@ def _linear(channel: int) -> float:
 
 
 def ink(fill: str) -> str:
-    """Black or white, whichever shows better on the color `fill`, `#rrggbb` (by WCAG's relative luminance)."""
+    """Return "#000" or "#fff", whichever shows better on the color `fill`, `#rrggbb` (by WCAG's relative luminance)."""
     red, green, blue = map(_linear, _channels(fill))
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     # The contrast of black is (luminance + .05) / .05, of white 1.05 / (luminance + .05).
@@ -345,7 +360,7 @@ def ink(fill: str) -> str:
 
 
 def shade(share: float, *, crossing: bool = False) -> str:
-    """The color, blue or (if `crossing`) orange, for an amount that is `share` (0 to 1) of the largest amount."""
+    """A shade of blue, or of orange if `crossing`; the larger the `share` (0 to 1), the darker."""
     shades = ORANGES if crossing else BLUES
     last = len(shades) - 1
     number = math.ceil(share * len(shades)) - 1

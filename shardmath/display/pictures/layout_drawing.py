@@ -80,7 +80,7 @@ def layout_svg(layout: Layout, *, inline: bool = False) -> str:
 
 
 def about(layout: Layout) -> str:
-    """A description in words of the layout's picture, for people who do not see it."""
+    """A description of the layout for people who do not see its picture: the positions on up to 16 of the ranks."""
     by_dimension = _parts_by_rank(layout)
     described = layout.mesh.ranks[:MOST_DESCRIBED]
     texts = []
@@ -110,7 +110,7 @@ def _shortened(runs: Runs) -> str:
 
 
 def draw_layout(layout: Layout, cells: Panels, colors: Colors, wide: float = WIDE) -> Drawing:
-    """A drawing of the layout: heading, 2-d slices (`cells`) up to `wide` pixels wide in `colors`, legend, notes."""
+    """A drawing of the layout: heading, 2-d slices (`cells`) about `wide` pixels wide in `colors`, legend, notes."""
     panels = [_PanelDrawer(layout, panel, colors, wide) for panel in cells.panels]
     drawn = [panel.draw() for panel in panels]
     # Texts above and below a panel are not wider than the panel: plans draw a heat map next to it.
@@ -149,7 +149,7 @@ def _number_notes(panels: Sequence[_PanelDrawer]) -> Iterator[str]:
 
 
 def colors_of(several: Iterable[Panels]) -> Colors:
-    """A color for each set of ranks that holds a cell of a picture, by set, in the order of the sets' first ranks."""
+    """A dict from each set of ranks (Holders) that holds a cell in `several` pictures to its color, sorted by ranks."""
     panels = [panel for cells in several for panel in cells.panels]
     distinct = _list_holders(panels)
     return dict(zip(distinct, palette(len(distinct)), strict=True))
@@ -190,7 +190,7 @@ class _PanelDrawer:
         """One in `step` boxes is labeled."""
 
     def draw(self) -> Drawing:
-        """A drawing of the panel (2-d slice): a colored box per cell, and where each row and column begins."""
+        """A drawing of the panel (2-d slice): a colored box per cell, and labels where rows and columns begin."""
         left = LEFT if self.layout.ndim > 1 else 0.0
         parts = [*self._ticks(left), *self._boxes(left)]
         if self.layout.partial:

@@ -53,7 +53,7 @@ def count(number: int, what: str) -> str:
 
 
 def count_more(number: int, most: int, what: str) -> list[str]:
-    """One line that counts the items beyond `most`, such as "... and 3 more buckets"; [] if there are not more."""
+    """A list with a line that counts items beyond `most`, such as "... and 3 more buckets"; [] without such items."""
     if number <= most:
         return []
     more = count(number - most, f"more {what}")
@@ -104,7 +104,7 @@ class Shown(str):
 
 
 def show(value: object, most: int = 32) -> Shown:
-    """Return text about a mesh, a layout (with each rank's elements), or a plan or program (with each rank's bytes).
+    """Return text about `value`, such as a layout (with each rank's elements) or a plan (with each rank's bytes).
 
     Lists at most `most` ranks, and as many transfers of a plan. A notebook shows meshes, layouts, plans and programs as
     pictures. Raises ShardError for anything but a value of shardmath.

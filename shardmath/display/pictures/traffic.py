@@ -41,7 +41,7 @@ ONE_NODE = 1 << 24
 
 
 class RankGroup(NamedTuple):
-    """Ranks that share a row or a column of a traffic matrix, and their node, or None if they are on several nodes."""
+    """Ranks that share a row or column of a traffic matrix, and their node; None for several or unknown nodes."""
 
     ranks: tuple[int, ...]
     node: int | None = None
@@ -63,7 +63,7 @@ class TrafficMatrix(NamedTuple):
 def traffic(
     value: Plan | Transposed | Program, topology: Topology | None = None, most: int = MOST_GROUPS
 ) -> TrafficMatrix:
-    """The bytes that a plan or program sends between ranks, in at most `most` groups of ranks on each side."""
+    """The bytes that a plan or program sends between ranks, in at most `most` groups of senders, and of receivers."""
     if isinstance(value, Program):
         return _sum_program(value, topology, most)
     if isinstance(value, Transposed):

@@ -72,7 +72,7 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The clock of a measured rank: when its trace began, in ns since 1970, and the `votes` that align clocks.
+    """The clock of a measured rank: when its trace began, in ns since 1970, and `votes`, events that align clocks.
 
     Ranks of one `machine` share a clock.
     """

@@ -73,9 +73,10 @@ def row_size(dims: Sequence[int]) -> int:
 
 
 def flat_boxes(dims: Sequence[int], lo: int, hi: int) -> tuple[Box, ...]:
-    """Return boxes, in order, that together have elements lo..hi-1, counted row-major, of a tensor of shape `dims`.
+    """Return boxes that contain, in order, the elements lo..hi-1, counted row-major, of a tensor of shape `dims`.
 
-    There are at most 2 d - 1 of them. Raises PlanError if [lo, hi) is not a range of the tensor.
+    A box is one (start, stop) per dimension. There are at most 2 d - 1 of them. Raises PlanError if [lo, hi) is not a
+    range of the tensor.
     """
     total = math.prod(dims)
     if not 0 <= lo <= hi <= total:
@@ -185,7 +186,7 @@ def _first_other_label(label: Ints) -> tuple[int, int] | None:
 
 
 def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """Return the index of the first element that `held` (ranges per dimension) has and none of `boxes` has, or None.
+    """Return the first index, row-major, that is in `held` (ranges per dimension) but in none of `boxes`; or None.
 
     >>> first_gap([[(0, 2)], [(0, 3)]], [((0, 1), (0, 3)), ((1, 2), (0, 2))])
     (1, 2)
@@ -273,7 +274,7 @@ PRIME = (1 << 31) - 1
 
 
 def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
-    """Return whether `boxes` contain each element of `held` (ranges per dimension) once, and no other element.
+    """Return whether `boxes` contain each element of `held` (ranges per dimension) once, and no other (almost surely).
 
     Positions get random weights, twice: the weights of all boxes then add up to the weight of the
     product. A wrong list passes with probability (dimensions / 2^31)^2 at most (Schwartz 1980,

@@ -38,7 +38,7 @@ __all__ = [
 
 
 class Splits(Hashable, Protocol):
-    """The protocol of a custom cut: a hashable object that divides a length n into parts, each given as Runs.
+    """The protocol of a custom cut: a hashable object that divides a length n into parts, given as Runs (positions).
 
     Its parts are disjoint unless it has an attribute `overlaps` that is true.
     """
@@ -145,13 +145,13 @@ class FixedBlock:
 
 @dataclass(frozen=True, slots=True)
 class UserCut:
-    """A cut of a length into `parts` parts by a custom placement, `by`, whose `split` returns them, each as Runs."""
+    """A cut of a length into `parts` parts by a custom placement, `by`, which returns each part as Runs (positions)."""
 
     by: Splits
     parts: int
 
     def count(self, length: int) -> int:
-        """Return the number of parts. Raises PlacementError if `by` gives another number for `length`."""
+        """Return the number of parts. Raises PlacementError if `by` gives another number, or invalid parts."""
         return len(self.split(length))
 
     def split(self, length: int) -> tuple[Runs, ...]:
@@ -253,7 +253,10 @@ def parts_to_visit(cut: Cut, size: int) -> int:
 
 
 def list_parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each part into which `cut` divides `size` positions that begin at `start`."""
+    """Yield (start, length) of the parts into which `cut` divides `size` positions that begin at `start`.
+
+    Empty parts at the end may be left out.
+    """
     if isinstance(cut, Sizes):
         cut.count(size)
         starts = itertools.accumulate(cut.sizes, initial=start)
@@ -265,7 +268,7 @@ def list_parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]
 
 
 def is_trivial(cut: Cut) -> bool:
-    """Return whether `cut` leaves every piece whole, so that it can be left out."""
+    """Return whether `cut` is a Chunks or Sizes with one part: it leaves every piece whole and can be left out."""
     if isinstance(cut, Chunks):
         return cut.parts == 1
     return isinstance(cut, Sizes) and len(cut.sizes) == 1

@@ -76,7 +76,7 @@ def divided(size: int, stages: Iterable[Stage]) -> Field:
 
 
 def lengths_at(f: Field, stage: int) -> set[int]:
-    """Return the set of lengths of ranks' parts of `f` after its first `stage` stages (cuts, one after another)."""
+    """Return the set of lengths of parts of the Field `f` after its first `stage` stages (cuts, one after another)."""
     return {len(runs) for runs in _field_cells(f.size, f.stages[:stage])}
 
 
@@ -124,7 +124,7 @@ class Dimension:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh axes that divide this dimension and their sizes, in order of appearance."""
+        """The mesh axes that divide this dimension, as a dict from name to size, in order of appearance."""
         out: dict[str, int] = {}
         for f in self.fields:
             for stage in f.stages:

@@ -127,7 +127,7 @@ class Mesh:
         return _make_mesh, (self.axes, self.ranks)
 
     def svg(self, *, topology: object = None) -> str:
-        """Draw the mesh as an SVG document: ranks at their coordinates, colored by node of `topology`."""
+        """Draw the mesh as an SVG document: ranks at their coordinates, colored by node if `topology` is given."""
         return svg(self, topology=topology)
 
     def _repr_html_(self) -> str:
@@ -160,7 +160,7 @@ class Mesh:
         return index
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of `rank` on each axis. Raises MeshError if it is not in the mesh."""
+        """Return the coordinates of `rank` as a dict by axis name. Raises MeshError if the rank is not in the mesh."""
         index = self.position(rank)
         sizes = [n for _, n in self.axes]
         coords = {}

@@ -40,10 +40,10 @@ Parts = tuple[tuple[int, ...], ...]
 class Overlay:
     """The positions of one dimension that each part of a source shares with each part of a destination.
 
-    `keys[k]` are the source parts that hold every position of key k, `goals[g]` the destination
-    parts of goal g. Pair p is (`pair_key[p]`, `pair_goal[p]`) with `pair_size[p]` positions in the
-    rows `first[p]..first[p+1]-1`; a row has a global `start`, a `size`, and for the m-th part of
-    its key or goal a local start `src[:, m]` or `dst[:, m]`.
+    A part is what one or more ranks hold of the dimension. `keys[k]` are the source parts that hold every position of
+    key k, `goals[g]` the destination parts of goal g. Pair p is (`pair_key[p]`, `pair_goal[p]`) with `pair_size[p]`
+    positions in the rows `first[p]..first[p+1]-1`; a row has a global `start`, a `size`, and for the m-th part of its
+    key or goal a local start `src[:, m]` or `dst[:, m]`.
     """
 
     source: Partition
@@ -62,7 +62,7 @@ class Overlay:
 
 @memo()
 def overlay_dimensions(source: Dimension, target: Dimension) -> Overlay:
-    """Find the positions that each part of `source` shares with each part of `target`, as an Overlay.
+    """Find the positions that each part (held by ranks) of `source` shares with each part of `target`, as an Overlay.
 
     Both divide the same dimension.
     """
@@ -70,7 +70,7 @@ def overlay_dimensions(source: Dimension, target: Dimension) -> Overlay:
 
 
 def overlay(source: Partition, target: Partition) -> Overlay:
-    """Find the positions that the parts of `source` share with the parts of `target`, as an Overlay."""
+    """Find the positions that the parts (held by ranks) of `source` share with the parts of `target`, as an Overlay."""
     here = _cut_atoms(source)
     there = _cut_atoms(target)
     a, b = _pair_meeting(here, there)
@@ -190,7 +190,7 @@ def _tabulate_starts(first: Ints, local: Ints, widest: int) -> Ints:
 
 
 def overlap_table(source: Partition, target: Partition) -> Ints:
-    """Return a matrix: the number of positions that each part of `source` shares with each part of `target`."""
+    """Return a matrix: the number of positions that each part of `source` (row) and of `target` (column) share."""
     if len(source.parts) == 1 and source.parts == target.parts:
         return np.array([[source.parts[0].size]], np.int64)
     start, stop, _, source_part = list_spans(source.parts)

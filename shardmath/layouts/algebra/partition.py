@@ -62,7 +62,7 @@ def overlapping(dimension: Dimension) -> bool:
 
 
 def list_spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return all ranges of `parts`, sorted by start, as arrays: global start and stop, local start, part number."""
+    """Return all ranges of `parts`, sorted by start: four arrays, global start and stop, local start, part number."""
     rows = []
     for part, runs in enumerate(parts):
         for local, start, size in runs.segments:

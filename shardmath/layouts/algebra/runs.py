@@ -198,10 +198,7 @@ def _write_range(segment: Segment, side: int) -> str:
 
 
 def spanning(runs: Runs) -> str:
-    """Return `runs` as text in local order, such as `0:2 -1 4:6`: `start:stop` for a range, `-n` for a hole of n.
-
-    A word is `start:stop` for a segment and `-n` for a hole, in local order.
-    """
+    """Return `runs` as text in local order, such as `0:2 -1 4:6`: `start:stop` for a range, `-n` for a hole of n."""
     words = []
     at = 0
     for lo, g, n in runs.segments:

@@ -230,7 +230,10 @@ def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
 
 
 def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """Simplify `stages` (sequences of cuts) without changing the parts: drop useless cuts, and merge stages."""
+    """Return `stages` (sequences of cuts) in a simpler form: without useless cuts, and merged where possible.
+
+    The parts stay the same.
+    """
     out: list[Stage] = []
     for given in stages:
         stage = _canonical_stage(given)

@@ -26,7 +26,7 @@ MOST_BOXES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """Elements at equal distances: `step` along a stored tensor's dimension `dim`, `stride` along a logical one's `of`.
+    """A row of elements, `step` apart along a stored tensor's dimension `dim`, `stride` along a logical one's `of`.
 
     There are `number` of them.
     """
@@ -39,7 +39,7 @@ class Atom(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A grid of elements: where its first one is in the stored and in the logical tensor, and its axes (`atoms`)."""
+    """A grid of elements: the position of the first in the stored and in the logical tensor, and its axes (`atoms`)."""
 
     cell: _Numbers
     element: _Numbers

@@ -48,7 +48,7 @@ class _Groups:
         self.shapes = shapes
 
     def grouped(self) -> _Groups:
-        """Return the pieces, with each series of equally shaped ones at equal distances merged into one."""
+        """Return the pieces, with each series of equally shaped pieces at equal distances merged into one."""
         cells = np.diff(self.cells).tolist()
         elements = np.diff(self.elements).tolist()
         steps = list(zip(cells, elements, strict=True))

@@ -73,7 +73,7 @@ class Native(NamedTuple):
 
 
 def label(chunk: int, name: str) -> str:
-    """A text, unique on a rank, for the stored tensor `name`: its name, and its `chunk` (virtual stage) unless 0.
+    """A text for the stored tensor `name`: its name, followed by its `chunk` (virtual stage) unless that is 0.
 
     >>> label(0, "A"), label(1, "A")
     ('A', 'A of chunk 1')
@@ -84,7 +84,7 @@ def label(chunk: int, name: str) -> str:
 @public_in("storage")
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The recorded storage of one rank: its stored tensors, and the logical element that each of their cells holds.
+    """The recorded storage of one rank: its stored tensors, and the logical element in each of their cells (positions).
 
     Raises StoreError if a cell, an element or a stored tensor comes twice, and if a piece reaches outside its tensors.
     `tensors` are (name, shape, dtype) of the logical tensors, `aliases` (name, stored tensor of the same memory). In
@@ -116,12 +116,12 @@ class Recorded:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """A dict from stored tensor's name to its number of positions without a logical element, if it has any."""
+        """A dict from each stored tensor's name to its number of positions without a logical element, if not 0."""
         return {native.label: native.unwritten for native in self.natives if native.unwritten}
 
     @property
     def shapes(self) -> dict[str, tuple[_Shape, str]]:
-        """The shape and the dtype of each logical tensor, by name."""
+        """A dict from the name of each logical tensor to its (shape, dtype)."""
         return {name: (shape, dtype) for name, shape, dtype in self.tensors}
 
     @property
@@ -166,7 +166,7 @@ class Recorded:
 
 
 def show(native: Native) -> str:
-    """One line of text about a stored tensor: dtype, shape, the logical tensors in it, and the empty positions."""
+    """One line of text about a stored tensor: dtype, shape, its logical tensors, and the number of empty positions."""
     of = f" = {native.function}(...)" if native.function else ""
     tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
     left = f"; {native.unwritten} cells unwritten" if native.unwritten else ""

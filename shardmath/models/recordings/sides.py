@@ -206,7 +206,7 @@ class _ViewFinder:
         self._views_by_key: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
-        """The view of a stored tensor, the only one in `holders`, that gives the rank's elements of the tensor `name`.
+        """The view of the only stored tensor in `holders` that gives the elements of the tensor `name` on the rank.
 
         Raises StoreError if there are several, or if it is not one view.
         """

@@ -35,10 +35,10 @@ NO_PRODUCT = (
 
 
 class RecordedView:
-    """Pieces of a logical tensor as a view (a slice per dimension) of a stored one. Raises StoreError if impossible.
+    """Pieces of a logical tensor as one view (a slice per dimension) of a stored tensor.
 
-    `missing` is the number of dimensions of 1 that the stored tensor lacks; `cut` and `order` are as in a Slot; `runs`
-    are the positions in each dimension of the view.
+    Raises StoreError if the pieces do not form a view. `missing` is the number of dimensions of 1 that the stored
+    tensor lacks; `cut` and `order` are as in a Slot; `runs` are the positions in each dimension of the view.
     """
 
     def __init__(self, stored: _Shape, shape: _Shape, pieces: Sequence[Piece]) -> None:

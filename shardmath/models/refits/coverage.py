@@ -35,7 +35,8 @@ def show_native(native: Native) -> str:
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
     """Return an error text for each tensor that only one of `stored` and `has` contains, or whose two shapes differ.
 
-    A tensor that only `has` contains is left out if its name matches a glob in `own`.
+    Shapes that differ only in dimensions of 1 count as equal. A tensor that only `has` contains is left out if its name
+    matches a glob in `own`.
     """
     faults = []
     for native, shape in stored.items():
@@ -63,7 +64,7 @@ def _differ(shape: Sequence[int], has: Sequence[int]) -> bool:
 
 
 def count_cells(bound: KnownSide, rank: int) -> tuple[int, int]:
-    """Count elements of the tensors that `rank` stores: all, and those that hold an element of a logical tensor."""
+    """Return two counts of positions in tensors of `rank`: all, and those with an element of a logical tensor."""
     cells = sum(map(math.prod, bound.natives(rank).values()))
     held = 0
     for name in bound.slots(rank):

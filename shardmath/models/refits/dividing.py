@@ -36,7 +36,8 @@ _T = TypeVar("_T")
 
 
 def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tuple[Refit, ...]:
-    """Divide the refit into one refit per group of tensors in `groups`, or per layer if `groups` are not given.
+    """Divide the refit `planned` into refits, one per group of tensor names in `groups` (default: layers) or joined
+    groups.
 
     All tensors in one module of an engine's rank move together: groups that share a module are joined. Raises PlanError
     for groups that omit a tensor that moves, name one that does not, or name one twice, and for a refit that engines

@@ -23,7 +23,7 @@ __all__ = ["group_by_layer", "join_modules"]
 
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
-    """The tensor `names` grouped by layer, or by module if they have no layer, in the order of the first names."""
+    """The tensor `names` in lists, one per layer (or per module for names without a layer), ordered by first names."""
     groups: dict[object, list[str]] = {}
     for name in names:
         key = _find_layer(name) or name.rpartition(".")[0]

@@ -82,7 +82,10 @@ def group_tensors(
 def list_held(
     engines: Mapping[str, KnownSide], together: tuple[str, ...]
 ) -> dict[str, tuple[Layout, ...]]:
-    """The layouts of the tensors `together`, in this order, by engine; PlanError if an engine stores only some."""
+    """The layouts of the tensors `together`, in this order, by engine; engines that store none of them are left out.
+
+    Raises PlanError if an engine stores only some.
+    """
     first, *others = together
     held = {}
     for engine, side in engines.items():

@@ -32,7 +32,7 @@ class PlainSide:
 
     @property
     def ranks(self) -> Collection[int]:
-        """The ranks that hold a part of any tensor."""
+        """The ranks in the meshes of all layouts."""
         return frozenset(
             rank for layout in set(self.layouts.values()) for rank in layout.mesh.ranks
         )
@@ -63,7 +63,7 @@ class PlainSide:
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
-        """The shape of each tensor that `rank` stores, by (0, name); the 0 is its virtual stage."""
+        """The shape of each tensor that `rank` stores, by (0, name); the 0 stands for the first virtual stage."""
         return {(0, name): shape for name, _, shape in self.visit(rank)}
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:

@@ -59,7 +59,7 @@ def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) ->
 def check_scales(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if a rank of an engine has values of a tensor without the scales for them."""
+    """Raise StoreError if an engine stores a tensor and its scales, but a rank has values without their scales."""
     companions = _list_scales(of, rules)
     checked: set[tuple[int, int]] = set()
     for engine, side in engines.items():
@@ -87,7 +87,7 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if a tensor's start in its stored (fused) tensor is not its scales' start times block size."""
+    """Raise StoreError unless each tensor starts in its (fused) stored tensor at its scales' start times block size."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

@@ -55,7 +55,7 @@ class Frame:
         return word.name in self.axes
 
     def is_number(self, word: Word) -> bool:
-        """Whether `word` is an integer, or the name of one in `numbers`."""
+        """Whether `word` is an integer, or the name of a number in `numbers`."""
         return isinstance(word.name, int) or word.name in self.numbers
 
 

@@ -115,7 +115,7 @@ class Laid:
 
 
 def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
-    """For each stored dimension, the logical dimension that it stores under `transpose`: "", ".T" or ".mT"."""
+    """A tuple: for each stored dimension, the logical dimension that it stores under `transpose`: "", ".T" or ".mT"."""
     order = list(range(ndim))
     if transpose == ".T":
         order.reverse()
@@ -125,7 +125,7 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 
 
 def stack_names(row: Row) -> dict[int, str]:
-    """For each stored dimension along which tensors are stacked, the name of their index, such as an expert's."""
+    """A dict from stored dimension along which `row` stacks tensors to the name of their index, such as an expert's."""
     indices = {index.name for index in row.logical.indices}
     stacks: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
