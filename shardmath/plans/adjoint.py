@@ -56,14 +56,14 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Turns a plan's transfers into its adjoint's: swaps source and destination, and sets how values are combined."""
+    """A callable that turns a plan's transfer into its adjoint's: it swaps both ends and sets operation and addend."""
 
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return (operation, addend) for transfers of the adjoint: "copy" or "sum", and the number of a partial value.
+        """Return the operation ("copy" or "sum") and the addend number of the adjoint's transfers of `local` at `rank`.
 
-        They leave the tensor with local name `local` at `rank`, where the plan's transfers arrive.
+        These transfers leave the tensor with local name `local` at `rank`, where the plan's transfers arrive.
         """
         op, addends = self.entries[local]
         return op, addends[rank]
@@ -109,7 +109,7 @@ class Transposed:
 
     @property
     def is_tree(self) -> bool:
-        """Whether the tensors have names, as in a plan between mappings of names, not between two Layouts."""
+        """True for a plan between mappings from names to layouts, False for a plan of one tensor without a name."""
         return self.forward.is_tree
 
     @property
@@ -129,7 +129,7 @@ class Transposed:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of both sides, ascending."""
+        """The ranks of source and destination together, ascending, each once."""
         return self.forward.ranks
 
     def fill(self, name: str) -> complex | None:
@@ -140,23 +140,23 @@ class Transposed:
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """Return the number that divides the tensor `name` at the end: the number of addends of an average, else 1."""
+        """Return the final divisor of the tensor `name`: the number of addends (partial values) of an average, or 1."""
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
-        """Yield the transfers: all, or only those from rank `src`, to rank `dst`, or between the two."""
+        """Yield all transfers, or only those from rank `src`, to rank `dst`, or, given both, from `src` to `dst`."""
         return map(self.flip, self.forward.transfers(src=dst, dst=src))
 
     def sent_bytes(self) -> dict[int, int]:
-        """Return the number of bytes that each rank sends to other ranks."""
+        """Return, by rank, the number of bytes that each rank of both sides sends to other ranks."""
         return self.forward.received_bytes()
 
     def received_bytes(self) -> dict[int, int]:
-        """Return the number of bytes that each rank receives from other ranks."""
+        """Return, by rank, the number of bytes that each rank of both sides receives from other ranks."""
         return self.forward.sent_bytes()
 
     def shadow_bytes(self) -> dict[int, int]:
-        """Return the extra bytes that a move with commit="all" takes on each rank: a copy of destination tensors."""
+        """Return, by rank, the extra memory in bytes that a commit="all" move needs to copy its destination tensors."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
@@ -280,7 +280,7 @@ def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[
 
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
-    """Return the axes of the destination `layout` along which all ranks receive the same values under `rule`."""
+    """Return the axes of a destination `layout` along which all ranks get the same values by the Reduction `rule`."""
     differ = _find_passing(rule, 1).union(rule.chosen)
     for dim in layout.dims:
         differ.update(dim.axes)

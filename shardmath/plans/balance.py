@@ -36,14 +36,17 @@ __all__ = [
 
 
 def measure_lines(demands: Demands) -> Ints:
-    """Return, for each line (bytes with equal holders), how many bytes are sent to all its receivers together."""
+    """Return an array with the length of each line (bytes with equal holders): its bytes for all receivers together."""
     return demands.blocks.sums(demands.nbytes * demands.count)
 
 
 def balance(
     demands: Demands, batches: tuple[Batch, ...], topology: Topology | None = None
 ) -> Demands:
-    """Return `demands` with a holder chosen to send each byte, so that the largest load of a rank is about minimal."""
+    """Return `demands` with the sender of each byte chosen among its holders, so that ranks send about equally much.
+
+    Bytes that stay on a node and bytes that leave it are balanced separately.
+    """
     length = measure_lines(demands)
     nodes = _find_nodes(demands, topology) if topology else None
     first, cuts = share_lines(demands, length.tolist(), nodes)
@@ -74,7 +77,7 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide each line (bytes with equal holders) among its holders; return where, in bytes, as arrays (first, cuts).
+    """Cut each line (bytes with equal holders) into a share per holder, to balance loads; return arrays (first, cuts).
 
     Line i has `length[i]` bytes and is cut at cuts[first[i]:first[i+1]], which include 0 and `length[i]`.
     """
@@ -129,13 +132,13 @@ def _snap_cuts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cutter:
-    """Finds the bytes at which messages may be cut: between the boxes of a tensor, or between rows of a large box."""
+    """A finder of the bytes at which messages may be cut: between boxes of a tensor, or between rows of a large box."""
 
     demands: Demands
     batches: tuple[Batch, ...]
 
     def of_line(self, line: int, at: int) -> int:
-        """Return the last byte, not after `at`, at which `line` (bytes that one set of ranks holds) may be cut."""
+        """Return the last byte, not after `at`, at which line number `line` (bytes with equal holders) may be cut."""
         block = block_at(self.demands, line, at)
         inside = at - int(self.demands.start[block])
         if not inside:
@@ -144,7 +147,10 @@ class Cutter:
         return at - content + self.of_block(block, content)
 
     def of_block(self, block: int, at: int) -> int:
-        """Return the last byte, not after `at`, at which `block` (bytes with equal receivers) may be cut."""
+        """Return the last byte, not after `at`, at which block number `block` (bytes with equal receivers) may be cut.
+
+        `at` counts in the bytes of one receiver.
+        """
         demands = self.demands
         row = row_at(demands, block, at)
         begin = int(demands.at[row])
@@ -170,7 +176,7 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """Finds the bytes at which messages may be cut, as a Cutter does, for arrays of byte positions.
+    """A finder of the bytes at which messages may be cut, as a Cutter is, for whole arrays of byte positions.
 
     It is fast if the elements between two ranks form one box.
 

@@ -67,7 +67,7 @@ class Demands:
 
     @property
     def blocks(self) -> Offsets:
-        """A range of block numbers per line (bytes with equal holders), as Offsets; blocks also have equal receivers.
+        """The range of blocks (bytes with equal receivers) of each line (bytes with equal holders), as Offsets.
 
         Line i has the blocks first[i]..first[i+1]-1.
         """
@@ -75,7 +75,7 @@ class Demands:
 
     @property
     def rows(self) -> Offsets:
-        """A range of row numbers per block (bytes with equal receivers), as Offsets; a row is bytes of like tensors.
+        """The range of rows of each block (bytes with equal receivers), as Offsets; a row is bytes of like tensors.
 
         Block i has the rows row_first[i]..row_first[i+1]-1.
         """
@@ -113,16 +113,19 @@ class _Requests(NamedTuple):
     near: Ints
 
     def take(self, rows: Ints) -> _Requests:
-        """The requests with the indices `rows`, in the order of `rows`."""
+        """Return the requests with the indices `rows`, in the order of `rows`."""
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """A number for each request, equal for requests of one line (bytes with equal holders, all near or all far)."""
+        """Return a number per request, equal for one line (equal holders; receivers all on their node, or all not)."""
         return self.holders * 2 + self.near
 
 
 def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
-    """Return, as Demands, the bytes that all `batches` of tensors send, not yet divided among their holders."""
+    """Gather in a Demands table all bytes that `batches` (of like tensors) move, not divided among their holders yet.
+
+    With `topology`, bytes that are held on a receiver's node come from there.
+    """
     sets = Sets()
     requests = _stack(_list_requests(batches, sets))
     if topology is not None:

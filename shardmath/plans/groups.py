@@ -63,7 +63,7 @@ Identities: TypeAlias = tuple[int, int]
 
 
 class Group(NamedTuple):
-    """Tensors with the same layouts on both sides: `key` is everything on which their transfers depend.
+    """Tensors with equivalent layouts on both sides, which move in the same way; `key` is all that this depends on.
 
     `src`, `dst` and `rule` belong to the first tensor.
     """
@@ -78,7 +78,7 @@ class Group(NamedTuple):
 def pair_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Return both sides as mappings from names to layouts; on a side that is not a mapping, the tensor's name is "".
+    """Return both sides as mappings from names to layouts; the tensor of a side that is not a mapping is named "".
 
     Raises PlanError if only one side is a mapping, or if names differ.
     """
@@ -119,7 +119,7 @@ def _as_mapping(side: Side) -> Mapping[str, LayoutOrWindows]:
 
 
 def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
-    """Raise PlanError unless both sides have tensors of the same names."""
+    """Raise PlanError unless the mappings `src` and `dst` have the same tensor names as keys."""
     if src.keys() == dst.keys():
         return
     unshared = {
@@ -160,7 +160,10 @@ def _check_local_names(side: Mapping[str, Windows]) -> None:
 
 
 def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[Group]:
-    """Group the tensors that have equal windows (layouts) on both sides, in the order of the groups' first names."""
+    """Group the tensors with equal windows (layouts) on both sides, in the order in which groups first occur.
+
+    Raises PlanError if the layouts of a tensor do not fit each other.
+    """
     groups = []
     # Forms that were checked for one tensor: the checks do not depend on ranks' names.
     checked: set[tuple[Layout, Layout]] = set()
@@ -283,7 +286,7 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """Return the names, ascending, of the tensors that the destination does not hold completely.
+    """Return the names, ascending, of the tensors of which the destination does not hold every element.
 
     Raises PlanError for a tensor that must be whole: `window` is False, and it is not given as a tuple.
     """
@@ -303,7 +306,7 @@ def find_in_part(
 
 
 def join_groups(groups: Iterable[Group]) -> list[Group]:
-    """Merge groups with equal keys into one that has all their names; sorted by first name."""
+    """Merge groups with equal keys into one with the names of all; list the groups by first name, ascending."""
     by_key: dict[tuple[object, ...], list[Group]] = {}
     for group in groups:
         alike = by_key.setdefault(group.key, [])
@@ -322,7 +325,7 @@ def _join_alike(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """Make one Batch (tensors that move equally) per group and pair of source and destination layouts that may overlap.
+    """Make a Batch of the tensors of each group for each pair of source and destination layouts that may overlap.
 
     A destination layout that overlaps no source layout is paired with the first one.
     """

@@ -172,7 +172,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of both sides, ascending."""
+        """The ranks of source and destination together, ascending, each once."""
         return tuple(sorted({*self.src_ranks, *self.dst_ranks}))
 
     def fill(self, name: str) -> complex | None:
@@ -183,26 +183,26 @@ class Plan:
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """Return the number that divides the tensor `name` at the end: the number of addends of an average, else 1.
+        """Return the final divisor of the tensor `name`: the number of addends (partial values) of an average, or 1.
 
         Raises PlanError for a tensor that the plan does not have.
         """
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
-        """Yield the transfers: all, or only those from rank `src`, to rank `dst`, or between the two."""
+        """Yield all transfers, or only those from rank `src`, to rank `dst`, or, given both, from `src` to `dst`."""
         return list_transfers(self, _as_rank(src), _as_rank(dst))
 
     def sent_bytes(self) -> dict[int, int]:
-        """Return the number of bytes that each rank sends to other ranks."""
+        """Return, by rank, the number of bytes that each rank of both sides sends to other ranks."""
         return dict.fromkeys(self.ranks, 0) | sum_sent(self.lines)
 
     def received_bytes(self) -> dict[int, int]:
-        """Return the number of bytes that each rank receives from other ranks."""
+        """Return, by rank, the number of bytes that each rank of both sides receives from other ranks."""
         return dict.fromkeys(self.ranks, 0) | sum_received(self.lines)
 
     def shadow_bytes(self) -> dict[int, int]:
-        """Return the extra bytes that a move with commit="all" takes on each rank: a copy of destination tensors."""
+        """Return, by rank, the extra memory in bytes that a commit="all" move needs to copy its destination tensors."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 

@@ -145,7 +145,7 @@ class Protocol:
 
     @property
     def counted_on(self) -> bool:
-        """Whether other ranks may be waiting for this rank, or this rank for their decision."""
+        """Whether other ranks may be waiting for this rank, or this rank is waiting for their decision."""
         return self.state not in (State.IDLE, State.BROKEN)
 
     def note(self, event: Event) -> State:

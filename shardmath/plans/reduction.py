@@ -43,7 +43,7 @@ Matched: TypeAlias = tuple[Axes, Axes]
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How the addends of a source's Partial axes become a destination's values or addends, and along which axes.
+    """A rule that turns addends (partial values) along a source's Partial axes into a destination's values or addends.
 
     Along `matched` (source axes, destination axes), flattened, addends pass through; `folded` source axes
     hold the addends that are reduced; of destination ranks that differ only on `chosen` axes one
@@ -166,7 +166,7 @@ def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
 
 
 def ranks_along(mesh: Mesh, axes: Axes) -> tuple[frozenset[int], ...]:
-    """Return, for each coordinate along `axes`, which are flattened into one axis, the set of ranks that have it."""
+    """Flatten `axes` of `mesh` into one axis; return, for each coordinate along it, the set of ranks that have it."""
     coordinate = mesh.coordinate(axes)
     ranks = np.array(mesh.ranks)
     count = math.prod(map(mesh.axis_size, axes))
@@ -184,7 +184,7 @@ def check_arithmetic(op: str, dtype: str) -> None:
 
 
 def identity_of(op: str, dtype: str) -> complex:
-    """Return the value from which a reduction by `op` starts, such as 0 for "sum"; `op` is not "max" or "min"."""
+    """Return the value from which a reduction by `op` starts, such as 1 for "product"; `op` is not "max" or "min"."""
     identity = OPERATIONS[op].identity
     assert identity is not None, f"{op} starts from its first addend"
     return identity(dtype)

@@ -141,7 +141,7 @@ def list_received(demands: Demands, rank: int) -> Iterator[Stretch]:
 
 
 def list_kept(demands: Demands, rank: int) -> Iterator[Stretch]:
-    """Yield the stretches (here whole blocks of bytes) that `rank` keeps, since it holds them already."""
+    """Yield the blocks of bytes that `rank` needs and already holds, as stretches from the rank to itself."""
     for line, block in _asked_by(demands, rank):
         if _among(demands.held_by(line), rank):
             nbytes = int(demands.nbytes[block])
@@ -204,7 +204,7 @@ def sum_sent(demands: Demands) -> dict[int, int]:
 
 
 def sum_received(demands: Demands) -> dict[int, int]:
-    """Return the number of bytes that each receiving rank receives from other ranks."""
+    """Return, by rank, the number of bytes received from other ranks, for all ranks that need any."""
     asked = np.zeros(len(demands.sets), np.int64)
     np.add.at(asked, demands.receivers, demands.nbytes)
     out: dict[int, int] = {}

@@ -90,7 +90,7 @@ class Sets:
         return self.number.setdefault(ranks, len(self.number))
 
     def add_all(self, mesh: Mesh, members: Members) -> Ints:
-        """Add the ranks of `mesh` at each set of positions in `members`; return the sets' numbers."""
+        """Add the ranks of `mesh` at each set of positions in `members`; return an array of the sets' numbers."""
         key = id(mesh), id(members)
         if key not in self._cached_numbers:
             numbers = list(map(self.add, members.name(mesh)))
@@ -108,7 +108,7 @@ class Sets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """How a tensor moves from layout `src` to `dst`, by position in the meshes instead of by rank, for reuse.
+    """A description, for reuse, of moves from layout `src` to `dst`, by position in the meshes instead of by rank.
 
     Unit u has `unit_size[u]` elements, and is pair `unit_pairs[u, d]` of `overlays[d]` in dimension d (the
     first `hidden` dimensions are addends and not the tensor's); it is held by `holders[unit_class[u]]`
@@ -175,7 +175,7 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield (source Partition, destination Partition) of each extra dimension, which counts addends, not elements."""
+    """Yield (source Partition, destination Partition) for each extra dimension of `rule`, which counts addends."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)
@@ -341,7 +341,7 @@ def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
 
 
 def unit_addends(t: Template) -> Ints:
-    """Return the addend number of each unit (elements with equal holders and receivers), 0 without a reduction."""
+    """Return an array with the addend number of each unit (elements that move together), 0 if none are reduced."""
     if not t.reduction.folded:
         return np.zeros_like(t.unit_size)
     over = t.overlays[0]

@@ -78,7 +78,7 @@ class Planned(Protocol):
 
 
 def list_transfers(plan: Planned, src: int | None, dst: int | None) -> Iterator[Transfer]:
-    """Yield the transfers: all, or only those from rank `src`, to rank `dst`, or between the two."""
+    """Yield all transfers, or only those from rank `src`, to rank `dst`, or, given both, from `src` to `dst`."""
     if src is not None:
         sent = _list_of_rank(plan, src, list_sent)
         if dst is None:
@@ -218,7 +218,7 @@ def _find_rows(rows: _Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
 
 
 class BoxPiece(NamedTuple):
-    """One box of elements as slices of the source's tensor, the destination's tensor and the global tensor."""
+    """One box of elements as slices of the source's array, of the destination's array and of the global tensor."""
 
     src: tuple[slice, ...]
     dst: tuple[slice, ...]
@@ -235,10 +235,10 @@ Columns: TypeAlias = tuple[int, ...]
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """List the boxes of elements lo..hi-1 of `unit` (moved together) from mesh position `sender` to `receiver`.
+    """List, as BoxPieces, the boxes of elements lo..hi-1 of `unit` (elements that move together), between two ranks.
 
-    lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is
-    a position of the destination too, and sends what it has received.
+    `sender` and `receiver` are their positions in the meshes. lo and hi are at boxes, or at rows of a box, as `snap`
+    gives them. If `relayed`, the sender is a position of the destination too, and sends what it has received.
     """
     find_sending = _find_columns if relayed else _find_source_columns
     sending = find_sending(t, unit, sender)

@@ -271,7 +271,7 @@ def _count_given(t: Template) -> Ints:
 
 
 def count_cells(layout: Layout) -> Ints:
-    """Return the number of elements that the rank at each position of the layout's mesh holds."""
+    """Return an array with the number of elements that the rank at each position of the layout's mesh holds."""
     held = np.ones(layout.mesh.size, np.int64)
     for dim in layout.dims:
         divided = partition(dim)

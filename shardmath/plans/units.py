@@ -49,9 +49,9 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """Return, per unit (elements that move together), the elements in a row of its box; 0 if uncut, -1 if many boxes.
+    """Return an array with the number of elements in a row of each unit's box (a unit is elements that move together).
 
-    It is 0 if the box is never cut, and -1 if the unit has several boxes.
+    The number is 0 if the box is never cut, and -1 if the unit has several boxes.
     """
     largest = _find_largest(t)
     nbytes = t.unit_size * t.src.itemsize
@@ -60,7 +60,7 @@ def unit_rows(t: Template) -> Ints:
 
 
 def unit_grains(t: Template) -> Ints:
-    """Return, for each unit (elements with equal holders and receivers), the bytes of its largest indivisible piece.
+    """Return an array with the bytes of the largest piece of each unit (elements that move together) that is never cut.
 
     They are a small box, or a row of a large one.
     """
@@ -120,7 +120,7 @@ class Listed(NamedTuple):
 
 @memo()
 def list_columns(over: Overlay) -> Listed:
-    """The columns of the Overlay `over` as lists."""
+    """Return the columns of the Overlay `over` as lists."""
     return Listed(
         first=over.first.tolist(),
         start=over.start.tolist(),
@@ -132,9 +132,10 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return lists with an item per box of `unit` (elements moved together): its place, shape and end in elements.
+    """Return three lists, with an item per box of `unit` (elements that move together): its rows, its shape, its end.
 
-    A place is one row of each dimension's overlay, by number. Boxes are row-major.
+    The end is the number of elements up to there. Its rows are one of each dimension's overlay, by number.
+    Boxes are row-major.
     """
     rows = []
     sizes = []
@@ -171,7 +172,7 @@ def snap(t: Template, unit: int, at: int) -> int:
 
 
 def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield `count` ranges of elements (start, stop) that divide `unit` about evenly, at places where it may be cut."""
+    """Yield `count` ranges of elements (start, stop) of `unit`: even ones, borders moved back to permitted cuts."""
     size = int(t.unit_size[unit])
     places = []
     for i in range(count):

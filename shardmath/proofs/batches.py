@@ -29,7 +29,7 @@ __all__ = ["check_batches"]
 
 
 def check_batches(plan: Plan) -> list[list[Batch]]:
-    """Check the batches (tensors that move equally) of `plan` against its layouts; return a list per group of tensors.
+    """Check the batches (tensors that move equally) of `plan` against its layouts; list them per group of tensors.
 
     Raises PlanError unless they move what the layouts ask for.
     """

@@ -35,7 +35,7 @@ MANY = 256
 
 
 def check_claim(plan: Plan | Transposed, transfers: Iterable[Transfer]) -> None:
-    """Raise PlanError unless each of `transfers` is right, and all together do everything that `plan` has to do."""
+    """Raise PlanError unless `transfers` fit the layouts of `plan` and together bring each needed element once."""
     forward = plan.forward if isinstance(plan, Transposed) else plan
     flip = flip_of(forward) if isinstance(plan, Transposed) else None
     tensors = {name: _ClaimedTensor(forward, name) for name in forward.src}
@@ -139,7 +139,7 @@ class _ClaimedTensor:
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
-        """The positions that `rank` holds in window number `window` of the source (side 0) or destination (side 1)."""
+        """Return the Runs, per dimension, that `rank` holds in window number `window` of side 0 (source) or 1."""
         key = side, window, rank
         if key not in self.held:
             windows = self.dst if side else self.src
@@ -147,7 +147,7 @@ class _ClaimedTensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """Note which destination addend receives the transfer `t`, if the plan may choose any one of them."""
+        """Note which of the destination's addends receives the transfer `t`, if the plan may choose any one of them."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return
@@ -393,7 +393,10 @@ def _name_element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, 
 
 
 def read_transfers(transfers: object) -> Iterator[Transfer]:
-    """Return `transfers` as an iterator. Raises PlanError unless it is an iterable of Transfer."""
+    """Return an iterator of `transfers` with Python's own numbers. Raises PlanError unless all are Transfers.
+
+    It raises at the latest when the wrong item is reached.
+    """
     if not isinstance(transfers, Iterable):
         what = f"transfers={transfers!r} is not an iterable"
         raise PlanError(f"{what}; give an iterable of shardmath.Transfer")

@@ -129,7 +129,7 @@ class _Inbox(NamedTuple):
     base: Ints
 
     def find(self, block: Ints, rank: Ints) -> tuple[Ints, Bools]:
-        """The index of the request for `block[i]` by `rank[i]`, for each i, and whether there is one."""
+        """Return, for each i, the index of the request by `rank[i]` for `block[i]`, and whether there is one."""
         asked, wanted = _code_pairs((self.block, self.rank), (block, rank))
         request = np.searchsorted(asked, wanted)
         known = request < len(asked)

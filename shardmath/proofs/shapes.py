@@ -100,7 +100,7 @@ def _list_kinds(table: type) -> list[tuple[str, Any]]:
 
 
 def check_plan_shapes(plan: Plan) -> None:
-    """Raise PlanError unless the plan's tables have the right types and shapes."""
+    """Raise PlanError unless the plan's ranks and tables have the right types and numbers of dimensions."""
     checked_ids: set[int] = set()
     ranks = tuple[int, ...]
     kinds = {"src_ranks": ranks, "dst_ranks": ranks, "lines": Demands, "batches": tuple[Batch, ...]}
@@ -109,7 +109,7 @@ def check_plan_shapes(plan: Plan) -> None:
 
 
 def check_program_shapes(prog: Program) -> None:
-    """Raise PlanError unless the program's tables, except its plan's, have the right types and shapes."""
+    """Raise PlanError unless the program's tables (not its plan's) have the right types and numbers of dimensions."""
     checked_ids: set[int] = set()
     for field, kind in {"slots": int, "turns": int, "legs": Legs}.items():
         _check_kind(getattr(prog, field), kind, f"Program.{field}", checked_ids)

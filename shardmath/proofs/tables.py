@@ -29,7 +29,7 @@ __all__ = ["MemberTable", "Places", "check_lines", "check_numbers_of_sets", "fin
 
 
 def check_lines(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless a plan's table of bytes to be sent has no gaps, and each byte has one sender."""
+    """Raise PlanError unless `demands` (bytes to be sent) is well formed: no gaps, and one sender for each byte."""
     check_integers(demands)
     _check_tables(demands)
     _check_numbers(demands, batches)
@@ -328,14 +328,14 @@ class MemberTable(NamedTuple):
     positions: Ints
 
     def of(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """Return the positions of ranks in sets `numbers`, end to end, and for each its set as index in `numbers`."""
+        """Return the positions of the ranks in the sets `numbers`, end to end, and the index in `numbers` of each."""
         first = self.of_set.first
         items, owner = ranges(first[numbers], first[numbers + 1])
         return self.positions[items], owner
 
 
 class Places:
-    """Finds the positions, in any mesh, of the ranks in given sets; computes all of them once for each mesh.
+    """A lookup of the positions, in any mesh, of the ranks in given sets; the positions in each mesh are computed once.
 
     >>> places = Places([(3, 4), (5,)])
     >>> positions, which = places.within(Mesh(tp=2, ranks=[5, 4])).of(np.array([0, 1]))

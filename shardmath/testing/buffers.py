@@ -60,10 +60,10 @@ def params(
     scalars: bool = True,
     alike: bool = False,
 ) -> list[Param]:
-    """Draw a list of parameters in forward order: matrices, vectors, scalars, shared, expert and quantized ones.
+    """Draw a list of `least` to `most` parameters in forward order; some are shared, expert or quantized ones.
 
-    Dimensions are at most `longest`; with `empty` parameters may have no elements, with `scalars`
-    no dimensions, with `alike` they share one dtype.
+    They have up to three dimensions. Dimensions are at most `longest`; with `empty` parameters may have no elements,
+    with `scalars` no dimensions, with `alike` they share one dtype.
     """
     ndim = 0 if scalars else 1
     sizes = st.sampled_from([n for n in SIZES if n <= longest and (n or empty)])

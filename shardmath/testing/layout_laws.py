@@ -50,7 +50,7 @@ def compose_is_after(f: Runs, g: Runs) -> None:
 
 
 def invert_undoes(runs: Runs) -> None:
-    """Check that inverting Runs twice gives the same Runs, and that Runs and their inverse compose to the identity."""
+    """Check that Runs inverted twice are the same, and compose with their inverse to the identity, except for holes."""
     back = invert(runs, runs.extent + 1)
     assert invert(back, len(runs)) == runs
     held = runs.indices() >= 0
@@ -103,7 +103,7 @@ def parse_print(layout: Layout) -> None:
 
 
 def shape_counts_runs(layout: Layout) -> None:
-    """Check that local_shape, runs and indices of a layout agree."""
+    """Check that `local_shape`, `runs` and `indices` of a layout agree for every rank."""
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
         indices = layout.indices(rank)
@@ -127,7 +127,7 @@ def relabeling_moves_holdings(layout: Layout) -> None:
 
 
 def mesh_transposition_changes_nothing(layout: Layout) -> None:
-    """Check that every rank holds the same after the axes of the mesh are put in another order."""
+    """Check that every rank holds the same after the axes of the mesh are put in the opposite order."""
     turned = transpose_mesh(layout)
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
@@ -135,7 +135,7 @@ def mesh_transposition_changes_nothing(layout: Layout) -> None:
 
 
 def transpose_mesh(layout: Layout) -> Layout:
-    """The layout on a mesh whose axes are in the opposite order; ranks hold what they held."""
+    """Return the layout on a mesh whose axes are in the opposite order; ranks hold what they held."""
     mesh = layout.mesh
     backwards = tuple(reversed(mesh.shape))
     turned = mesh.transpose(backwards)
@@ -158,7 +158,7 @@ def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
-    """Check that `a | b` equals `a b` in a layout's text if axis `a` leaves one piece per rank."""
+    """Check that the text `(a n | b n)`, and Shard(0) on both axes, give the same layout as the text `(a b n)`."""
     mesh = Mesh(a=first, b=second)
     shape = (n,)
     shards = (Shard(0), Shard(0))

@@ -20,7 +20,7 @@ Array: TypeAlias = NDArray[Any]
 
 
 def addends(layout: Layout, seed: int = 0) -> list[Array]:
-    """A random global array for each addend (partial value) of the layout: integers in floats, for exact sums."""
+    """Draw a random global array for each addend (partial value) of the layout: integers in floats, for exact sums."""
     rng = np.random.default_rng(seed)
     count = _count_addends(layout)
     out = []
@@ -56,7 +56,7 @@ def _index_both(layout: Layout, rank: int) -> tuple[Any, Any]:
 
 
 def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[int, Array]:
-    """The local array of each rank under the layout, cut from `values` (one global array per addend)."""
+    """Return the local array of each rank, cut from `values` (one global array per addend), with `hole` in holes."""
     out = {}
     for rank, addend in _list_addends(layout):
         local = np.full(layout.local_shape(rank), hole)

@@ -93,7 +93,7 @@ def _copy(placement: Placement, n: int, count: int) -> Placement:
 
 
 def composes(placement: Placement, n: int, count: int) -> None:
-    """Check that a layout with the placement gives coordinate r exactly part r."""
+    """Check that the rank at coordinate r of a layout with the placement holds exactly part r."""
     layout = _divide(placement, n, count)
     parts = placement.split(n, count)
     for rank, part in enumerate(parts):
@@ -122,7 +122,7 @@ class _OnDimensionZero:
 
 
 def moves(placement: Placement, n: int, count: int) -> None:
-    """Check that plans that gather a divided tensor, and divide it again, pass their proofs and keep all values."""
+    """Check that plans that gather a divided tensor, or divide it, pass their proofs and keep all values."""
     split = _divide(placement, n, count)
     gathered = Layout((n,), split.mesh, "n")
     _require_kept(placement, n, count, split, gathered)

@@ -111,7 +111,7 @@ def identity_moves_nothing(layout: Layout) -> None:
 
 
 def bytes_are_needed(src: Layout, dst: Layout) -> None:
-    """Check that, without Partial, every rank receives exactly the elements that it needs and lacks."""
+    """Check that, without Partial, every rank receives as many bytes as the elements have that it needs and lacks."""
     planned = plan(src, dst)
     received = planned.received_bytes()
     for rank in dst.mesh.ranks:
@@ -134,7 +134,7 @@ def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
 
 
 def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Check that, when ranks leave, the others keep their transfers in order, and the plan is still proved."""
+    """Check that, when ranks leave, the others keep their transfers and results, and the plan is still proved."""
     planned = plan(src, dst)
     rest = without(planned, leaving)
     verify(rest)
@@ -154,7 +154,7 @@ def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, .
 
 
 def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Check that the order in which ranks leave makes no difference."""
+    """Check that copies (groups of ranks) that leave one by one leave the same plan as if they leave together."""
     planned = plan(src, dst)
     rest = without(planned, leaving)
     size = dst.mesh.size // dst.mesh.axis_size("copy")
@@ -173,7 +173,10 @@ def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[i
 
 
 def spelling_is_not_meaning(src: Layout, dst: Layout) -> None:
-    """Check that equivalent layouts give equal digests and equal transfers."""
+    """Check that layouts with the mesh axes in the opposite order give an equal plan with equal transfers.
+
+    Two Partial axes keep their order, which matters.
+    """
     planned = plan(src, dst)
     spelled = plan(_spell_otherwise(src), _spell_otherwise(dst))
     transfers = list(planned.transfers())
@@ -214,7 +217,10 @@ def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
 
 
 def relabeling_commutes(src: Layout, dst: Layout) -> None:
-    """Check that renumbering all ranks renumbers each rank's received bytes, and keeps the total of sent bytes."""
+    """Check that renumbering all ranks renumbers each rank's received bytes, and keeps the total of sent bytes.
+
+    This does not hold, and is not checked, if the plan chooses which addend receives.
+    """
     if find_reduction(src, dst).chosen:
         return
     ranks = (*src.mesh.ranks, *dst.mesh.ranks)
@@ -290,7 +296,7 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
 
 
 def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """Check that a tensor held as windows moves as the whole tensor does, from windows and to windows."""
+    """Check that a tensor held as windows arrives as its layouts say, moved from windows and to windows."""
     values = addends(src)
     src_windows = data.draw(tilings(src))
     dst_windows = data.draw(tilings(dst))

@@ -51,11 +51,11 @@ class Stack:
     held: Mapping[_Point, Runs]
 
     def at(self, coords: Coords) -> Runs:
-        """Return the numbers of the stack's tensors that ranks at mesh coordinates `coords` hold, as Runs (ranges)."""
+        """Return the numbers of the stacked tensors held at the mesh coordinates `coords`, as Runs (ranges)."""
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
     def list_holders(self) -> list[tuple[_Point, ...]]:
-        """For each tensor of the stack, in order, the mesh coordinates (along `axes`) whose ranks hold it."""
+        """List, for each tensor of the stack in order, a tuple of the coordinates along `axes` whose ranks hold it."""
         holders: list[list[_Point]] = [[] for _ in range(self.count)]
         for point, runs in self.held.items():
             for number in runs.indices().tolist():
@@ -94,10 +94,10 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """List the slices of `component` (such as q) in the stored tensor, one tuple per position in `numbers`.
+        """List where `component` (such as q) lies in the stored tensor: a tuple of slices per position in `numbers`.
 
-        `coords` are the mesh coordinates of ranks that store the tensor. If it is a stack, a tuple has the position
-        in the stack instead of a slice.
+        `numbers` are positions in a stack. `coords` are the mesh coordinates of ranks that store the tensor. If it is a
+        stack, a tuple has the position in the stack instead of a slice.
         """
         spans = []
         stack_dim = None
@@ -195,7 +195,10 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """List a pair per stored dimension: how `row` writes it, and the index (such as e) stacked along it or None."""
+    """List a pair per stored dimension: how `row` writes it, and the index (such as e) stacked along it, or None.
+
+    `ndim` is the number of dimensions that are not stacks.
+    """
     if row.dims is None:
         return [("...", None)] * ndim
     stacks = stack_names(row)

@@ -83,7 +83,7 @@ class Name:
 
     @property
     def indices(self) -> tuple[PatternPart, ...]:
-        """The indices of the pattern, such as {l}, in order."""
+        """The indices of the pattern, such as {l}, in order, as PatternParts."""
         return self._list_parts("index")
 
     @property
@@ -97,13 +97,16 @@ class Name:
         return bool(self._list_parts("rest"))
 
     def close(self, rest: str) -> Name:
-        """The pattern with `rest` instead of its last `...`; each {} in `rest` becomes an index: {rest0}, {rest1}."""
+        """Return the pattern with `rest`, whose {} become {rest0}, {rest1}, ..., instead of the `...` at its end."""
         for i in range(rest.count("{}")):
             rest = rest.replace("{}", f"{{rest{i}}}", 1)
         return parse(str(self).removesuffix(REST) + rest)
 
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
-        """Return the pattern as a name, with `numbers` for its indices, `component` for its choice, `star` for `*`."""
+        """Return the pattern as a name, with `numbers` for its indices, `component` for its choice, `star` for `*`.
+
+        `numbers` has the number of each index by name; a `...` at the end is left out.
+        """
         given = {"choice": component, "star": star, "rest": ""}
         words = []
         for part in self.parts:
@@ -112,7 +115,10 @@ class Name:
         return "".join(words)
 
     def template(self, component: str = "", star: str = "") -> str:
-        """Return the pattern as text, with {} for each index, `component` for its choice, and `star` for its `*`."""
+        """Return the pattern as text, with {} for each index, `component` for its choice, and `star` for its `*`.
+
+        A `...` at the end is left out.
+        """
         return self.fill({index.name: "{}" for index in self.indices}, component, star)
 
 
@@ -122,7 +128,7 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 
 
 def split(name: str) -> tuple[str, tuple[int, ...]]:
-    """Split `name` into a template, which has {} for each number between dots, and a tuple of these numbers."""
+    """Replace each dot-separated number in `name` (3, not 07) by {}; return this template and a tuple of numbers."""
     words = NUMBER.split(name)
     return "{}".join(words[::2]), tuple(map(int, words[1::2]))
 

@@ -52,7 +52,10 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List the name under which a rank stores tensor number `local[i]` of its stack, for each i in order."""
+        """List the stored names of the tensors at the positions `local` in a rank's stack, in that order.
+
+        They are the name pattern of `row` with `star` for its `*`.
+        """
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -67,7 +70,10 @@ class Owner(NamedTuple):
         return names
 
     def list_names(self, row: Row, star: str) -> list[str]:
-        """The names under which ranks store the tensor of `row`, or the tensors of its stack, each name once."""
+        """List the names under which ranks store the tensor or stacked tensors of `row`, each name once.
+
+        `star` is the word for `*`.
+        """
         most = max(map(len, self.stack.held.values())) if self.stack else 1
         named = self.name(row, star, range(most))
         return list(dict.fromkeys(named))
@@ -83,7 +89,7 @@ class _Location:
 
 
 class Owners:
-    """Finds the ranks that hold the tensors of one row (a line of a storage table).
+    """A finder of the ranks that hold the tensors of one row (a line of a storage table).
 
     Raises StoreError if no mesh has all of the row's axes.
     """
@@ -115,7 +121,7 @@ class Owners:
         return stacked[0] if stacked else None
 
     def place_stacked(self) -> int | None:
-        """The place of the index whose tensors are stacked (such as {e}) among the logical name's indices; or None."""
+        """Return which index (0, 1, ...) of the logical name has stacked tensors, such as {e}; None if none has."""
         return None if self.stacked is None else self.indices.index(self.stacked)
 
     def _choose_mesh(self) -> Mesh:
@@ -143,7 +149,8 @@ class Owners:
     def find(self, numbers: Sequence[int], count: int) -> Owner:
         """Return the Owner (ranks) of the stored tensor with the index values `numbers`, which stacks `count` tensors.
 
-        Raises StoreError for a number without a declared spot, and for one that no rank has.
+        `numbers` leaves out the stacked index; without one, `count` has no effect. Raises StoreError for a number
+        without a declared spot, and for one that no rank has.
         """
         location = self._locate(numbers)
         stack = self._find_stack(count) if self.stacked else None
@@ -320,7 +327,7 @@ Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
 
 
 class Maker:
-    """Makes an OwnedTensor, with layouts, for each stored tensor of one row (a line of a storage table)."""
+    """A maker of OwnedTensors, with layouts, one for each stored tensor of a row (a line of a storage table)."""
 
     def __init__(
         self, stored: Stored, vocabulary: Vocabulary, row: Row, components: tuple[str, ...]
@@ -336,10 +343,11 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """Return the OwnedTensor with the index values `numbers`, and its layouts by component and stack number.
+        """Return the OwnedTensor with the index values `numbers`, and a tuple of its layouts per component.
 
-        `names[i]` are the logical names of component i, by stack number. Raises StoreError if numbers of a stack are
-        missing, or differ in shape or dtype.
+        A component's layouts are in order of stack number; `numbers` leaves out the stacked index. `names[i]` are the
+        logical names of component i, by stack number. Raises StoreError if numbers of a stack are missing, or differ in
+        shape or dtype.
         """
         ordered = tuple(
             self.vocabulary.order(by_number, self.owners.stacked) for by_number in names

@@ -91,14 +91,14 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The index that the stored name spreads over mesh axes, such as {ep e}; None if there is none."""
+        """The index that also names mesh axes in the stored name, such as {ep e}; None if there is none."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index
         return None
 
     def close(self, rest: str) -> Row:
-        """The row with `rest` instead of the `...` at the end of its stored name and its logical name."""
+        """Return the row with `rest` instead of the `...` at the end of its stored name and its logical name."""
         return dataclasses.replace(
             self, native=self.native.close(rest), logical=self.logical.close(rest)
         )
@@ -115,9 +115,9 @@ class _Head:
 
 @memo(64)
 def parse(text: str) -> tuple[Row, ...]:
-    """Parse a storage table into Rows, whose names include the prefixes in the [NATIVE = LOGICAL] line above them.
+    """Parse a storage table into Rows, whose names include the prefixes in the lines [NATIVE = LOGICAL] above them.
 
-    Raises NotationError with a caret in the line.
+    A row below several such lines becomes one Row for each of them. Raises NotationError with a caret in the line.
     """
     rows: list[Row] = []
     heads = [_Head()]
@@ -137,7 +137,7 @@ def parse(text: str) -> tuple[Row, ...]:
 
 
 def show(rows: Iterable[Row]) -> str:
-    """The rows as the text of a storage table, which `parse` reads back."""
+    """Return `rows` as the text of a storage table, one line per row, which `parse` reads back."""
     return "\n".join(map(str, rows))
 
 
@@ -161,7 +161,7 @@ class _Line:
         self.at = match.end() if match else self.at
 
     def take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Move past the text that `pattern` matches next, and return the match; None if it does not match."""
+        """Match `pattern` at the current position and move past the match; return the match, or None without one."""
         match = pattern.match(self.text, self.at)
         if match:
             self.at = match.end()
@@ -169,7 +169,7 @@ class _Line:
         return match
 
     def accept(self, mark: str) -> bool:
-        """Move past the text `mark` if it comes next; return whether it did."""
+        """Return whether the text `mark` comes next and, if it does, move past it."""
         is_next = self.text.startswith(mark, self.at)
         if is_next:
             self.at += len(mark)
@@ -177,7 +177,7 @@ class _Line:
         return is_next
 
     def expect(self, mark: str, fix: str) -> None:
-        """Move past the text `mark`. Raises NotationError, which says `fix`, if something else comes next."""
+        """Move past the text `mark`. Raises NotationError, with `fix` as advice, if something else comes next."""
         if not self.accept(mark):
             raise NotationError(
                 f"expected {mark!r}, found {self._show_rest()}", self.text, self.at, fix
@@ -189,7 +189,7 @@ class _Line:
         return repr(rest) if rest else "the end of the line"
 
     def name(self, meaning: str) -> Name:
-        """Move past a name pattern and return it. Raises NotationError, asking for `meaning`, if none comes next."""
+        """Move past a name pattern; return it as a Name. Raises NotationError, asking for `meaning`, if none comes."""
         start = self.at
         match = self.take(NAME)
         if match is None:

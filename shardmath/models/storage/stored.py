@@ -55,9 +55,10 @@ class Spot(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The location of a logical tensor on a rank: `native[cut]`, whose dimension i is logical dimension `order[i]`.
+    """The location of a logical tensor on a rank: the slices `cut` of the stored tensor `native`, in the order `order`.
 
-    `function` is applied to the logical tensor before it is stored; "" if none is.
+    Dimension i of `native[cut]` is logical dimension `order[i]`. `function` is applied to the logical tensor before it
+    is stored; "" if none is.
     """
 
     chunk: int
@@ -85,7 +86,7 @@ class KnownSide(Protocol):
         ...
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
-        """The shape of each tensor that `rank` stores, by (virtual stage, stored name)."""
+        """Return the local shape of each tensor that `rank` stores, by (virtual stage, stored name)."""
         ...
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
@@ -106,7 +107,7 @@ class KnownSide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a trainer or engine stores its tensors: rows of a table, and meshes, indices (layers) and sizes for them.
+    """A declaration of how a trainer or engine stores its tensors: the rows of a storage table, with meshes and sizes.
 
     `indices` has the Spots of each index (such as a layer). With `exact`, axes must divide what they cut; otherwise
     parts are ceil-chunks. Raises StoreError for meshes over different ranks, for no mesh, and for rows that are not
@@ -153,7 +154,7 @@ class Stored:
         return digest(text)
 
     def to_json(self) -> str:
-        """The declared storage as JSON text, which `from_json` reads."""
+        """Return the declared storage as JSON text, which `from_json` reads."""
         value = {
             "format": FORMAT,
             "version": VERSION,
@@ -168,7 +169,7 @@ class Stored:
         return read_digested(text, FORMAT, VERSION, _read)
 
     def extended(self, text: str, **numbers: int) -> Stored:
-        """A copy of this Stored, with the rows in `text` before its rows, and `numbers` added to its numbers."""
+        """Return a copy of this Stored with the rows in `text` put first, and with `numbers` added to its numbers."""
         all_rows = rows.parse(text) + self.rows
         all_numbers = {**self.numbers, **numbers}
         return Stored(all_rows, self.meshes, self.indices, all_numbers, self.exact)
@@ -312,7 +313,7 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """The names that fit `template`, as {numbers in the name without the one at `stacked`: {that number: name}}.
+        """Return the names of `template` as {their numbers except the one at `stacked`: {number at `stacked`: name}}.
 
         `stacked` is a position among the numbers; if it is None, each name has a group with the number 0.
         """
@@ -325,7 +326,8 @@ class Vocabulary:
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
         """List the names in `names` (number -> name, a group from `find`) in ascending order of their numbers.
 
-        Raises StoreError if a number is missing, or if a name differs from the others in shape or dtype.
+        `index` is the numbers' name in errors. Raises StoreError if a number is missing, or if a name differs from the
+        others in shape or dtype.
         """
         # By identity; the names are kept too, so that nothing else gets their id.
         if id(names) not in self._ordered:

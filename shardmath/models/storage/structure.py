@@ -70,9 +70,9 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class GroupedDim:
-    """A dimension that a storage row writes in parentheses: sums, separated by bars into stages, as in (q + k | tp n).
+    """A dimension that a storage row writes in parentheses: sums with bars between them, as in (q + k | tp n).
 
-    Each stage cuts what the stages before it make.
+    Each sum is a stage. Each stage cuts what the stages before it make.
     """
 
     stages: tuple[tuple[Term, ...], ...]
@@ -109,7 +109,7 @@ def parse(text: str) -> GroupedDim:
 
 
 def read_dims(text: str) -> tuple[Structure, ...]:
-    """Parse the dimensions that a row writes after its colon, such as `(tp n) k`; return them in order.
+    """Parse the dimensions after a row's colon, such as `(tp n) k`: a GroupedDim for one in parentheses, else its text.
 
     Raises NotationError with a caret.
     """

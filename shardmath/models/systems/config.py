@@ -31,7 +31,7 @@ SYNONYMS = {
 
 
 def plain(kind: str) -> str:
-    """The model type `kind` in normal form: lower-case letters and digits, without the suffix "text".
+    """Return the model type `kind` in normal form: lower-case letters and digits, without the suffix "text".
 
     >>> plain("qwen3_5_moe_text"), plain("MiniMaxM2")
     ('qwen35moe', 'minimaxm2')
@@ -56,7 +56,7 @@ class Config:
         return getattr(self.given, name, None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of the field `name`, under any of its names; `default` if it is missing or None."""
+        """Return the value of the field `name`, under any of its names; `default` if it is missing or None."""
         if self.language is not None:
             default = self.language.get(name, default)
             if default is not None:

@@ -72,7 +72,7 @@ def trainer(
     stacked: bool = False,
     vocab_multiple: int = 1,
 ) -> dict[str, Layout]:
-    """The layout of every tensor in `shapes`, by name, on a trainer's `ranks` with parallel sizes `tp`, `pp`, `ep`.
+    """Return the layout of each tensor in `shapes`, by name, on a Megatron trainer with sizes `tp`, `pp` and `ep`.
 
     `ranks` in the order pp, dp, tp, last fastest. `vocab_multiple` pads vocabularies, at their end, to a
     multiple of it (Megatron's own is 128 tp). Raises MeshError if the ranks do not factor, LayoutError if layers do
@@ -214,7 +214,7 @@ def engine(
     stacked: bool = False,
     vocab_multiple: int = 64,
 ) -> dict[str, Layout]:
-    """The layout of every tensor in `shapes`, by name, on an engine's `ranks` with tensor-parallel size `tp`.
+    """Return the layout of each tensor in `shapes`, by name, on a vLLM engine's `ranks` with tensor-parallel size `tp`.
 
     `ranks` in the order dp, tp, last fastest. Without `kv_heads` there are at least tp of them. Raises
     MeshError if tp does not divide the ranks, LayoutError if it does not divide a dimension, or if neither of tp and

@@ -42,7 +42,7 @@ EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
 
 @memo(1 << 17)
 def numbers(name: str) -> tuple[int | None, int | None]:
-    """The layer's number and the expert's number in the tensor `name`, each None if there is none."""
+    """Return the layer number and the expert number in the tensor name `name`, each None if it is not there."""
     layer = LAYER.search(name)
     expert = EXPERT.search(name) if "experts." in name else None
     layer_number = int(layer[1]) if layer else None
@@ -51,7 +51,7 @@ def numbers(name: str) -> tuple[int | None, int | None]:
 
 
 def cell(expert: int, experts: int) -> str:
-    """Return the layout text of dimension 0 for `experts` stacked experts of which only number `expert` is held.
+    """Return the text of dimension 0 in the layout of a stack of `experts` experts, if only number `expert` is held.
 
     >>> cell(0, 1), cell(2, 8)
     ('<0:1>', '<-2 0:1 -5>')
@@ -80,10 +80,10 @@ _Member: TypeAlias = tuple[int | None, Entry]
 
 
 def grouped(shapes: Shapes) -> dict[str, Entry]:
-    """The `shapes` with numbered experts stacked: one (E, ...) tensor per layer and projection.
+    """Return `shapes` with the numbered experts of a layer stacked: one tensor (E, ...) per layer and projection.
 
-    It takes the first expert's position. Raises LayoutError if the experts of a group differ, or are not numbered 0
-    to E - 1.
+    Other tensors are unchanged; a stack has a name without the number, and the first expert's position.
+    Raises LayoutError if the experts of a group differ, or are not numbered 0 to E - 1.
     """
     members: dict[str, list[_Member]] = {}
     for name, entry in shapes.items():
@@ -122,7 +122,7 @@ class TensorPlace(NamedTuple):
 def layouts(
     shapes: Shapes, place: Callable[[str, tuple[int, ...]], TensorPlace]
 ) -> dict[str, Layout]:
-    """The Layout of every tensor in `shapes`, by name, from the TensorPlace that `place(name, shape)` returns.
+    """Return the Layout of every tensor in `shapes`, by name, from the TensorPlace that `place(name, shape)` returns.
 
     Raises LayoutError, naming the tensor, for a place that does not fit.
     """

@@ -79,14 +79,20 @@ HEAD = {"lm_head": "colwise_gather_output"}
 
 
 def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """The tensor-parallel plan (pattern -> style) of transformers for a causal language model with this `config`."""
+    """The tensor-parallel plan (pattern -> style) of transformers for a causal language model with this `config`.
+
+    `prefix` is put before the patterns of the base model; rules for embedding and head are added.
+    """
     base = _read_plan(config, "base_model_tp_plan")
     named = {**EMBEDDING, **base} if base else {}
     return {**HEAD, **{f"{prefix}{pattern}": style for pattern, style in named.items()}}
 
 
 def ep_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """The expert-parallel plan (pattern -> style) of transformers for a model with this `config`; {} if it has none."""
+    """Return the expert-parallel plan (pattern -> style) of transformers for a model with this `config`; {} if none.
+
+    `prefix` is put before the patterns.
+    """
     base = _read_plan(config, "base_model_ep_plan")
     return {f"{prefix}{pattern}": style for pattern, style in base.items()}
 
@@ -141,7 +147,7 @@ class _AppliedPlan(NamedTuple):
         return self.plan.get(generic, self.plan.get(module))
 
     def lay_out(self, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
-        """The layout of the parameter `name`. Raises LayoutError and MeshError as `hf_parallel` does."""
+        """Return the layout of the parameter `name`. Raises LayoutError and MeshError as `hf_parallel` does."""
         style = STYLES[self.find(name) or "replicate"]
         if self.axis not in self.mesh.shape:
             axes = ", ".join(self.mesh.shape) or "none"

@@ -36,7 +36,7 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
 
 
 def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
-    """How a Hugging Face checkpoint of a model with this `config` stores its tensors, as a Stored on one rank.
+    """Return a Stored that says how a Hugging Face checkpoint, as one rank, stores a model with this `config`.
 
     `names` are the names of the checkpoint's tensors: rows with other names are omitted. Without names, only fused
     tensors that belong to the kind of model are included.
@@ -58,7 +58,7 @@ def _is_among(row: Row, templates: set[str]) -> bool:
 
 
 def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
-    """Return the shape and dtype of each logical tensor, with fused ones split, from the shapes in `checkpoint`.
+    """Return the shape and dtype of each logical tensor (fused ones split), by name, from the shapes in `checkpoint`.
 
     Raises StoreError for shapes that do not fit the configuration's numbers.
     """

@@ -54,7 +54,7 @@ FIX = (
 
 
 def pad_vocab(vocab: int, tp: int, multiple: int = 128) -> int:
-    """The vocabulary size that Megatron stores: `vocab` rounded up to a multiple of `multiple` times `tp`."""
+    """Return the vocabulary size that Megatron stores: `vocab` rounded up to a multiple of `multiple` times `tp`."""
     step = multiple * tp
     return -(-vocab // step) * step
 

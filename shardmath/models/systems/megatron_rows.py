@@ -137,9 +137,10 @@ UNKNOWN = """
 
 
 def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = False) -> str:
-    """The text of the storage rows for a layer `spec` and form of `experts`; `unknown` adds rows for all other tensors.
+    """Return, as text, Megatron's storage rows for a layer `spec`, "te" or "local", and a form of routed `experts`.
 
-    Raises StoreError for an unknown spec or form.
+    `experts` is "grouped", "sequential" or "legacy"; `unknown` adds rows for all other tensors. Raises StoreError for
+    an unknown spec or form.
     """
     known_spec = known(spec, tuple(SPECS))
     known_experts = known(experts, tuple(EXPERTS))

@@ -115,7 +115,7 @@ def logical_shapes(
     pattern: str | None = None,
     dtype: str = "float32",
 ) -> Shapes:
-    """The shape and dtype of every tensor, by logical name, of a Megatron model with this `config`.
+    """Return the shape and dtype of every tensor, by logical name, of a Megatron model with this `config`.
 
     `positions` is the number of learned positions, `pattern` the modules of a hybrid model, one letter per layer.
     Raises StoreError for a letter that does not stand for a module.

@@ -42,10 +42,11 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """List the Spot (stage, chunk, number) of each layer; chunk c of stage s has `counts[c * pp + s]` layers.
+    """Return the Spot (stage, chunk, number in it) of each layer; chunk c of stage s has `counts[c * pp + s]` layers.
 
-    Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises StoreError, with this fix, when
-    `counts` have another length than pp times `chunks`, another sum than `layers`, or a negative number.
+    A chunk is a virtual stage. Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises
+    StoreError, with this fix, when `counts` have another length than pp times `chunks`, another sum than `layers`, or a
+    negative number.
 
     >>> place_layers([1, 0, 0, 2], layers=3, pp=2, chunks=2, renumber=True)[-1]
     Spot(coords={'pp': 1}, chunk=1, number=1)
@@ -65,7 +66,7 @@ def place_layers(
 
 
 def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -> dict[str, int]:
-    """The axis `sizes`, with None replaced by the size that makes their product `total`.
+    """Return the axis `sizes`, with the one that is None replaced by the size that makes their product `total`.
 
     Raises MeshError if the others do not divide the total; `of` says in the message what it counts.
 

@@ -54,7 +54,7 @@ class _Reader:
         self.found: dict[str, _Entry] = {}
 
     def read(self) -> dict[str, _Entry]:
-        """The shape and dtype of every logical tensor, by name, computed from the shapes that one rank stores."""
+        """Return the shape and dtype of every logical tensor, by name. This uses the reader up."""
         conditional = [row for row in self.stored.rows if row.needs or row.lacks]
         reserved = {row.native.template(star=star) for row in conditional for star in STARS}
         # Until conditions are known, the open row at the end must not take what a conditional row may need.

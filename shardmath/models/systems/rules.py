@@ -70,7 +70,7 @@ class Rule:
         return f"{self.pattern} {self.layout}"
 
     def matches(self, name: str) -> bool:
-        """Whether `pattern` fits the tensor `name`, as a glob or as the kind of tensor to which the name belongs."""
+        """Whether `pattern` is the kind (such as column) of the tensor `name`, or a glob that matches the name."""
         return fits(self.pattern, name)
 
 
@@ -118,7 +118,7 @@ class Side:
         return f"{mesh}: {rules}" if rules else mesh
 
     def matches(self, names: Iterable[str]) -> dict[str, Rule | None]:
-        """The rule that applies to each of `names`; None for a name that no rule matches.
+        """Return, by name, the first rule that matches each of `names`; None for a name that no rule matches.
 
         Raises NotationError for a rule that applies to no name, and for a mesh without rules that has an axis without
         a default.
@@ -131,7 +131,7 @@ class Side:
         return matched
 
     def layouts(self, shapes: Shapes) -> dict[str, Layout]:
-        """The layout of every tensor in `shapes`, by name.
+        """Return the layout of every tensor in `shapes`, by name.
 
         Raises NotationError, with a caret in the side's text, if a rule is idle or does not fit its tensor.
         """

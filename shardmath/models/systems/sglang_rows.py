@@ -79,7 +79,7 @@ class SGLangForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: SGLangForm) -> tuple[Row, ...]:
-    """The storage rows of a `kind` of model in an SGLang engine with the options in `form`."""
+    """Return SGLang's storage rows for a `kind` of model, written as `plain` returns it, with the options in `form`."""
     prefix = "model.layers.{l}."
     of_kind = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
     text = f"{_write_ends(kind, form)}{of_kind}[{prefix} = {prefix}]{NORMS}"

@@ -193,11 +193,11 @@ def _write(expert_dim: int, ep: int, names: str) -> str:
 
 
 def checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
-    """How a Hugging Face checkpoint stores the tensors that torchtitan has, as a Stored on one rank."""
+    """Return a Stored that says how a Hugging Face checkpoint, as one rank, stores the tensors that torchtitan has."""
     side = hugging_face(config, names)
     return side.extended(HALVES) if Config(config).kind in TURNED else side
 
 
 def logical_shapes(config: object, shapes: Shapes) -> Shapes:
-    """Return the shape and dtype of each tensor that torchtitan has, from the `shapes` in a Hugging Face checkpoint."""
+    """Return the shape and dtype of each torchtitan tensor, by name, from the `shapes` in a Hugging Face checkpoint."""
     return read_logical(checkpoint(config, shapes), shapes)

@@ -149,12 +149,15 @@ EVERYWHERE: dict[str, set[str]] = {
 
 
 def rename(kind: str, name: str) -> str:
-    """The name that vLLM gives the module or tensor `name` in a model of type `kind`."""
+    """Return the name that vLLM gives the module or tensor `name` in a model of type `kind`."""
     for old, new in BY_KIND.get(plain(kind), ()):
         name = name.replace(old, new)
     return name
 
 
 def everywhere(kind: str) -> list[str]:
-    """The names of the modules, such as lm_head, that vLLM puts on every pipeline stage in a `kind` of model."""
+    """List, sorted, the modules before and after all layers, such as lm_head, that vLLM puts on every pipeline stage.
+
+    `kind` is the model type.
+    """
     return sorted(name for name, kinds in EVERYWHERE.items() if plain(kind) in kinds)

@@ -233,7 +233,7 @@ class VLLMForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """The storage rows of a `kind` of model in a vLLM engine with the options in `form`."""
+    """Return vLLM's storage rows for a `kind` of model, written as `plain` returns it, with the options in `form`."""
     prefix = "model.layers.{l}."
     text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
     if form.unknown:
@@ -272,7 +272,7 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
-    """Return storage rows as text: `attention` and `mlp`, each below head lines for all names of its kind of module.
+    """Return a storage table as text: the rows `attention` and `mlp`, under every name that models give such modules.
 
     `native` and `logical` are prefixes of these names. With `scales`, the rows of block scales follow.
     """
@@ -295,7 +295,7 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """The text of storage rows, one per module, for the tensors of a layer that no other row describes.
+    """Return, as text, a `... = ...` row for each kind of module in a layer, for tensors that no other row describes.
 
     `native` and `logical` are the layer's prefixes.
     """
@@ -304,7 +304,7 @@ def write_unknown(native: str, logical: str) -> str:
 
 
 def rename_rows(text: str, rename: Callable[[str], str]) -> tuple[Row, ...]:
-    """The rows of the table `text`, with `rename` applied to each stored name."""
+    """Return the Rows of the storage table `text`, with the function `rename` applied to each stored name."""
     renamed = []
     # Renamed after heads and rows are joined, so that mlp.gate differs from other gates.
     for row in rows.parse(text):

@@ -31,16 +31,17 @@ Found: TypeAlias = tuple[tuple[int, ...], dict[Members, Members]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CollectiveSide:
-    """The box and the buffer of each class of ranks (ranks that hold the same) before or after a collective.
+    """The elements (box) and the local array (buffer) of each class of ranks, before or after a collective.
 
-    Ranks outside the mesh hold `NOTHING`, as do those that hold no position of some dimension.
+    The ranks of a class hold the same. Ranks outside the mesh hold `NOTHING`, as do those that hold no position of some
+    dimension.
     """
 
     held: list[Holding]
     buffers: list[Buffer | None]
 
     def boxes(self, group: Members) -> list[Holding]:
-        """Return the box of each member of `group`; a member is a class number (a class: ranks that hold the same)."""
+        """List the box of elements of each class of ranks (which hold the same) in `group`, a tuple of classes."""
         return [self.held[member] for member in group]
 
 

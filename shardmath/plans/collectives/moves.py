@@ -36,7 +36,10 @@ class Move:
     number: Mapping[int, int]
 
     def members(self, groups: Groups) -> dict[tuple[int, ...], Members]:
-        """Return the class numbers of the ranks in each of `groups` (tuples of ranks), by group."""
+        """Return, by group, a tuple of the class number of each rank in it; ranks of one class hold the same.
+
+        A group is a tuple of ranks.
+        """
         return {group: tuple(self.number[rank] for rank in group) for group in groups}
 
 
@@ -45,7 +48,7 @@ _Parts: TypeAlias = list[tuple[Runs, ...]]
 
 
 def compare_ranks(src: Layout, dst: Layout) -> Move:
-    """Group ranks that hold the same in `src`, and the same in `dst`, into classes; return a Move with their boxes."""
+    """Group ranks that hold the same in `src`, and the same in `dst`, into classes; return their boxes as a Move."""
     parts_before, by_rank_before = _list_parts(src)
     parts_after, by_rank_after = _list_parts(dst)
     # Classes are numbered as they come.

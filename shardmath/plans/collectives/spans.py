@@ -54,7 +54,7 @@ def merge(ranges: Iterable[tuple[int, int]]) -> Spans | None:
 
 
 def is_inside(box: Holding, other: Holding) -> bool:
-    """Return whether `box` lies within `other`."""
+    """Return whether all elements of `box` are in the box `other`."""
     if box in (NOTHING, other):
         return True
     return other != NOTHING and all(map(_is_subset, box, other))
@@ -95,7 +95,7 @@ def _measure(box: Holding) -> int:
 
 
 def find_divided(boxes: list[Holding], whole: Holding) -> set[int]:
-    """Return the dimensions in which some of `boxes` differs from the box `whole`."""
+    """Return the dimensions, by number, in which some nonempty box in `boxes` differs from the box `whole`."""
     dims: set[int] = set()
     for box in boxes:
         if box != NOTHING:

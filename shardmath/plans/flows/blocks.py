@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """The ranks of a program, ascending, with the node of each, the number of ranks on nodes, and the speeds of links.
+    """The ranks of a program, ascending, the node of each, the number of these ranks per node, and the speeds of links.
 
     `intra` and `inter` are what the links of one rank carry, in bytes per second.
     """
@@ -72,7 +72,7 @@ class NumberedSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """The blocks of a plan as columns: the ranks that hold and need them, their bytes, and a key of their elements.
+    """The blocks of a plan as columns: holders, receivers, bytes, and a key (number of group and addend).
 
     `key` numbers (group, addend), ascending; `group` has the group of each key. `wanted` sums the
     blocks by receivers and key: (set, key, bytes).

@@ -48,7 +48,7 @@ class TouchedLabels:
         return tuple(self.labels[first:stop].tolist())
 
     def expand(self, sets: Ints) -> tuple[Ints, Ints]:
-        """Join the labels (such as node numbers) of sets number `sets`; return them and the index in `sets` of each."""
+        """Return all labels of the sets numbered `sets`, end to end, and for each the index of its set in `sets`."""
         first = self.sets.first[sets]
         stop = self.sets.first[sets + 1]
         at, owner = ranges(first, stop)
@@ -56,7 +56,7 @@ class TouchedLabels:
 
 
 def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
-    """Find the labels that the ranks in each of `sets` have; `label` has each rank's label, which is below `count`."""
+    """Find the distinct labels of the ranks in each of `sets`; `label` has each rank's label, from 0 to `count` - 1."""
     # (set, label) as one number: sorted, these are the labels set by set.
     pairs = sets.owner * count + label[sets.member]
     code = np.unique(pairs)
@@ -67,7 +67,7 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """Return arrays (labels, blocks): pairs where a rank with the label holds the block, and one with it needs it."""
+    """Return arrays (labels, blocks): pairs so that ranks with the label hold the block, and ranks with it need it."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():

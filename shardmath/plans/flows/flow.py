@@ -89,7 +89,7 @@ def shares(
 
 
 def find_levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
-    """Group ranks that send equally many bytes in every optimal division of bytes among `holders`; highest load first.
+    """Group ranks by load in an optimal division of `lengths` (bytes) among `holders`; list Levels, highest load first.
 
     Every holder is in one level, and no two levels have the same load. Raises PlanError as `shares`
     does.

@@ -28,7 +28,7 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Share the lines (amounts of bytes) of `network` among its sinks so that loads balance; yield (line, sink, bytes).
+    """Share lines (amounts of bytes) among the sinks (takers) of `network`, balanced; yield (line, sink, bytes).
 
     Bytes are whole. Uses the network up.
     """

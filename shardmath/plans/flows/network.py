@@ -51,7 +51,7 @@ class Subnetwork(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Sinks that all get one load, `nbytes / weight`, and the bytes (times `weight`) that each takes of each line.
+    """Sinks (takers) of one load, `nbytes / weight`, and what each takes of lines that several share, times `weight`.
 
     `sent[sink][line]` is the amount that the sink takes of the line.
     """
@@ -63,7 +63,7 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """Share the bytes of `network` among its sinks as evenly as possible; yield a Leaf per set of sinks of equal load.
+    """Share the bytes of `network` among its sinks (takers) as evenly as possible; yield a Leaf per set of equal load.
 
     If `top`, only the highest load of each connected part. Uses the network up.
     """

@@ -33,9 +33,10 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """List, per line (bytes with equal holders), the bytes that others relay to keep holders at `target` or near it.
+    """List the bytes of each line (with equal holders) that others relay, so that holders send about `target` at most.
 
-    Line i sends `copies[i]` bytes and cannot go below `once[i]`.
+    A holder may send more if its lines cannot be shortened. Line i sends `copies[i]` bytes and cannot go below
+    `once[i]`.
     """
     remaining = list(copies)
     for _ in range(CORRECTIONS):

@@ -44,7 +44,7 @@ class MembershipChange(NamedTuple):
 
 
 def compare(part: RankProgram, plan: object) -> MembershipChange | None:
-    """Find which ranks have left, and which have come back, from the plan of `part` to `plan`; None if unrelated.
+    """Find which ranks have left, and which have come back, between the plan of `part` and `plan`; None if unrelated.
 
     None, too, if the part's own rank had left. A program is not related to a plan: a rank that leaves may have relayed
     bytes for others.
@@ -83,7 +83,10 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
 
 
 def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
-    """Return `part` adapted to `plan`, the same plan after ranks left or came back; None if nothing can be kept."""
+    """Adapt one rank's `part` to `plan`, the same plan after ranks left or came back; None if nothing can be kept.
+
+    `pace` has the limits of messages in the new plan.
+    """
     change = compare(part, plan)
     if change is None or part.pace is None or not part.pace.is_like(pace):
         return None

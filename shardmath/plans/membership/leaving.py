@@ -113,7 +113,7 @@ class _Tensors(NamedTuple):
 
     @property
     def src_ranks(self) -> Ranks:
-        """The ranks that hold any of the tensors at the source."""
+        """The ranks in the meshes of the tensors' source layouts, ascending."""
         return list_ranks(self.src[names[0]] for names in self.alike)
 
 

@@ -30,7 +30,7 @@ __all__ = ["drop_receivers"]
 
 
 def drop_receivers(demands: Demands, left: frozenset[int], batches: Sequence[int]) -> Demands:
-    """Remove from `demands` the bytes for the ranks `left`, none of which holds bytes that others need.
+    """Return `demands` without the bytes for the ranks `left`, which hold nothing that other ranks need.
 
     `batches` are the numbers, ascending, of the batches that stay; they are renumbered from 0.
     """

@@ -40,7 +40,7 @@ class _Shorter(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The windows (layouts that hold a tensor) that keep ranks after others left, and their new index by old index."""
+    """The windows (layouts that hold a tensor) with ranks that stay, and the new index of each by its old index."""
 
     windows: Windows
     places: dict[int, int]
@@ -48,7 +48,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """Removes the ranks `left` from meshes and windows (layouts that together hold a tensor), each only once."""
+    """A cache of meshes and windows (layouts that together hold a tensor) without the ranks `left`."""
 
     left: frozenset[int]
     _meshes: dict[Mesh, _Shorter] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Staying:
         return Kept(windows if kept == windows else kept, places)
 
     def keep_layout(self, name: str, layout: Layout) -> Layout:
-        """Return the layout without the ranks that left; at least one of its ranks stays.
+        """Return `layout` without the ranks that left; at least one of its ranks must stay.
 
         Raises PlanError, naming an element of tensor `name`, if these ranks are not whole copies.
         """

@@ -40,7 +40,7 @@ __all__ = ["certify", "crossing_bytes", "find_running", "list_blocks"]
 
 
 def certify(plan: Plan | Program, topology: Topology | None = None) -> Certificate:
-    """Compare the estimated time of a plan or program with a bound that no schedule can beat.
+    """Compare the estimated time of a plan or program with a bound that no schedule can beat; return a Certificate.
 
     The certificate has the bound, the time, their ratio, and the ranks that force the bound. A plan has the
     time of the program that runs when it is compiled. A program runs on its own topology, a plan on the given
@@ -61,7 +61,7 @@ def _find_least(plan: Plan, lines: Demands, topology: Topology) -> tuple[float, 
 
 
 def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None = None) -> int:
-    """Count the bytes that cross from one node to another when a plan or a program runs.
+    """Count the bytes that ranks send to ranks of other nodes when a plan or a program runs.
 
     A byte that crosses twice counts twice. Arguments and errors are as in `certify`. An adjoint has
     the same number as its plan, in the other direction.

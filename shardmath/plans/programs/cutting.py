@@ -49,7 +49,7 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Return whether this Pace and `other` make the same messages between any two ranks that are in both."""
+        """Return whether this Pace and `other` cut the same transfers into the same messages, between common ranks."""
         if self == other:
             return True
         # If all streams go in one turn, the other ranks make no difference.

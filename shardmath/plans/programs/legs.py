@@ -124,7 +124,7 @@ def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
 
 
 class Nodes(NamedTuple):
-    """The ranks that need each block of bytes, in groups (nodes) that share the bytes that enter them.
+    """The ranks that receive each block of bytes, in groups (nodes or single ranks) that share the bytes that enter.
 
     Node i has `size[i]` of `ranks`, from `start[i]` on.
 
@@ -148,7 +148,7 @@ its streams. Larger bundles would be no faster, and take more memory.
 
 
 def bundle(lines: Ints, weights: Ints) -> list[Ints]:
-    """Divide the array `lines` into consecutive arrays, each with `weights` that add up to about MOST_TOGETHER.
+    """Divide the array `lines` where the running sum of `weights` passes a multiple of MOST_TOGETHER; list the parts.
 
     >>> weights = np.array([5000, 3000, 9000, 5000, 4000])
     >>> [together.tolist() for together in bundle(np.arange(5), weights)]
@@ -165,7 +165,7 @@ MOST_SHARING = 1 << 62
 
 
 def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
-    """Group the ranks that need each block of `lines` (bytes with equal holders), up to `sharing` ranks per group.
+    """Group the ranks that receive each block of `lines` (with equal holders) by node, at most `sharing` per group.
 
     Return the groups as Nodes. The ranks of a group are on one node.
     """

@@ -68,7 +68,7 @@ class Pairs(NamedTuple):
 
 
 def sum_pairs(prog: Program) -> Pairs:
-    """Sum the bytes that go from each rank to each other rank, in each phase and hop of the program."""
+    """Sum the bytes from rank to rank in each phase (number of the addend) and hop of the program; return Pairs."""
     ranks = np.array(prog.ranks, np.int64)
     count = len(ranks)
     phases = _count_phases(prog)
@@ -135,7 +135,10 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
 
 
 def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
-    """Return an array of the bytes of `pairs` by phase, hop, rank and link (in or out, within or between nodes)."""
+    """Return an array of the bytes of `pairs` by phase, hop, rank and link (in or out, inside or between nodes).
+
+    A phase is the number of an addend.
+    """
     shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
     out_link = 2 * pairs.far
@@ -311,7 +314,7 @@ def _code_ends(
 
 
 def estimate_seconds(where: Topology, loads: Loads) -> float:
-    """Estimate the seconds of rounds with these `loads` in sequence: each takes its slowest link's time, and a latency.
+    """Estimate the seconds of rounds in sequence, with bytes `loads`: each takes its fullest link's time and a latency.
 
     `loads` are bytes by (..., rank, link).
     """

@@ -72,7 +72,7 @@ class Message(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """The bytes of all pieces, without the padding between them."""
+        """The number of bytes of all pieces, without the padding between them."""
         return sum(piece.nbytes for piece in self.pieces)
 
     @property
@@ -141,7 +141,10 @@ def itemsize_of(t: Transfer) -> int:
 def make_message(
     step: Step, src_rank: int, dst_rank: int, leg: int, pieces: Sequence[Transfer]
 ) -> Message:
-    """Make a Message of `pieces`, end to end, each aligned to the size of its elements."""
+    """Make a Message of `pieces`, one after the other, each aligned to the size of its elements.
+
+    `step` and `leg` say in which round and hop it is sent.
+    """
     starts = []
     end = 0
     for piece in pieces:
@@ -198,7 +201,7 @@ _ByAddend: TypeAlias = dict[int, list[tuple[Step, Box]]]
 
 
 def keeps_fold_order(rounds: Iterable[Round]) -> bool:
-    """Return whether the rounds of a rank bring the addends of each element in ascending order.
+    """Return whether the rounds of one rank are sure to bring the addends of each element in ascending order.
 
     Rounds are ordered and pieces of one round are folded in order of addend, so a tensor is in order
     in two cases: its addends arrive in rounds one after the other, or they all bring the same

@@ -51,7 +51,7 @@ Slices = tuple[slice, ...]
 
 
 class LocalTensor(NamedTuple):
-    """A tensor as a rank stores it under a local name: the tensor's name, and its layout."""
+    """A tensor that a rank stores under a local name: the name of the whole tensor, and its layout (or window)."""
 
     tensor: str
     layout: Layout
@@ -116,7 +116,7 @@ def plan_of(plan: Plan | Transposed | Program) -> Plan | Transposed:
 
 
 def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
-    """Return the tensors that `rank` stores on one side of a plan, by local name."""
+    """Return the tensors that `rank` stores on one side of a plan, as LocalTensors by local name."""
     stored: dict[str, LocalTensor] = {}
     for tensor, windows in side.items():
         for local, layout in windows.locals(tensor, rank):
@@ -125,7 +125,9 @@ def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
 
 
 def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
-    """Return the boxes (tuples of slices) of a local tensor that hold elements, from `runs`; a scalar has the box ().
+    """Return the boxes (tuples of slices) of a local tensor that hold elements; `runs` has the Runs of each dimension.
+
+    A scalar has the box ().
 
     >>> own_boxes((Runs(((0, 0, 2), (2, 9, 1)), 4),))
     ((slice(0, 3, None),),)
@@ -161,7 +163,7 @@ class Outline:
 
     @property
     def operations(self) -> frozenset[tuple[str, str]]:
-        """The pairs (tensor, operation) that the rank computes: reductions, "fill" and "divide"."""
+        """The pairs (tensor name, operation) that the rank computes: reductions, "fill" and "divide"."""
         plan = self.given
         computed = set()
         stored = stored_on(plan.dst, self.rank)
@@ -215,7 +217,7 @@ class Outline:
 
 
 def outline_part(plan: Plan | Transposed | Program, rank: int) -> Outline:
-    """Find the transfers of `rank` in the plan or program, as an Outline from which its RankProgram is made."""
+    """List the transfers of `rank` in the plan or program as an Outline, from which its RankProgram is made."""
     if isinstance(plan, Program):
         rounds = plan.for_rank(rank)
         pieces = tuple(_list_pieces(rounds))

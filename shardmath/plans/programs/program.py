@@ -107,7 +107,7 @@ class Program:
 
     @property
     def is_tree(self) -> bool:
-        """Whether the tensors have names, as in a plan between mappings of names, not between two Layouts."""
+        """True for a plan between mappings from names to layouts, False for a plan of one tensor without a name."""
         return self.plan.is_tree
 
     @property
@@ -127,7 +127,7 @@ class Program:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of both sides, ascending."""
+        """The ranks of source and destination together, ascending, each once."""
         return self.plan.ranks
 
     def fill(self, name: str) -> complex | None:
@@ -135,7 +135,7 @@ class Program:
         return self.plan.fill(name)
 
     def divisor(self, name: str) -> int:
-        """Return the number that divides the tensor `name` at the end: the number of addends of an average, else 1."""
+        """Return the final divisor of the tensor `name`: the number of addends (partial values) of an average, or 1."""
         return self.plan.divisor(name)
 
     @property
@@ -367,10 +367,10 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return the number, before modulo, of the turn (group of peers) in which two ranks exchange bytes in hop `leg`.
+    """Return a number which, modulo the number of turns, is the turn in which two ranks exchange bytes in hop `leg`.
 
-    `places` is the sum of the places of the two ranks among all `ranks` ranks. With 2 * `ranks` turns a rank has
-    one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
+    A turn is a group of peers. `places` is the sum of the places of the two ranks among all `ranks` ranks. With 2 *
+    `ranks` turns a rank has one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
     """
     return places + 2 * ranks * (leg - 1)
 

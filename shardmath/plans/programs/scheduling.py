@@ -155,7 +155,7 @@ def _list_legs(plan: Plan, demands: Demands, topology: Topology, fanout: str) ->
 
 
 def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
-    """Return the Program that runs when `plan` itself is compiled, without relays.
+    """Return a Program without relays whose transfers are those that run when `plan` itself is compiled.
 
     It sends each of the plan's transfers from its own sender, in one round per addend. The topology
     (default: the plan's own, or 8 ranks per node) says where the ranks are and changes no transfer.

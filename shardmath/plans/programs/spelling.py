@@ -72,7 +72,7 @@ class _PartEnds(NamedTuple):
     receiver: Ints
 
     def take(self, some: Ints) -> _PartEnds:
-        """The parts with the indices `some`, in the order of `some`."""
+        """Return the parts with the indices `some`, in the order of `some`."""
         return _PartEnds(
             self.batch[some],
             self.relayed[some],

@@ -159,9 +159,9 @@ def _find_first(lines: Ints) -> int:
 
 
 def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
-    """Yield all streams (bytes from rank to rank) in Bundles or, with `some`, only Bundles with one of these lines.
+    """Yield streams (bytes from rank to rank) in Bundles of lines or, with `some`, only Bundles with a line in `some`.
 
-    A line is bytes with equal holders.
+    `some` are numbers of lines. A line is bytes with equal holders.
     """
     bundles = _divide_lines(legs)
     wanted: Iterable[int] = range(len(bundles))
@@ -174,7 +174,7 @@ def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
 
 
 def bundle_lines(legs: Legs, lines: Ints) -> list[Ints]:
-    """Divide `lines` into consecutive arrays that have about equally many streams (bytes between two ranks) each.
+    """Divide `lines` into consecutive arrays with similar numbers of streams (bytes between two ranks), if possible.
 
     A line is bytes with equal holders.
     """

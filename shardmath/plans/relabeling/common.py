@@ -65,7 +65,7 @@ class _Shared(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """A dictionary key that is equal for equal ranks in equal classes (ranks that hold the same), on both sides."""
+        """A dict key, equal for equal ranks on both sides in equally numbered classes (ranks that hold the same)."""
         columns = *self.rows[:2], *self.columns[:2]
         return tuple(column.tobytes() for column in columns)
 

@@ -74,7 +74,7 @@ class Relabeling:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """The new number of each rank by its old number, as `relabeled` and `Mesh.relabel` take it."""
+        """A dict from each rank's old number to its new number, as `relabeled` and `Mesh.relabel` take it."""
         return dict(self.pairs)
 
     @property
@@ -93,7 +93,7 @@ class Relabeling:
     @overload
     def apply(self, dst: Mapping[str, LayoutOrWindows]) -> dict[str, LayoutOrWindows]: ...
     def apply(self, dst: Side) -> Side:
-        """Renumber the ranks of the destination `dst`: a Layout, windows, or a mapping of either.
+        """Return the destination `dst` (a Layout, windows, or a mapping of either) with its ranks renumbered.
 
         Raises PlanError for anything else.
         """
@@ -113,7 +113,7 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 
 def relabel(src: Side, dst: Side) -> Relabeling:
-    """Find the renumbering of the destination's ranks under which `plan(src, dst)` moves the fewest bytes.
+    """Find the renumbering of the destination's ranks that lets a plan move the fewest bytes without moving addends.
 
     `src` and `dst` are as in `plan`. Where the destination is Partial, only renamings that leave its
     addends in place are considered. `saving`, in bytes, is exact. The search takes 16 bytes
