@@ -13,7 +13,8 @@ __all__ = ["ENGINES", "open_wire"]
 
 
 def gloo_exchange(task: Task) -> Exchange:
-    """Make the engine "exchange", which sends messages between pairs of ranks, for this `task`.
+    """Return the engine "exchange", which sends messages between pairs of ranks, for `task` (one rank's work in a plan,
+    and its connections).
 
     Copies into and out of staging take as long as the wire does, so each long piece is a separate message, which needs
     no staging if it is contiguous.

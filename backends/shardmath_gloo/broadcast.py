@@ -34,7 +34,8 @@ class _Source(NamedTuple):
 
 
 class Broadcast:
-    """The engine "broadcast", which broadcasts each source tensor to all ranks; each rank keeps what it needs."""
+    """The engine "broadcast", which broadcasts to all ranks each source tensor that the plan sends; each rank keeps
+    what it needs."""
 
     def __init__(self, task: Task) -> None:
         assert isinstance(task.wire, GlooWire), "an engine of gloo's"
@@ -67,16 +68,17 @@ class Broadcast:
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The rounds in which this rank would send and receive messages by its plan, for records of a move; in fact
+        """The rounds in which this rank would send and receive messages by its plan, for records of a move; in fact,
         tensors are broadcast."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:
-        """Return a new engine for `task`, since nothing of this one can be reused."""
+        """Return a new engine for `task` (one rank's work in a plan), since nothing of this engine can be reused."""
         return Broadcast(task)
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
-        """Move the plan's tensors from `src` to `dst`. Raises PeerFailure."""
+        """Move the plan's tensors from `src` to `dst`, this rank's local tensors by name. Raises PeerFailure if a
+        message fails or is late."""
         # Not known: tensors arrive in another order than in the part's steps.
         self.begun = None
         # Only in inference mode may inference tensors be written.

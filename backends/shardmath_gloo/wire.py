@@ -66,7 +66,7 @@ class _Pending(NamedTuple):
     is_late: bool = False
 
     def wait(self) -> None:
-        """Wait until this message has been received or sent. Raises PeerFailure."""
+        """Wait until this message has been received or sent. Raises PeerFailure if it fails or is late."""
         if self.is_late:
             _wait_in_thread(self._replace(is_late=False))
             return
@@ -91,7 +91,8 @@ class _Long(NamedTuple):
     answer: Callable[[], _Pending] | None = None
 
     def wait(self) -> None:
-        """Wait until all parts of this long message have been received or sent. Raises PeerFailure."""
+        """Wait until all parts of this long message have been received or sent; a receiver then sends its answer.
+        Raises PeerFailure."""
         for part in self.parts:
             part.wait()
         if self.answer is not None:
@@ -126,14 +127,14 @@ class GlooWire:
         self._tag = OURS
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Tag messages from now on with the number `turn`, and wait at most `patience` seconds for each of them; None:
-        the default time."""
+        """Tag messages from now on with `turn`, the number of the operation that they belong to, and wait at most
+        `patience` seconds for each; None: the default time."""
         self._tag = OURS + turn % TURNS * STEPS
         self._patience = self._default_patience if patience is None else patience
         self._is_late = patience is not None
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
-        """Post a receive of bytes from `rank` into `memory`. Raises PeerFailure."""
+        """Post a receive of bytes from `rank` into `memory`, and return a Pending to wait for. Raises PeerFailure."""
         data = self._receive(memory, rank, self._patience, DATA)
         if memory.nbytes < LONG:
             return data
@@ -147,7 +148,7 @@ class GlooWire:
         return _Long((tail, data), answer)
 
     def send(self, memory: Tensor, rank: int) -> Pending:
-        """Post a send of the bytes of `memory` to `rank`. Raises PeerFailure."""
+        """Post a send of the bytes of `memory` to `rank`, and return a Pending to wait for. Raises PeerFailure."""
         data = self._send(memory, rank, self._patience, DATA)
         if memory.nbytes < LONG:
             return data
@@ -179,7 +180,8 @@ class GlooWire:
         """Do nothing: a message that was waited for has arrived."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Return every rank's `record`, in the group's order; all records have one size. Raises PeerFailure.
+        """Send `record` to all ranks, and return a list of all ranks' records, in the group's order; all have one size.
+        Raises PeerFailure.
 
         Waits `patience` seconds; None for the turn's.
 
@@ -224,7 +226,7 @@ class GlooWire:
         self._post(None, self._patience, post).wait()
 
     def abandon(self) -> None:
-        """End all connections of the group. Never raises."""
+        """End all connections of the group, ignoring torch's errors."""
         nothing = _make_byte()
         # A wait that times out ends all connections. Every rank is tried, since a wait on a closed connection
         # fails before it times out, and ends no other.

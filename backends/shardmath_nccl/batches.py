@@ -32,7 +32,7 @@ class WireMessage(NamedTuple):
 def start_batch(
     group: compat.Group, device: torch.device, messages: Sequence[WireMessage]
 ) -> list[dist.Work]:
-    """Start all `messages`, together as one NCCL group if the backend can, and return the works to wait for."""
+    """Start all `messages`, together as one NCCL group if the backend can, and return torch's handles to wait for."""
     channel = compat.channel_of(group)
     if not channel._get_backend(device).supports_coalescing:
         return [_post(channel, message) for message in messages]
@@ -49,7 +49,8 @@ def _post(channel: compat.Group, message: WireMessage) -> dist.Work:
 
 
 def start_gather(group: compat.Group, rows: Sequence[Tensor], mine: Tensor) -> dist.Work | None:
-    """Start an all-gather of all ranks' `mine` into `rows`, in the group's order; return the work, if any."""
+    """Start an all-gather of all ranks' `mine` into `rows`, in the group's order; return torch's handle to wait for, or
+    None if it has none."""
     options = AllgatherOptions()
     options.asyncOp = True
     return compat.channel_of(group).allgather([list(rows)], [mine], options)

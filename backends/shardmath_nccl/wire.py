@@ -61,7 +61,7 @@ class _Batch:
         self._is_ordered = False
 
     def wait(self) -> None:
-        """Have later work on the current stream wait for all messages of this batch. Raises PeerFailure."""
+        """Have later work on the current CUDA stream wait for all messages of this batch. Raises PeerFailure."""
         if not self._is_ordered:
             _order(self.works)
             self._is_ordered = True
@@ -130,7 +130,8 @@ class NcclWire:
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """The device that the group is bound to, or the current one: a group has one communicator per device."""
+        """The device that the group is bound to, or the one that was current when this was first read: a group has one
+        communicator per device."""
         return compat.device_of(self._group)
 
     def begin(self, turn: int, patience: float | None = None) -> None:
@@ -149,7 +150,8 @@ class NcclWire:
         return self._batch
 
     def start(self) -> None:
-        """Start all queued messages as one NCCL group. Raises PeerFailure."""
+        """Start all queued messages as one NCCL group; if 8 groups are in flight, first wait for the oldest. Raises
+        PeerFailure."""
         # Messages posted later are of the next group, even if this one fails.
         batch, self._batch = self._batch, _Batch()
         if not batch.ops:
@@ -164,7 +166,7 @@ class NcclWire:
         self._started_batches.append(batch)
 
     def finish(self) -> None:
-        """Wait until all started messages have been sent and received. Raises PeerFailure."""
+        """Wait, on the host, until all started messages have been sent and received. Raises PeerFailure."""
         while self._started_batches:
             self._finish_first()
 
@@ -174,7 +176,8 @@ class NcclWire:
         self._started_batches.popleft()
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Return every rank's `record`, in the group's order; all records have one size. Raises PeerFailure."""
+        """Send `record` to all ranks, and return a list of all ranks' records, in the group's order; all have one size.
+        Raises PeerFailure."""
         if patience is None:
             patience = self._patience
         self._meet(patience)
@@ -211,6 +214,6 @@ class NcclWire:
         _met.add(self._group)
 
     def abandon(self) -> None:
-        """Abort the group's communicators. Never raises."""
+        """Abort the group's communicators, ignoring errors."""
         with suppress(Exception):
             compat.channel_of(self._group).abort()

@@ -361,8 +361,8 @@ def _dot(a: dict[int, Array], b: dict[int, Array]) -> float:
 
 
 def trees_are_their_tensors(tree: tuple[dict[str, Layout], dict[str, Layout]]) -> None:
-    """Check that one plan of all tensors in `tree` (source and destination layouts by name) passes `verify`, and moves
-    each tensor as a plan of that tensor alone does."""
+    """Check that one plan of all tensors in `tree` (source and destination layouts by name) passes `verify`, and gives
+    each tensor the value that a plan of it alone gives."""
     src, dst = tree
     planned = plan(src, dst)
     verify(planned)

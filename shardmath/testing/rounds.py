@@ -29,8 +29,8 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """The counts of a simulated run: steps (different values of `step` in messages), and the largest numbers of rounds
-    of a rank, and of messages and bytes of a round.
+    """Counts of a simulated run: different values of `step` in messages, the most rounds of any rank, and the most
+    messages and bytes that a rank posts in one round.
 
     A round's messages and bytes (`staged`) are those that its rank sends and receives, together.
     """
@@ -57,8 +57,8 @@ _Waits: TypeAlias = dict[tuple[int, int], dict[int, int]]
 
 
 def walk(rounds: Rounds) -> Walk:
-    """Simulate all ranks working through their `rounds` (groups of messages posted together), each waiting for a
-    round's messages before the next; return the run's counts.
+    """Simulate ranks that work through their `rounds` (groups of messages posted together), each waiting for a round to
+    end before the next; return the run's counts as a Walk.
 
     Raises PlanError for a message that contradicts its pieces, if the two ends of a message differ
     in step, leg, bytes or pieces, if one of them is missing, and for a deadlock.

@@ -61,7 +61,8 @@ BLOCKS = (8, 16, 64, 128, 256, 512)
 
 
 def lengths(most: int = 4096) -> st.SearchStrategy[int]:
-    """A hypothesis strategy for lengths of a dimension, 0 to `most`: often small, or near a multiple of a block.
+    """A hypothesis strategy for the length of a dimension, 0 to `most`: often small, or near a multiple of a power of
+    two such as 128.
 
     A placement that aligns to blocks only if there are enough rows is right on every small size.
     """
@@ -84,7 +85,8 @@ def _around_blocks(draw: Draw, most: int) -> int:
 
 
 def parts(most: int = 8) -> st.SearchStrategy[int]:
-    """A hypothesis strategy for the size of a mesh axis (the parts into which it divides a dimension), 1 to `most`."""
+    """A hypothesis strategy for the number of parts into which a mesh axis divides a dimension, 1 to `most`; up to 4
+    are drawn most often."""
     if most <= 4:
         return st.integers(1, most)
     few = st.integers(1, 4)
@@ -101,7 +103,8 @@ _block_sizes = st.integers(1, 3)
 
 @st.composite
 def runs(draw: Draw, most: int = 12) -> Runs:
-    """Draw Runs (positions of a dimension that a rank holds): ranges below `most`, in any order, with holes."""
+    """Draw a Runs (the positions of a dimension in the order in which a rank holds them): ranges below `most`, in any
+    order, some after a hole."""
     positions = st.integers(0, most)
     any_cuts = st.sets(positions, max_size=6)
     cuts = sorted(draw(any_cuts))
@@ -205,8 +208,8 @@ def layouts(
     dtype: str = "float64",
     overlap: bool = True,
 ) -> Layout:
-    """Draw a layout in which every element is on some rank, with any placements; sometimes local tensors have holes
-    (positions without an element).
+    """Draw a layout, of a drawn `shape` and `mesh` unless given, in which every element is on some rank; sometimes
+    local tensors have holes (positions without an element).
 
     Some axes are Partial(op) if op is given.
     """
@@ -288,8 +291,8 @@ OPERATIONS = (None, None, None, "sum", "max", "avg")
 def pairs(
     draw: Draw, ops: tuple[str | None, ...] = OPERATIONS, count: int = 2, overlap: bool = True
 ) -> tuple[Layout, ...]:
-    """Draw `count` layouts of one shape, Partial by one reduction drawn from `ops` (None: not Partial), on equal,
-    overlapping or disjoint meshes."""
+    """Draw `count` layouts of one shape, on equal, overlapping or disjoint meshes; axes may be Partial, all by one
+    reduction drawn from `ops` (None: no axis is Partial)."""
     shape = draw(shapes())
     op = draw(st.sampled_from(ops))
     first = draw(meshes(first=0))

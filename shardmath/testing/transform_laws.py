@@ -35,7 +35,8 @@ Case = tuple[Transform, Layout, Layout, int]
 
 
 def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check that `transform` obeys TRANSFORM_LAWS on a tensor with layouts `src` and `dst`. Raises AssertionError."""
+    """Check that `transform` obeys TRANSFORM_LAWS, above all that its results for parts are parts of the whole result,
+    on a tensor drawn by `seed` with layouts `src` and `dst`. Raises AssertionError."""
     for law in TRANSFORM_LAWS:
         law(transform, src, dst, seed)
 
@@ -71,7 +72,8 @@ def finalizing_commutes_with_slicing(
 
 
 def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check that preparing, moving and finalizing ranks' parts gives the ranks' parts of the transformed tensor."""
+    """Check that preparing ranks' parts of a tensor by `transform`, moving these and finalizing them gives the ranks'
+    parts of the transformed tensor."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
     wires = whole.prepare(0, {"w": tensor})
@@ -197,8 +199,9 @@ def transform_cases(
     dst: str,
     dst_shape: tuple[int, ...] | None = None,
 ) -> Case:
-    """Draw the arguments of `check_transform`: `transform`, a source and a destination layout that keep the transform's
-    blocks whole, and a seed. The layouts have the shapes and dtypes given.
+    """Draw arguments for `check_transform`: `transform`, a source and a destination layout that cut none of its blocks
+    (elements computed together), and a seed. The layouts have `shape` (at the destination `dst_shape`, if given), and
+    the dtypes `src` and `dst`.
 
     Parts may be strided, block-cyclic, permuted, empty, held by several ranks, and next to holes.
     """

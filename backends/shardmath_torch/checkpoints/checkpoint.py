@@ -69,8 +69,8 @@ def save(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save tensors, from the parts that ranks hold, as one checkpoint at `path`, a folder or URL; replaces an older
-    one.
+    """Save `tensors`, this rank's parts under `layouts`, together with all other ranks' parts as one checkpoint at
+    `path`, a folder or URL; replaces an older one.
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
@@ -201,7 +201,7 @@ def load(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> dict[str, Tensor]:
-    """Read a checkpoint, and return this rank's local tensors by name, divided as `layouts` say.
+    """Read the checkpoint at `path`, and return a dict of this rank's local tensors by name, divided as `layouts` say.
 
     A local tensor has the shape `layout.local_shape(rank)`; positions without an element are zero.
 

@@ -59,7 +59,8 @@ FILE = re.compile(rf"{OURS}(?P<save>[0-9a-f]{{{DIGITS}}})({_DATA}|{_DRAFT})")
 
 
 def name_draft(save: str) -> str:
-    """Return the name of the file in which the save with identifier `save` writes `.metadata`, before it renames it."""
+    """Return the file name of the draft of `.metadata` that the save with identifier `save` has until it is
+    committed."""
     return f"{OURS}{save}{METADATA}{UNFINISHED}"
 
 
@@ -82,13 +83,15 @@ class Claim(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process began the save, rather than a process that it was forked from."""
+        """Whether this process began the save, rather than a process that it was forked from; always True in an object
+        store."""
         return self.handle is None or locks.is_held(self.handle)
 
 
 def claim(folder: Place, save: str) -> Claim:
-    """Begin a save in `folder`: create and lock its draft of `.metadata`. Raises CheckpointError if the folder has an
-    export, which no later export could replace."""
+    """Begin the save with identifier `save` in `folder`: create its draft of `.metadata`, and lock the draft if the
+    file system can; return a Claim. Raises CheckpointError if the folder has an export, which no later export could
+    replace."""
     if isinstance(folder, Path) and has_export(folder):
         what = (
             f"{folder} has a model by `export`, which no later export could replace next to a save"
@@ -128,7 +131,8 @@ def _is_open_as(file: Path, handle: int) -> bool:
 
 
 def make_count(held: Claim, text: bytes) -> None:
-    """Commit the save `held`: its draft, with the content `text`, replaces the folder's `.metadata` in one step.
+    """Commit the save `held`: replace the folder's `.metadata` by a file with the content `text`, in one step (in an
+    object store, if the service writes whole objects).
 
     Raises CheckpointError, and changes nothing, if another process has removed the draft.
     """
@@ -165,8 +169,9 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove files of saves that crashed, failed or were replaced: all of them, or with `share` (i, n) only those whose
-    names fall to rank number i of n."""
+    """Remove what saves that crashed, failed or were replaced have left in `folder`; with `share` (i, n), only the data
+    files whose names fall to rank number i of n. In an object store, the files of a save that still has a draft
+    stay."""
     files = _list_ours(folder)
     saves = {save for _, save in files}
     # Locks are held until all is removed. A running save whose draft was removed before the save had locked it waits
@@ -215,7 +220,8 @@ def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
 
 
 def find_counting(folder: Place) -> str | None:
-    """Return the identifier of the save that wrote the folder's `.metadata`; None if `save` did not write that file."""
+    """Return the identifier of the save that wrote the folder's `.metadata`; None if that file is missing, or `save`
+    did not write it."""
     file = folder / METADATA
     try:
         size = length_of(file)
@@ -239,8 +245,8 @@ def _remove(file: Place) -> None:
 
 
 def withdraw(held: Claim) -> None:
-    """Abandon the failed save `held` and remove its files, unless it is the folder's current save. A file that cannot
-    be removed stays."""
+    """Abandon the failed save `held` and remove its files, unless it is the folder's current save. After the first
+    error, the rest stays; a forked child process removes nothing."""
     if not held.is_ours:
         return
     folder = held.draft.parent

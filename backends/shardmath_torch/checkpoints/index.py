@@ -135,7 +135,8 @@ def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
     """Check `found`, an untrusted record of bytes that differ per rank, and return it as {name: {rank: name under which
-    the rank's bytes are stored}}. Raises CheckpointError if `tensors` lacks one."""
+    the rank's bytes are stored}}. Raises CheckpointError if `tensors` lacks a stored name, or no rank has bytes of a
+    name."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():

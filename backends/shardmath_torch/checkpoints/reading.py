@@ -125,8 +125,8 @@ class Reader(storage.StorageReader):
 
     @property
     def touched(self) -> bytes | None:
-        """One flag per chunk (part of a stored box that has a checksum), as compressed bytes: whether this rank reads
-        the chunk; None if no box has checksums."""
+        """Flags, as compressed bytes: for each chunk (part of a stored box that has a checksum), whether this rank
+        reads it; None if no checksums are checked."""
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
@@ -138,7 +138,8 @@ class Reader(storage.StorageReader):
             self._marks_to_check = take_share(packed, rank, self._chunks.total)
 
     def read_data(self, plan: LoadPlan, planner: theirs.LoadPlanner) -> Future[None]:
-        """Read the items of `plan` from the checkpoint's files into the tensors that `planner` gives, file by file."""
+        """Read the items of `plan` from the checkpoint's files into the tensors that `planner` gives, file by file;
+        return a Future that is done."""
         by_file = self._list_reads(plan)
         self._tally.begin(sum(read.nbytes for reads in by_file.values() for read in reads))
         for file, reads in by_file.items():

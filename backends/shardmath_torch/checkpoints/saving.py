@@ -67,8 +67,8 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError if two tensors in `keys`, a mapping from tensor name to names of local tensors, have a
-    local tensor of the same name. A tensor `w[0]` and the first layout (window) of a tensor `w` do."""
+    """Raise CheckpointError, which ends in `fix`, if two tensors in `keys`, a mapping from tensor name to names of
+    local tensors, share a local name. A tensor `w[0]` and the first layout (window) of a tensor `w` do."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
@@ -172,8 +172,8 @@ class SavePlanner(theirs.SavePlanner):
         return item
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that ranks agree; return all ranks' plans, which write equal bytes only once, and torch's metadata.
-        Raises CheckpointError if ranks disagree."""
+        """Check that ranks agree; return the plans of all ranks, in which bytes that several ranks have are written
+        once, and torch's metadata. Raises CheckpointError if ranks disagree."""
         reports: list[_RankReport] = [rank_plan.planner_data for rank_plan in all_plans]
         _check_agreed(reports)
         stored = _name_bytes(reports, self._names)
@@ -199,8 +199,8 @@ class SavePlanner(theirs.SavePlanner):
 
 
 def to_disk(side: Mapping[str, Windows]) -> Plan:
-    """Return a plan that sends every tensor, whole, to one more rank, which stands for the disk. Raises CheckpointError
-    for Partial."""
+    """Return a plan that sends every tensor in `side`, whole, to one more rank, which stands for the disk. Raises
+    CheckpointError for a Partial tensor."""
     ranks = [0]
     for name, windows in side.items():
         for layout in windows:
@@ -351,7 +351,8 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError unless each path is its name split at dots, and none leads through another tensor."""
+    """Raise CheckpointError unless each of `paths` (keys in nested dicts and lists, by tensor name) is its name split
+    at dots, and no two of them conflict."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)

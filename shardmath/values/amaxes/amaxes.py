@@ -77,8 +77,8 @@ class _RankPart(NamedTuple):
 
 
 class AmaxPiece(NamedTuple):
-    """A box of elements that a rank holds, and can quantize by itself once it knows the amax (largest magnitude) of
-    each block that the box touches.
+    """A box of a rank's elements that can be quantized by itself, once the amax (largest magnitude) of each block
+    (numbers that share a scale) that it touches is known.
 
     `there` is the box in the tensor, `here` in the rank's packed array. `blocks` indexes its blocks among those that
     the rank touches, and `targets` its data and scales in the rank's.
@@ -109,8 +109,8 @@ class Amaxes:
     _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
-        """Return an array with the amax (largest magnitude) of each block that `rank` holds numbers of, measured on its
-        local float32 array `x`.
+        """Return an array of the amax (largest magnitude) of each block that `rank` holds numbers of: measured on its
+        local float32 array `x`, unless the format fixes it.
 
         The array has the shape `count_blocks(rank)`. Only numbers of this rank count; amaxes that the format fixes are
         not measured. Raises PlanError for another array, and a rank that the layout does not have.
@@ -128,16 +128,16 @@ class Amaxes:
         return out
 
     def find_known(self, rank: int) -> Floats | None:
-        """Return the amax (largest magnitude) of each block of which `rank` holds numbers, if the format fixes it; None
-        if it must be measured."""
+        """Return an array of the amax (largest magnitude) of each block that `rank` holds numbers of, if the format
+        fixes it; None if it must be measured."""
         shape = self._find_part(rank).shape
         if isinstance(self.format, FP8) and self.format.tensor_amax is not None:
             return np.full(shape, self.format.tensor_amax, np.float32)
         return None
 
     def list_pieces(self, rank: int) -> Iterator[AmaxPiece]:
-        """Divide what `rank` holds into boxes that can be quantized one by one, and yield these, for backends with
-        their own kernels."""
+        """Divide what `rank` holds into boxes that can be quantized one by one, and yield each as an AmaxPiece, for
+        backends with their own kernels."""
         part = self._find_part(rank).part
         shape = self.layout.shape
         scale_blocks = self.format.blocks
@@ -153,8 +153,9 @@ class Amaxes:
             yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """Return a dict from name (`list_local`) to the amaxes that `rank` sends: those in `own`, its measured amaxes,
-        of blocks that some rank holds only in part.
+        """Return the amaxes that `rank` sends, as {name: array} with the names in `list_local`: from its measured
+        amaxes `own`, the ones for blocks that some rank holds only in part. For NVFP4, the whole tensor counts as a
+        block, too.
 
         Raises PlanError.
         """
@@ -166,8 +167,8 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the format for `cast`, and an array with the final amax of each block that `rank` holds numbers of:
-        the block's largest in `own` and `arrived`.
+        """Return the format for `cast`, and an array of the final amax of each block that `rank` holds numbers of: the
+        block's largest in `own` and `arrived`.
 
         `own` has the rank's measured amaxes, `arrived` its received slots by local name. Raises PlanError.
         """
@@ -184,7 +185,8 @@ class Amaxes:
         return _with_tensor_amax(self.format, tensor_amaxes), amax
 
     def cast(self, rank: int, x: Floats, format: Format, amax: Floats) -> tuple[Array, ...]:
-        """Quantize `x`, the local array of `rank`: return its data and scales, laid out as the plan's `layouts` say.
+        """Quantize `x`, the local array of `rank`; return a tuple of its data, scales and any other parts, divided as
+        the plan's `layouts` say.
 
         `format` and `amax` are as `settle` returns them. Results equal slices of the quantized whole tensor. Raises
         PlanError.
@@ -207,8 +209,8 @@ class Amaxes:
     def finish(
         self, rank: int, x: Floats, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Array, ...]:
-        """Call `settle`, then `cast`: return the data and scales of `rank`, quantized from `x` with the amaxes that it
-        measured (`own`) and received (`arrived`)."""
+        """Quantize `x`, the local array of `rank`, by `settle` and `cast`, with the amaxes that it measured (`own`) and
+        received (`arrived`); return data, scales and any other parts."""
         format, amax = self.settle(rank, own, arrived)
         return self.cast(rank, x, format, amax)
 
@@ -300,8 +302,8 @@ def _make_empty(layout: Layout, rank: int) -> Array:
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
-    """Plan how ranks quantize their parts of the tensor `name`, even if its `layout` divides blocks of `format`
-    (numbers that share a scale) among ranks.
+    """Plan, as an Amaxes, how ranks quantize their parts of the tensor `name` to `format`, even if `layout` divides
+    blocks (numbers that share a scale) among them.
 
     Raises FormatError as `format.layouts` does, for a Partial layout and for a cut byte of two numbers; PlanError for
     a tensor without dimensions, and for a block of which ranks hold some positions but not all.

@@ -58,7 +58,8 @@ class PartStretches(NamedTuple):
 
 
 def read_part(held: Sequence[Runs]) -> PartStretches:
-    """Convert `held`, the positions that a rank holds, one Runs per dimension, into ascending ranges."""
+    """Convert `held`, one Runs of the positions that a rank holds per dimension, into a PartStretches of ascending
+    ranges."""
     dims: list[Stretches] = []
     for runs in held:
         spans = tuple(list_stretches(runs))
@@ -88,8 +89,8 @@ def _cut_at_border(spans: Stretches, size: int | None) -> Iterator[tuple[int, in
 
 
 class TouchedBlocks(NamedTuple):
-    """The blocks of which a rank holds positions: for each dimension, the blocks' numbers, and whether the rank holds
-    all positions of each."""
+    """Blocks of which a rank holds positions: for each dimension, their numbers (`numbers`), and flags that say whether
+    the rank has all positions of the block there (`has_all`)."""
 
     numbers: tuple[Ints, ...]
     has_all: tuple[Bools, ...]
@@ -101,7 +102,7 @@ class TouchedBlocks(NamedTuple):
 
     @property
     def cut(self) -> Bools:
-        """Flags, one per touched block: True if the part has only some of the block's positions."""
+        """Flags, one per touched block: True if the part lacks some of the block's positions."""
         inside = np.ones(self.shape, np.bool_)
         for has_all in _spread(self.has_all):
             inside &= has_all
@@ -130,7 +131,8 @@ def _spread(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
 
 
 def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> TouchedBlocks:
-    """Find the blocks of which `part` has at least one position, in a tensor of this `shape` divided into `blocks`."""
+    """Find the blocks in which `part` has a position, in a tensor of this `shape` divided into `blocks`. A block that
+    spans a whole dimension is found there even if `part` is empty."""
     sizes = blocks.per_dimension(len(shape))
     numbers = []
     has_all = []

@@ -34,8 +34,8 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """The numbers (slots) of the amaxes that a rank sends and receives, and the indices of their blocks among those
-    that the rank touches.
+    """The amaxes (largest magnitudes of blocks) that a rank sends and receives: their numbers (slots), and the indices
+    of their blocks among all that the rank touches.
 
     A slot is the number of one rank's amax of one block. The rank sends slots `sent`, filled with the amaxes of its
     touched blocks at `sources`; and receives slots `received`, which belong to its touched blocks at `targets`. Slot
@@ -49,8 +49,8 @@ class Share(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The number of amaxes that ranks exchange (`size`), and a Share for each rank's part, in order: which of these
-    amaxes it sends and receives."""
+    """The number of amaxes (largest magnitudes of blocks) that ranks exchange (`size`), and a list of Shares: which of
+    them each rank's part sends and receives."""
 
     size: int
     shares: list[Share]
@@ -65,7 +65,7 @@ class _BlockNumbers(NamedTuple):
 
 def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
     """Number the amaxes that `parts` must exchange; return their count, and for each part the numbers (slots) of those
-    that it sends and receives. If any part divides a block, each part that touches the block sends one."""
+    that it sends and receives. If any part divides a block, each nonempty part that touches the block sends one."""
     count = blocks.count(shape)
     total = math.prod(count)
     by_part = []

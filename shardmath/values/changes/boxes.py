@@ -35,8 +35,8 @@ FEW = 16
 
 
 class Found(NamedTuple):
-    """Pairs of an element and a box that contains it, as arrays: the index of the element, the index of the box, and
-    the element's row-major number in the box."""
+    """Pairs of an element and a box that contains it, as arrays: the element's index among those searched for, the
+    box's index, and the element's row-major number in the box."""
 
     cell: Ints
     box: Ints
@@ -57,7 +57,8 @@ class _Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """A search index of boxes in a tensor of this `shape`: `find` returns the boxes that contain given elements."""
+    """A search index of boxes in a tensor: `find` returns the boxes that contain given elements. In `shape`, `low` and
+    `size`, dimensions that every box covers whole are merged into the ones before."""
 
     shape: Shape
     low: Ints
@@ -65,7 +66,8 @@ class Boxes:
     grids: tuple[_Grid, ...]
 
     def find(self, cells: Ints) -> Found:
-        """Find the boxes that contain each of `cells`, the row-major numbers of elements of the tensor."""
+        """Find all pairs of one of `cells`, row-major numbers of elements of the tensor, and a box that contains it;
+        return them as a Found."""
         along = unravel(cells, self.shape)
         matches = [self._find_in(grid, along) for grid in self.grids]
         cell, box, place = zip(*matches, strict=True)
@@ -98,7 +100,8 @@ class Boxes:
 
 
 def index_boxes(shape: Shape, low: Ints, size: Ints) -> Boxes:
-    """Make a search index of the boxes with first positions `low` and sizes `size`, in a tensor of this `shape`."""
+    """Make a search index of boxes in a tensor of this `shape`: box i begins at the position `low[i]`, and has the
+    shape `size[i]`."""
     shape, low, size = _join_dimensions(shape, low, size)
     numbers = np.arange(len(low))
     grids = _make_grids(numbers, low, low + size)

@@ -84,7 +84,8 @@ class Receivers:
         self._arriving = [_index_arriving(lying, message) for message in messages]
 
     def place(self, message: int, elements: Ints) -> Iterator[PlacedRow]:
-        """Yield, storage by storage, where to write `elements` (ascending numbers) of message number `message`."""
+        """Yield a PlacedRow per storage: where to write `elements`, ascending numbers of elements in the message with
+        the index `message`."""
         arriving = self._arriving[message]
         begin = elements.searchsorted(arriving.first)
         end = elements.searchsorted(arriving.past)

@@ -163,8 +163,8 @@ class Senders:
         rows.append([piece_number for piece_number, _ in leaving])
 
     def route(self, asked: Iterable[AskedCells]) -> Iterator[Routed]:
-        """Yield batches of routes, one per element in `asked` and message that carries it: the number of its piece
-        (part of the message), and its number in the message.
+        """Find the messages that carry the elements in `asked`; yield batches, as Routed, of pairs of an element and a
+        message's piece (part) that contains it.
 
         Within a batch, cells of one piece keep their order and form few runs.
         """

@@ -32,8 +32,8 @@ Steps: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedWindow:
-    """A box of a tensor, which numbers the elements in the box by dimensions in a given order, and converts from and to
-    row-major numbers in the tensor."""
+    """A box of a tensor with numbers for its elements, row-major with dimensions in a given order; `number` and `find`
+    convert to and from row-major numbers in the tensor."""
 
     shape: tuple[int, ...]
     box: tuple[slice, ...]
@@ -63,7 +63,8 @@ class ChangedWindow:
         return cells
 
     def find(self, cells: Ints) -> tuple[Ints, Ints]:
-        """Find which of `cells` (row-major numbers) are in the window; return their indices and their numbers in it."""
+        """Find which of `cells` (row-major numbers) are in the window; return their indices in `cells`, and their
+        numbers in the window."""
         if self._is_interval:
             return _select(cells - self.first, self.count)
         along = unravel(cells, self.shape)
@@ -93,7 +94,8 @@ def _select(places: Ints, count: int) -> tuple[Ints, Ints]:
 
 
 def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]) -> ChangedWindow:
-    """Make the window on `box` of a tensor of this `shape`, with elements numbered by dimensions in this `order`."""
+    """Make the window on `box` (slices) of a tensor of this `shape`, whose elements are numbered row by row with the
+    dimensions in this `order`, the outermost first."""
     steps = []
     first = 0
     for k in order:
@@ -105,8 +107,9 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """Merge adjacent dimensions, given as (size, stride) from the outermost, where one can stand for two; return those
-    that remain, in order. Their positions have the same row-major numbers in the same order; at least one remains."""
+    """Merge neighbors among dimensions, given in `steps` as (size, stride) from the outermost, where one can stand for
+    two; return those that remain, in order. Their positions have the same row-major numbers in the same order; at least
+    one remains."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

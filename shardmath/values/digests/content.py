@@ -64,7 +64,8 @@ Given: TypeAlias = Mapping[int, _Array] | Mapping[int, Mapping[str, _Array]]
 
 @public_in("content")
 class Difference(NamedTuple):
-    """The first tensor that differs between two sides, and the smallest box that contains all its differences."""
+    """The name of the first tensor that differs between two sides, and the smallest box that contains all its
+    differences."""
 
     name: str
     box: Box
@@ -77,8 +78,8 @@ def digest_of(
     held: Mapping[str, LayoutOrWindows], arrays: Given, *, seed: int = 0
 ) -> dict[str, int]: ...
 def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, int]:
-    """Compute the digest (a checksum, 0 to 2^61 - 2) of a tensor, or of several by name, from the local arrays of all
-    ranks.
+    """Compute the digest (a checksum, 0 to 2^61 - 2) of a tensor from all ranks' local `arrays`; for a dict of tensors,
+    return a dict of digests by name.
 
     `arrays` has local arrays by rank; for a mapping or for windows, by rank and local name (`name`, or `name[i]` for
     window i), as `simulate` takes them. Only the element size of an array's dtype counts, since numpy lacks some
@@ -95,8 +96,9 @@ def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, in
 
 
 def read_side(held: Held) -> dict[str, Windows]:
-    """Return a dict from each tensor's name in `held` to its layouts (Windows): one, or several that each hold a part
-    of the tensor. Raises DigestError for tensors without a digest."""
+    """Return a dict from each tensor's name in `held` ("" for a single tensor) to its layouts (Windows): one, or
+    several that each hold a part of the tensor. Raises DigestError for a tensor that is Partial, has an element on no
+    rank, or whose layouts differ in shape or dtype."""
     side = read_windows(held if isinstance(held, Mapping) else {"": held}, DigestError)
     for name, windows in side.items():
         first = windows[0]
@@ -121,7 +123,8 @@ def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
 def find_difference(
     src: Held, src_arrays: Given, dst: Held, dst_arrays: Given, *, seed: int = 0
 ) -> Difference | None:
-    """Find the first tensor that differs between two sides, and the smallest box with all differences; None if equal.
+    """Find the first tensor that differs between the sides `src` and `dst`, and the smallest box that contains all its
+    differences.
 
     Returns None if the sides are equal. Takes arrays as `digest_of` does. Raises DigestError as `digest_of` does, and
     if the sides cannot be compared.
@@ -242,7 +245,8 @@ BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def view_bits(what: str, array: _Array, layout: Layout) -> _Array:
-    """View `array` as its elements' bits. Raises DigestError if the layout has another element size or byte order."""
+    """View `array` as its elements' bits, in a dtype of the same size. Raises DigestError, which begins with `what`, if
+    the layout has another element size, or the array a foreign byte order."""
     if array.dtype.hasobject or array.itemsize != layout.itemsize:
         raise DigestError(
             f"{what} has elements of dtype {array.dtype}, {array.itemsize} B each, but {layout} has "

@@ -55,7 +55,7 @@ Numbers: TypeAlias = Any
 
 
 def multiply(a: Numbers, b: Numbers) -> Numbers:
-    """Multiply a and b modulo 2^61 - 1, element by element."""
+    """Multiply the integer arrays `a` and `b` modulo 2^61 - 1, element by element."""
     # All partial sums are below 2^63: the largest is (2^31 - 1)^2 + 2^61 + 2^61.
     a_high = a >> HALF
     a_low = a & LOW_HALF

@@ -71,7 +71,8 @@ class Portion(NamedTuple):
 
 @memo(512)
 def list_patches(windows: Windows) -> tuple[Patch, ...]:
-    """Divide a tensor into patches: disjoint sets of elements such that all elements of a set are on the same ranks."""
+    """Divide the tensor with layouts `windows` into patches (sets of elements that the same ranks hold); return them in
+    an order that all ranks share."""
     patches: list[Patch] = []
     for group in _group_sharing(windows):
         patches += _divide_group(windows, group)

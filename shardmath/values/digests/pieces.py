@@ -53,8 +53,8 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Divide a local array into pieces that are summed one by one, and yield each piece as one DimensionPart (a range
-    of local positions) per dimension.
+    """Divide a local array into pieces that are summed one by one, cut near the ends of long ranges in `runs`; yield
+    each as a DimensionPart (local range) per dimension.
 
     The array has `words` words per element; `order` lists its dimensions, the closest in memory first.
     """

@@ -70,8 +70,8 @@ def list_shares(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return a list of weighted sums (shares of the digest), one per patch (elements held by the same ranks) on `rank`,
-    in the order of `list_held`."""
+    """Return the weighted sums (shares of the digest) of the local `arrays`, one per patch (elements held by the same
+    ranks) on `rank`, in the order of `list_held`."""
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]
@@ -158,7 +158,8 @@ def weigh_boxes(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return, for each of `boxes`, the weighted sum of the elements of `portions` (a rank's patches) that lie in it."""
+    """Return a list with, for each of `boxes`, the weighted sum of the elements of `portions` (a rank's patches) that
+    lie in it."""
     sums = []
     for box in boxes:
         total = 0

@@ -43,8 +43,8 @@ Sliced: TypeAlias = tuple[int | slice | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The size of a tensor's blocks: `sizes` in the last dimensions, and `others` in every dimension before those; None
-    is a whole dimension.
+    """The size of blocks, the positions of a tensor that share a scale: `sizes` in the last dimensions, and `others` in
+    each dimension before; None is the whole dimension.
 
     Raises FormatError for sizes below 1.
     """
@@ -63,7 +63,7 @@ class Blocks:
         return " x ".join("all" if n is None else str(n) for n in self.sizes) or "1"
 
     def per_dimension(self, ndim: int, name: str = "") -> Sizes:
-        """Return the block's size in each of `ndim` dimensions, None for the whole dimension.
+        """Return a tuple of the block's size in each of `ndim` dimensions, None for the whole dimension.
 
         Raises FormatError if the block has more dimensions.
         """
@@ -94,7 +94,8 @@ class Blocks:
         return tuple((*range(0, n, block), n) for block, n in pairs)
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `data_slice`, an index into a tensor of this `shape`, into the index of the same blocks' scales.
+        """Convert `data_slice`, an index into a tensor of this `shape`, into the index of the scales of the blocks that
+        it selects.
 
         Raises FormatError, with the tensor's `name`, for a cut block, and for an invalid index.
         """
@@ -110,7 +111,8 @@ class Blocks:
         return tuple(out)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into an index into the tensor.
+        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into the index of the tensor's
+        positions that have these scales.
 
         An integer becomes the slice of its block. Raises FormatError as `scale_slice` does.
         """
@@ -147,7 +149,7 @@ def label(name: str) -> str:
 
 
 def read_shape(shape: object) -> tuple[int, ...]:
-    """Return the `shape` as a tuple of ints. Raises FormatError for anything but sizes."""
+    """Return the `shape` as a tuple of ints. Raises FormatError unless it lists integers of 0 or more."""
     given = listed(shape, "sizes", FormatError)
     sizes = tuple(as_integer(n, f"a size of shape {given}", FormatError) for n in given)
     if min(sizes, default=0) < 0:

@@ -36,12 +36,13 @@ SHORT = ("bfloat16", "float16")
 
 
 def is_float(dtype: str) -> bool:
-    """Return whether `dtype` is a float dtype that can be cast."""
+    """Return whether `dtype` is a float dtype that can be cast: bfloat16, float16, float32 or float64."""
     return dtype in EXACT_BITS
 
 
 def refuse_cast(src: str, dst: str, lossy: bool) -> str:
-    """Return the end of an error message that says why `src` cannot be cast to `dst`; "" if it can."""
+    """Return why the dtype `src` cannot be cast to `dst`, as the end of an error message; "" if it can. Casts that
+    could lose values need `lossy`."""
     if src == dst:
         return ""
     for dtype in (src, dst):
@@ -81,7 +82,7 @@ def _value_bits(dtype: str) -> int:
 
 
 def cast_array(array: Array, src: str, dst: str) -> Array:
-    """Cast `array`, with elements of dtype `src`, to `dst`; return `array` itself if the dtypes are equal."""
+    """Cast `array`, with elements of dtype `src`, to the dtype `dst`; return `array` itself if the two are equal."""
     if src == dst:
         return array
     values = _widen(array) if src == "bfloat16" else array

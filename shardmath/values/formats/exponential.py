@@ -45,7 +45,8 @@ _N = TypeVar("_N", bound=_Numbers)
 
 
 def exp(x: _N, power: Callable[[_N], _N]) -> _N:
-    """Compute e^x in float64, the same bits on every machine.
+    """Compute e^`x` in float64, with the same bits on every machine; numbers below -200 count as -200, and those above
+    200 as 200.
 
     `power(k)` must return 2^k for integers k, in float64.
     """
@@ -61,7 +62,7 @@ def exp(x: _N, power: Callable[[_N], _N]) -> _N:
 
 
 def power_of_two(k: Array) -> Array:
-    """Compute 2^k in float64 for each integer k, from its bits."""
+    """Compute 2^`k` in float64, by setting its bits, for an array `k` of whole numbers from -1022 to 1023."""
     with np.errstate(invalid="ignore"):  # NaN gives NaN in the end, whatever its power is
         exponents = k.astype(np.int64) + 1023
     return np.asarray(exponents << 52).view(np.float64)

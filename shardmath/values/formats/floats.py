@@ -50,7 +50,8 @@ NAN_BITS = 0x7FC0_0000
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A float type of few bits, such as E4M3: its bits, exponent bias, and the code of its largest finite number.
+    """A float type of few bits, such as E4M3: its bits, exponent bias, and the code (bit pattern) of its largest finite
+    number.
 
     `dtype` is its name in torch; an element of `float4_e2m1fn_x2` is a byte of two numbers. Codes above the largest are
     NaN, except the first of them if the type has an infinity.
@@ -76,7 +77,7 @@ class Float:
 
     @property
     def exponent(self) -> int:
-        """The exponent of the type's largest finite number."""
+        """The exponent of the type's largest finite number, a power of two: 8 for E4M3, whose largest number is 448."""
         return (self.largest >> self.fraction) - self.bias
 
 
@@ -86,7 +87,8 @@ E2M1 = Float("e2m1", "float4_e2m1fn_x2", 4, 1, 1, 0x7)
 
 
 def encode(kind: Float, values: Floats) -> Codes:
-    """Round float32 `values` to the float type `kind`; return their codes (bit patterns) in an array of equal shape."""
+    """Round float32 `values` to the float type `kind`, too large ones to its largest number; return their codes (bit
+    patterns) in an array of equal shape."""
     bits: _Bits = values.view(np.uint32)
     magnitude: _Bits = bits & np.uint32(0x7FFF_FFFF)
     codes = _round_magnitude(kind, magnitude)

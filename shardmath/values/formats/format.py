@@ -33,7 +33,8 @@ Array: TypeAlias = NDArray[Any]
 
 
 class Part(NamedTuple):
-    """One of the arrays that a quantized tensor consists of, such as its scales: one element per block of positions.
+    """A description of one of the arrays that a quantized tensor consists of, such as its scales, with one element per
+    block of positions.
 
     `kind` is torch's name of the elements' type; `dtype` is the dtype of arrays, in which elements travel.
     """
@@ -70,11 +71,11 @@ class Format(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """The arrays that a quantized tensor consists of, as `quantize` returns them: data, scales, and any others."""
+        """Descriptions of the arrays that `quantize` returns, in their order: data, scales, and any others."""
 
     @property
     def per_element(self) -> int:
-        """How many numbers one element of the data array holds, along the last dimension."""
+        """The number of numbers along the last dimension that one element of the data array holds."""
         sizes = self.parts[0].blocks.sizes
         return 1 if not sizes or sizes[-1] is None else sizes[-1]
 
@@ -86,7 +87,7 @@ class Format(ABC):
 
     @property
     def padding(self) -> tuple[int, int]:
-        """The multiples to which kernels pad the last two dimensions of the scales."""
+        """The multiples to which kernels pad the last two dimensions of the scales; (1, 1) for no padding."""
         return 1, 1
 
     @abstractmethod
@@ -142,18 +143,21 @@ class Format(ABC):
         return padded[tuple(map(slice, self.scale_shape(shape)))]
 
     def legal_cuts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the positions, by dimension, where a tensor of this `shape` may be cut into parts to be quantized."""
+        """Return, for each dimension, the positions at which a tensor of this `shape` can be cut without cutting a
+        block (numbers that share a scale), its ends included."""
         return self.blocks.cuts(read_shape(shape))
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `data_slice`, an index into a tensor of this `shape`, into the index of the same blocks' scales.
+        """Convert `data_slice`, an index into a tensor of this `shape`, into the index of the scales of the blocks that
+        it selects.
 
         Raises FormatError, with the tensor's `name`, for a cut or a step inside a block, and for an invalid index.
         """
         return self.blocks.scale_slice(data_slice, read_shape(shape), name)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into an index into the tensor.
+        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into the index of the tensor's
+        positions that have these scales.
 
         Raises FormatError.
         """
@@ -170,7 +174,8 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return the layouts, without holes, of data, scales and other parts of a tensor with this `layout`.
+        """Return the layouts, without holes, of the data, scales and any other parts of a tensor that is quantized with
+        this `layout`, in the order of `parts`.
 
         `kinds` gives them torch's names of the elements' types as dtypes.
 
@@ -194,7 +199,8 @@ class Format(ABC):
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """Return the layout, without holes, of the scales of a tensor with this `layout`; arguments as of `layouts`.
+        """Return the layout, without holes, of the scales of a tensor that is quantized with this `layout`; the
+        arguments have the same meaning as in `layouts`.
 
         Raises FormatError as `layouts` does.
         """
@@ -210,16 +216,18 @@ class Format(ABC):
     # Numbers
 
     def cover(self, where: Index, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return the slices of the scales of all blocks that the box `where` touches, even of those that it cuts."""
+        """Return slices, one per dimension, of the scales of all blocks that the box `where` touches, even of blocks
+        that it cuts."""
         return self._window(where, shape).cover
 
     def straddles(self, where: Index, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Return, for each block that the box `where` touches, whether some of the block's positions are outside the
-        box."""
+        """Return an array of flags: for each block that the box `where` touches, whether some of the block's positions
+        are outside the box."""
         return self._window(where, shape).straddles()
 
     def amax(self, x: Floats, where: Index = ..., shape: tuple[int, ...] | None = None) -> Floats:
-        """Return, for each block that the box `where` touches, the largest magnitude of the block's numbers in `x`.
+        """Return an array with, for each block that the box `where` touches, the largest magnitude of the block's
+        numbers in `x`.
 
         `x` has the numbers of that box of a tensor of that shape; by default, of the whole tensor. Raises FormatError.
         """
@@ -235,7 +243,8 @@ class Format(ABC):
         where: Index = ...,
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """Quantize the float32 array `x`: return its data, the scales of all blocks that it touches, and other parts.
+        """Quantize the float32 array `x`; return a tuple of its data, the scales of all blocks that it touches, and any
+        other parts.
 
         `x` has the numbers of the box `where` of a tensor of that shape; by default it is the whole tensor. `amax` has
         the largest magnitudes of the blocks, if known. Raises FormatError if the box cuts blocks and `amax` is not
@@ -273,7 +282,8 @@ class Format(ABC):
     def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """Return the float32 numbers that data and scales stand for, in the box `where` of a tensor or in all of it.
+        """Return the float32 numbers that `parts` (data, scales and any others) stand for: a whole tensor, or its box
+        `where`.
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
@@ -319,7 +329,7 @@ class Format(ABC):
 
 
 def read_array(given: object, dtype: str, what: str) -> Array:
-    """Return `given` as an array, which must already be of `dtype` and have a dimension.
+    """Return `given` as a numpy array, which must already be of `dtype` and have at least one dimension.
 
     Raises FormatError, beginning with `what`, for other dtypes and scalars.
     """

@@ -55,7 +55,7 @@ class _Scaled(Format):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The arrays of a quantized tensor: data as uint8, and float32 scales."""
+        """Descriptions of the arrays of a quantized tensor: data as uint8, and float32 scales."""
         return (
             Part("data", self.element.dtype, "uint8", Blocks(())),
             Part("scales", "float32", "float32", self.blocks),
@@ -101,7 +101,8 @@ def _divide_roundly(amax: Floats, most: np.float32) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class FP8Blocks(_Scaled):
-    """FP8 with a float32 scale per tile of the last dimensions: (128, 128) for weights, (1, 128) for activations.
+    """A format of FP8 numbers with a float32 scale per tile (`block`) of the last dimensions, such as (128, 128) for
+    weights and (1, 128) for activations.
 
     The last tile of a dimension may be shorter. Raises FormatError for an empty tile, sizes below 1, and other values.
     """
@@ -127,13 +128,14 @@ class FP8Blocks(_Scaled):
 
     @property
     def blocks(self) -> Blocks:
-        """The tile whose positions share a scale."""
+        """The size of the tiles whose positions share a scale."""
         return Blocks(self.block)
 
 
 @dataclass(frozen=True, slots=True)
 class FP8(_Scaled):
-    """FP8 numbers with a float32 scale per "tensor", or per "channel", which is a row along the last dimension.
+    """A format of FP8 numbers with one float32 scale for the whole tensor, or one for each row along the last dimension
+    (`per` "channel").
 
     `tensor_amax` is the whole tensor's largest magnitude if all ranks know it, as for calibrated activations; then
     every part can be quantized separately. Raises FormatError for other values, and for a tensor_amax per channel.
@@ -154,7 +156,7 @@ class FP8(_Scaled):
 
     @property
     def name(self) -> str:
-        """The format's name for people, with its elements and its scales."""
+        """The format's name for people, with its elements, its scales and, if given, `tensor_amax`."""
         kind = " powers of two" if self.power_of_two else ""
         known = "" if self.tensor_amax is None else f" of {self.tensor_amax:g}"
         return f"FP8 {self.data} per {self.per}{kind}{known}"
@@ -172,7 +174,8 @@ class FP8(_Scaled):
 
 
 def read_amax(given: object) -> float | None:
-    """Round `given`, a largest magnitude or None, to float32. Raises FormatError unless it is finite and >= 0."""
+    """Round `given`, a largest magnitude, to float32; None stays None. Raises FormatError unless it is finite and >=
+    0."""
     if given is None:
         return None
     try:

@@ -83,7 +83,7 @@ class MXFP8(Format):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The arrays of a quantized tensor: data and scales, both uint8."""
+        """Descriptions of the arrays of a quantized tensor: data and scales, both uint8."""
         return (
             Part("data", self.element.dtype, "uint8", Blocks(())),
             Part("scales", "float8_e8m0fnu", "uint8", self.blocks),
@@ -112,7 +112,8 @@ class MXFP8(Format):
 
 
 def round_up(element: Float, amax: Floats) -> Codes:
-    """Return scales as E8M0 bytes by TransformerEngine's rule: amax / largest number, rounded up to a power of two."""
+    """Return scales for `amax` as E8M0 bytes, by TransformerEngine's rule: `amax` / largest number of `element`,
+    rounded up to a power of two."""
     inverse = np.float32(1) / np.float32(element.most)
     bits = (amax * inverse).view(np.uint32)
     field = bits >> 23
@@ -124,7 +125,8 @@ def round_up(element: Float, amax: Floats) -> Codes:
 
 
 def round_down(element: Float, amax: Floats) -> Codes:
-    """Return scales as E8M0 bytes, by OCP's rule: exponent of `amax` minus exponent of the largest number.
+    """Return scales for `amax` as E8M0 bytes, by OCP's rule: the exponent of `amax` minus the exponent of the largest
+    number of `element`.
 
     The byte of infinities is 255.
     """

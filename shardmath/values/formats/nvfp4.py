@@ -49,7 +49,8 @@ MOST_OF_ALL = np.float32(E2M1.most * E4M3.most)
 
 @dataclass(frozen=True, slots=True)
 class NVFP4(Format):
-    """The format NVFP4: two 4-bit numbers per byte, an FP8 scale per 16 (or 16 x 16 if `two_d`), one global scale.
+    """The format NVFP4: two 4-bit numbers per byte, an FP8 scale per 16 numbers of a row (per 16 x 16 if `two_d`), and
+    one float32 scale for the tensor.
 
     `tensor_amax` is the whole tensor's largest magnitude if all ranks know it; without it, a part of a tensor cannot be
     quantized separately. Raises FormatError for other values.
@@ -64,7 +65,7 @@ class NVFP4(Format):
 
     @property
     def name(self) -> str:
-        """The format's name for people, with its blocks."""
+        """The format's name for people, with "1-D" or "2-D" for its blocks and, if given, `tensor_amax`."""
         known = "" if self.tensor_amax is None else f" of {self.tensor_amax:g}"
         return f"NVFP4 {'2-D' if self.two_d else '1-D'}{known}"
 
@@ -80,7 +81,8 @@ class NVFP4(Format):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The arrays of a quantized tensor: data (two numbers per byte), scales as uint8, a float32 global scale."""
+        """Descriptions of the arrays of a quantized tensor: data (two numbers per byte), scales as uint8, a float32
+        global scale."""
         return (
             Part("data", E2M1.dtype, "uint8", Blocks((2,))),
             Part("scales", E4M3.dtype, "uint8", self.blocks),

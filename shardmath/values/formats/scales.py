@@ -55,8 +55,8 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """Return the layout of a tensor that has one element of `dtype`, such as a scale, per block of the tensor with this
-    `layout`.
+    """Return the layout of a tensor that has one element of `dtype`, such as a scale, for each of the `blocks` into
+    which a tensor with this `layout` is divided.
 
     It has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless numbers of such
     blocks are `duplicated`; the message says `what` the numbers of the tensor `name` are.

@@ -66,7 +66,8 @@ def _count_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def swizzle(scales: Array) -> Array:
-    """Arrange `scales` in the order in which tensor cores read them: tiles of 128 x 4 in turn, padded with zeros.
+    """Return `scales`, padded with zeros to tiles of 128 x 4, as a flat array in the order in which tensor cores read
+    them, tile by tile.
 
     Raises FormatError unless scales have two dimensions.
     """
@@ -81,7 +82,8 @@ def swizzle(scales: Array) -> Array:
 
 
 def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
-    """Undo `swizzle`: return the scales of this `shape`, unpadded. Raises FormatError for storage of another size."""
+    """Undo `swizzle`: return the scales of this `shape`, without padding, from `storage`. Raises FormatError for
+    storage of another size."""
     down, across = _count_tiles(shape)
     size = down * across * ROWS * COLUMNS
     if storage.shape != (size,):
@@ -100,8 +102,8 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """Return, for each element of storage in the order of `swizzle`, its row-major position in scales of this `shape`,
-    as Runs."""
+    """Return the order of `swizzle` as Runs: for each element of its result, the row-major position in scales of this
+    `shape`, or a hole for padding."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return _make_runs(_swizzle_numbers(numbers))
 

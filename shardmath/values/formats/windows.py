@@ -34,7 +34,8 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A box, from `starts` to `stops` (exclusive), of a tensor of this `shape` divided into blocks that share a scale.
+    """A box, from `starts` to `stops` (exclusive), of a tensor of this `shape` that is divided into blocks (positions
+    that share a scale).
 
     `blocks` has the positions of a block in each dimension; `whole` says whether the block is the whole dimension.
     """
@@ -63,7 +64,7 @@ class Window:
 
     @property
     def cover(self) -> tuple[slice, ...]:
-        """The slices of the scales that belong to all blocks that the box touches."""
+        """Slices, one per dimension, that select the scales of all blocks that the box touches."""
         return tuple(map(self._slice_blocks, range(len(self.shape))))
 
     def _slice_blocks(self, d: int) -> slice:
@@ -88,7 +89,8 @@ class Window:
         return inside - start
 
     def straddles(self) -> NDArray[np.bool_]:
-        """Return, for each block that the box touches, whether some of the block's positions lie outside the box."""
+        """Return an array of flags: for each block that the box touches, whether some of the block's positions lie
+        outside the box."""
         out = np.zeros(self.count, np.bool_)
         for d in range(out.ndim):
             # Move dimension d to the end, where flags broadcast; this is a view, so `out` itself changes.
@@ -108,8 +110,8 @@ class Window:
         return is_cut
 
     def amax(self, part: Floats, nan: float = 0) -> Floats:
-        """Return, for each block that the box touches, the largest magnitude of the block's numbers in `part`, the
-        array of the box; NaN counts as `nan`."""
+        """Return an array with, for each block that the box touches, the largest magnitude of the block's numbers in
+        `part`, the array of the box; NaN counts as `nan`."""
         out = np.abs(part)
         out[np.isnan(out)] = nan
         for d in range(part.ndim):
@@ -130,7 +132,8 @@ class Window:
 
 
 def make_window(blocks: Blocks, where: Index, shape: tuple[int, ...]) -> Window:
-    """Return the Window that the index `where` selects. Raises FormatError unless it selects a box, with steps of 1."""
+    """Return the Window that the index `where` selects in a tensor of this `shape` with these `blocks`. Raises
+    FormatError unless it selects a box, with steps of 1."""
     # With blocks of one position, `scale_slice` only normalizes the index.
     anywhere = Blocks(())
     starts = []

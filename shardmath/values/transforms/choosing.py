@@ -41,7 +41,8 @@ class Paired(NamedTuple):
 
 
 def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
-    """Group each tensor with its companions, such as scales, at both ends, and choose transforms by `rules`.
+    """Group each tensor of `src` and `dst` with its companions, such as scales, and choose transforms by `rules` (name
+    pattern to transform); return a Paired.
 
     Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that only one side has.
     """

@@ -69,7 +69,8 @@ Grain: TypeAlias = tuple[int, ...] | Blocks
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A tensor that a transform sends: its name, its dtype, and the block of positions that each element stands for.
+    """A tensor that a transform sends instead of another one: its name, its dtype, and the block of the other's
+    positions that each of its elements stands for.
 
     `grain` gives those counts for the last dimensions; earlier dimensions have 1. It holds at both ends, unless
     `at_destination` gives another. `Blocks` can also say that a position stands for a whole dimension. `spread` is the
@@ -181,8 +182,8 @@ class Companion:
 
 @runtime_checkable
 class HasConditions(Protocol):
-    """The protocol of transforms that compute only on some layouts, and reject others by `check_layout`, at the source
-    or the destination."""
+    """The protocol of transforms with a method `check_layout`, which rejects layouts on which they cannot compute, at
+    the source or the destination."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
         """Raise PlanError if the transform cannot work on what ranks hold of the tensor `name` under `layout`."""
@@ -206,7 +207,8 @@ def read_end(given: object, what: str) -> End:
 
 @runtime_checkable
 class Transform(Protocol):
-    """The protocol of changes that tensors undergo when moved, computed at the source, destination or both; hashable.
+    """The protocol of transforms: hashable values that change tensors when these are moved, by functions at the source,
+    the destination or both.
 
     `components` lists the wire tensors of a tensor that has these forms at its ends, and raises PlanError for forms
     that the transform does not support. At an end that `as_held` names, that end's function is never called.
@@ -223,11 +225,11 @@ class Transform(Protocol):
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the arrays to send, one per component, computed from `array`, which has some whole blocks of the
-        source's tensor."""
+        """Return the arrays to send, one per component, computed from `array`: some whole blocks (elements computed
+        together) of the source's tensor."""
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Return some whole blocks of the destination's tensor, computed from `arrays`, which have the matching part of
-        each component that was sent."""
+        """Return some whole blocks (elements computed together) of the destination's tensor, computed from `arrays`:
+        the matching part of each component that was sent."""
         ...

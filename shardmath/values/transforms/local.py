@@ -31,7 +31,8 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class WireJob(NamedTuple):
-    """A local tensor of a rank with its companions (such as scales), and the wire tensors sent or received for it.
+    """A local tensor of a rank with its companions (such as scales), and the wire tensors sent or received for it, all
+    as names and layouts.
 
     `wired` is None if the tensor travels as it is, under the same name."""
 
@@ -52,7 +53,8 @@ class WireJob(NamedTuple):
 
 
 def find_array(arrays: Arrays, key: str, rank: int) -> Array:
-    """Return the local array named `key`. Raises PlanError, which names the rank, if it is missing."""
+    """Return the local array named `key`; a single array has the name "". Raises PlanError, which names the rank, if it
+    is missing."""
     if not isinstance(arrays, Mapping):
         arrays = {"": arrays}
     if key not in arrays:

@@ -31,7 +31,8 @@ __all__ = ["Cast", "NegativeExp"]
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A transform that casts numbers to `dtype`, rounded to nearest even, at the source or at the destination.
+    """A transform that casts numbers to `dtype` (floats to the nearest, ties to even) and then to the destination's
+    dtype, at the source or at the destination.
 
     Floats may always be rounded. `lossy=True` also allows casts of integers to types that lack some of them: they keep
     their low bits, or are rounded to floats; and casts of numbers to bool. `transformed` raises PlanError for dtypes
@@ -53,7 +54,8 @@ class Cast:
         return src.dtype, self.dtype, dst.dtype
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Return the one component to send: all numbers, in `dtype` if cast at the source, else in their own dtype."""
+        """Return a tuple of the one component to send: all numbers, in `dtype` if cast at the source, else in the
+        source's dtype. Raises PlanError for dtypes that have no cast."""
         first, middle, last = self.path(src, dst)
         for old, new in ((first, middle), (middle, last)):
             why = refuse_cast(old, new, self.lossy)
@@ -70,11 +72,11 @@ class Cast:
         return AsHeld(True, first == middle == last)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the array to send: `array` cast to `dtype`."""
+        """Return a tuple of the one array to send: `array` cast to `dtype`."""
         return (cast_array(array, src.dtype, self.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Return the array in the destination's dtype, cast to `dtype` first if the source did not do so."""
+        """Return the received array in the destination's dtype, cast to `dtype` first if the source did not do so."""
         (array,) = arrays
         if self.at == "destination":
             array = cast_array(array, src.dtype, self.dtype)
@@ -94,7 +96,8 @@ class NegativeExp:
         read_end(self.at, "NegativeExp")
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Return the one component to send: -exp of the numbers if computed at the source, else the numbers."""
+        """Return a tuple of the one component to send: -exp of the numbers if computed at the source, else the
+        numbers."""
         for form in (src, dst):
             if not is_float(form.dtype):
                 what = f"{self} of {src} to {dst}: {form.dtype} has no exp"
@@ -107,7 +110,7 @@ class NegativeExp:
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the array to send: -exp of `array`, in the destination's dtype."""
+        """Return a tuple of the one array to send: -exp of `array`, in the destination's dtype."""
         return (_negate_exp(array, src.dtype, dst.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:

@@ -156,7 +156,8 @@ def _to_float32(array: Array, dtype: str, wire: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """A transform that rounds numbers to the dtype `wire` and quantizes them, at the source or at the destination.
+    """A transform that rounds numbers to the dtype `wire`, and then quantizes them to `format`, at the source or at the
+    destination.
 
     The destination holds data and scales. A scale's name is the tensor's name and one of `suffixes`, which default to
     checkpoints' suffixes. The dtype of data is uint8, or their float8 type. `transformed` raises PlanError for sides
@@ -196,8 +197,8 @@ class Quantize:
         return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags: whether a tensor of these forms is sent exactly as the source holds it, and arrives exactly
-        as the destination holds it."""
+        """Return two flags: whether the tensor is sent as held (if quantized at the destination, and of dtype `wire`),
+        and whether it arrives as held (if quantized at the source)."""
         if self.at == "source":
             return AsHeld(False, True)
         return AsHeld(src.dtype == self.wire, False)
@@ -252,11 +253,13 @@ class Dequantize:
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the array to send: the numbers that the data and scales in `array` stand for."""
+        """Return a tuple of the one array to send: the numbers that the data and scales in `array` stand for, in the
+        destination's dtype."""
         return (self._dequantize_to(array, dst),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Return the destination's array: the numbers that the data and scales in `arrays` stand for."""
+        """Return the destination's array: the numbers that the data and scales in `arrays` stand for, in the
+        destination's dtype."""
         return self._dequantize_to(arrays, dst)
 
     def _dequantize_to(self, parts: tuple[Array, ...], dst: Form) -> Array:
@@ -305,7 +308,8 @@ class Requantize:
             _check_whole(self.new, layout, name)
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Return the components to send: data and scales, in the new format if done at the source, else in the old."""
+        """Return the components to send: data and scales, in the new format if requantized at the source, else in the
+        old one."""
         what = f"{self.old.name} to {self.new.name}"
         _check_data(self.old, src, None, what)
         _check_data(self.new, dst, None, what)

@@ -55,8 +55,8 @@ Held: TypeAlias = Mapping[str, LayoutOrWindows]
 @public_in("transforms")
 @dataclass(frozen=True, slots=True, repr=False)
 class Transformed:
-    """Layouts of tensors that source and destination hold in different forms, such as quantized, and of the tensors to
-    send instead; made by `transformed`.
+    """Layouts of tensors that source and destination may hold in different forms, such as quantized, and layouts of the
+    tensors to send; made by `transformed`.
 
     `held_src` and `held_dst` are the sides as ranks hold them; `src` and `dst` are the sides of wire tensors, which
     `plan` takes; `wired` has the transformed tensors. Equal values have equal layouts and equal transforms.
@@ -86,7 +86,8 @@ class Transformed:
 
     @property
     def digest(self) -> str:
-        """A digest of 64 hexadecimal digits, equal on every rank for equivalent layouts and equal transforms."""
+        """A digest of 64 hexadecimal digits, which ranks compare; it is equal for equivalent layouts and equal
+        transforms."""
         held = []
         for side in (self.held_src, self.held_dst):
             for name in sorted(side):
@@ -106,8 +107,8 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """Return the names of the source tensors for which the tensors in `wires` (names of tensors to send) are sent,
-        leaving out companions, such as scales."""
+        """Return the names of the source tensors, without companions such as scales, whose first wire tensor (sent in
+        their place) has its name in `wires`."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)
@@ -170,7 +171,8 @@ class Transformed:
 
 
 def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transformed:
-    """Find the tensors to send so that `rules` (pattern -> transform) turn the source's tensors into the destination's.
+    """Find the tensors to send so that `rules` (name pattern to transform) turn tensors of `src` into tensors of `dst`;
+    return them as a Transformed.
 
     Sides are two layouts, or two mappings from name to a layout or a tuple of them, as `plan` takes them. Dtypes may
     differ between them, and so may shapes and companions if a transform says so. Plan the wire tensors with

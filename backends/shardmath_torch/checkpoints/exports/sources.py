@@ -42,8 +42,8 @@ TIED = "names to names of tensors"
 
 
 class ExportSource(NamedTuple):
-    """Tensors to export, in dicts by name: this rank's local tensors, layouts, tied names, and those shapes that differ
-    in files from the layouts'."""
+    """Tensors to export, in dicts by name: this rank's local tensors, all layouts, tied names, and shapes in the files
+    if they differ from the layouts' shapes."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -65,7 +65,8 @@ def check_source(
     tied: object,
     mesh: object,
 ) -> None:
-    """Raise CheckpointError if an argument of `export` has a wrong type, such as a tensor that is a list."""
+    """Raise CheckpointError if one of these arguments of `export` is of a wrong type (a list instead of a tensor) or
+    cannot be exported (a nested tensor)."""
     if not isinstance(mesh, Mesh | None):
         what = f"mesh= is {shown(mesh)}, not a shardmath.Mesh"
         raise CheckpointError(f"{what}; give mesh=shardmath.Mesh(...), or leave it out")
@@ -109,8 +110,8 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return a dict of facts about `source` that must be equal on all ranks: from "the source" or a tensor's quoted
-    name to a description. Ranks compare them before they exchange local shapes of DTensors."""
+    """Return facts about `source` that must be equal on all ranks, as a dict: from "the source", or the quoted name of
+    a divided tensor, to text. Ranks compare them before they exchange local shapes of DTensors."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}
@@ -138,8 +139,8 @@ def lay_out(
     mesh: Mesh | None,
     group: Group | None,
 ) -> ExportSource:
-    """Return the tensors of `source`, each with its layout on all ranks. Collective, as ranks may have to exchange
-    local shapes."""
+    """Return the tensors of `source`, with their layouts on all ranks, as an ExportSource. Collective, unless `source`
+    is a mapping with `layouts`: ranks may have to exchange local shapes."""
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:

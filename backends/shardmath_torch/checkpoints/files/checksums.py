@@ -22,7 +22,7 @@ DIGITS = 16
 
 
 def count_checksums(nbytes: int) -> int:
-    """Return the number of checksums for `nbytes` bytes: one for each CHUNK bytes, and one for the rest.
+    """Return the number of checksums for `nbytes` bytes: one for each CHUNK bytes, and one for the rest, if any.
 
     >>> count_checksums(0), count_checksums(1), count_checksums(CHUNK), count_checksums(CHUNK + 1)
     (0, 1, 1, 2)
@@ -31,8 +31,8 @@ def count_checksums(nbytes: int) -> int:
 
 
 def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) -> str:
-    """Write `data` to `stream`; return the joined hexadecimal checksums of its chunks (CHUNK bytes each), computed in
-    another thread at the same time.
+    """Write `data` to `stream`; return the hexadecimal checksums of its chunks (CHUNK bytes each), joined into one
+    text. If there are several, another thread computes them meanwhile.
 
     `wrote` is called with the number of bytes just written.
     """

@@ -21,8 +21,8 @@ MOST = (1 << 63) - 1
 
 
 def read_json(text: bytes) -> object:
-    """Return the Python value of the JSON text `text`. Raises ValueError if it is not strict JSON, RecursionError if it
-    nests too deep."""
+    """Return the Python value of the JSON text `text`. Raises ValueError if it is not strict JSON (with finite numbers
+    and no repeated keys), RecursionError if it nests too deep."""
     return json.loads(
         text.decode("utf-8"),
         object_pairs_hook=_make_object,
@@ -59,8 +59,8 @@ def _read_finite(text: str) -> float:
 
 
 def count_elements(shape: Sequence[int]) -> int:
-    """Return the number of elements of a tensor of this `shape`. Raises ValueError above MOST elements or
-    MOST_DIMENSIONS dimensions.
+    """Return the number of elements of a tensor of this `shape`. Raises ValueError for more than MOST (2^63 - 1)
+    elements or MOST_DIMENSIONS (64) dimensions.
 
     >>> count_elements((3, 4)), count_elements((1 << 62, 1 << 62, 0))
     (12, 0)

@@ -60,7 +60,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextlib.contextmanager
 def locked(file: Path, what: str) -> Iterator[None]:
-    """Hold the lock file `file` during the `with` block. `what` names the work in messages, such as "export to out".
+    """Hold a lock on `file` during the `with` block; creates the file if it is missing, and removes it at the end.
+    `what` names the work in messages, such as "export to out".
 
     Raises CheckpointError if another process holds it, or the file cannot be a lock; OSError as the system does.
     """

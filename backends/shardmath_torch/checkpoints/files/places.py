@@ -94,7 +94,7 @@ class Remote:
         return self.path < other.path
 
     def open(self, mode: str = "rb", buffering: int = -1) -> BinaryIO:
-        """Open the file in `mode`, by default to read it, and return a stream of its bytes."""
+        """Open the file in `mode`, by default to read it, and return a stream of its bytes. Ignores `buffering`."""
         return cast(BinaryIO, self._call_service(lambda: self.fs.open(self.path, mode)))
 
     def stat(self) -> _Stat:
@@ -107,7 +107,7 @@ class Remote:
         return bool(self._call_service(lambda: self.fs.isfile(self.path)))
 
     def is_dir(self) -> bool:
-        """Whether the path is a folder, or the prefix of the path of a file."""
+        """Whether the path is a folder or, in an object store, a folder in the path of some object."""
         return bool(self._call_service(lambda: self.fs.isdir(self.path)))
 
     def read_bytes(self) -> bytes:
@@ -132,7 +132,7 @@ class Remote:
                 raise
 
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
-        """Make the folder and the folders above it, if the service has folders."""
+        """Make the folder and the folders above it, whatever `parents` says, if the service has folders."""
         self._call_service(lambda: self.fs.makedirs(self.path, exist_ok=exist_ok))
 
     def iterdir(self) -> Iterator[Remote]:
@@ -141,14 +141,15 @@ class Remote:
             yield Remote(self.fs, str(found["name"]).rstrip("/"))
 
     def glob(self, pattern: str) -> Iterator[Remote]:
-        """Return the files and folders in this folder whose names match `pattern`, in which only `*` is special."""
+        """Return an iterator over the files and folders in this folder whose names match `pattern`, in which only `*`
+        is special."""
         # Not fnmatch, in which brackets have a meaning: names may have any characters.
         parts = map(re.escape, pattern.split("*"))
         wanted = re.compile(".*".join(parts), re.DOTALL)
         return (found for found in self.iterdir() if wanted.fullmatch(found.name))
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each file in this folder, by file name."""
+        """Return a dict from the name of each file in this folder to its size in bytes."""
         sizes = {}
         for found in self._list():
             if found.get("type") == "file":
@@ -181,7 +182,7 @@ Place: TypeAlias = Path | Remote
 
 def place(path: str | os.PathLike[str] | Remote) -> Place:
     """Return `path` as a Path, or as a Remote if it is the URL of a service. Raises CheckpointError for values that are
-    not text, and for URLs that nothing serves."""
+    not text, for an empty path, and for URLs that nothing serves."""
     if isinstance(path, Remote):
         return path
     text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -258,8 +259,8 @@ def _place_of_url(url: str, scheme: str) -> Place:
 
 
 def opened(file: Place, buffering: int = -1) -> BinaryIO:
-    """Open `file` to read its bytes, and return the stream. Raises OSError, without waiting, for a pipe, device or
-    folder."""
+    """Open `file` to read its bytes, and return the stream. Raises OSError, without waiting, if it is a local pipe,
+    device or folder."""
     if isinstance(file, Remote):
         return file.open("rb")
     # O_NONBLOCK: opening a pipe would wait for a writer. The open handle is checked, as the name could be swapped.
@@ -273,7 +274,7 @@ def opened(file: Place, buffering: int = -1) -> BinaryIO:
 
 
 def content_of(file: Place) -> bytes:
-    """Read the whole `file` through one open handle, and return its bytes. Raises OSError unless it is a regular
+    """Read the whole `file`, and return its bytes. Raises OSError if it cannot be read, or is local and not a regular
     file."""
     if isinstance(file, Remote):
         return file.read_bytes()
@@ -282,7 +283,7 @@ def content_of(file: Place) -> bytes:
 
 
 def length_of(file: Place) -> int:
-    """Return the size of `file` in bytes. Raises OSError unless it is a regular file."""
+    """Return the size of `file` in bytes. Raises OSError if it does not exist, or is local and not a regular file."""
     if isinstance(file, Remote):
         return file.stat().st_size
     found = file.stat()
@@ -317,7 +318,8 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
 def check_length(
     file: Place, size_of: Callable[[Place], int], end: int, expected: int | None
 ) -> None:
-    """Raise CheckpointError if `file` is not `expected` bytes long (None: any length), or ends before byte `end`."""
+    """Raise CheckpointError if `file` cannot be read, is not `expected` bytes long (None: any length), or ends before
+    byte `end`; `size_of` gives its size."""
     try:
         size = size_of(file)
     except OSError as error:
@@ -334,7 +336,8 @@ def check_length(
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:
-    """Replace the content of `file` by `text` in one step, on disk; `draft` is a name that no other writer uses."""
+    """Replace the content of `file` by `text` in one step, on disk, by way of a file `draft`, whose name no other
+    writer uses. A remote file is written without a draft."""
     if isinstance(file, Remote):
         file.write_bytes(text)
         return

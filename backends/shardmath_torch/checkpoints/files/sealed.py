@@ -42,7 +42,8 @@ class Sealed(NamedTuple):
 
 
 def seal(content: Sealed) -> bytes:
-    """Return the bytes of a `.metadata` file with this `content`, which end in a checksum of all before it."""
+    """Return the bytes of a `.metadata` file with this `content`, which end in a checksum of all before it, and a
+    mark."""
     index = content.json.encode()
     length = len(index).to_bytes(_LENGTH, "little")
     body = content.pickled + BEGIN + index + length + content.save.encode()
@@ -92,7 +93,8 @@ def _split_end(text: bytes, length: int) -> tuple[bytes, bytes]:
 
 
 def save_of(tail: bytes) -> str | None:
-    """Return the identifier of the save that wrote a `.metadata` file with the end `tail`; None if it is not by `save`.
+    """Return the identifier of the save that wrote a `.metadata` file with the last bytes `tail`; None if `save` did
+    not write it.
 
     `tail` has at least SEAL bytes.
     """

@@ -46,8 +46,8 @@ def is_alone() -> bool:
 
 
 def share_of(group: Group | None) -> tuple[int, int]:
-    """Return this rank's number in `group`, and the group's size; (0, 1) without a process group. Raises
-    ExchangeError for a rank outside it."""
+    """Return this rank's number in `group`, and the group's size; (0, 1) without a process group. Raises ExchangeError
+    for a rank outside the group, and for a group of several jobs."""
     compat.check_registered(group, "save, load or export")
     if is_alone():
         return 0, 1
@@ -167,7 +167,8 @@ def gather_all(step: str, mine: object, count: int, group: Group | None) -> list
 
 
 def show_error(error: BaseException) -> str:
-    """Return the message of `error`, after the name of its class unless it is a shardmath error."""
+    """Return the message of `error`, after the name of its class unless it is a shardmath error; for an interrupt, say
+    that it was one."""
     if not isinstance(error, Exception):
         return f"interrupted by {type(error).__name__}"
     return word_objection(error)
@@ -179,8 +180,8 @@ def step_lost(step: str, error: ExchangeError) -> CheckpointError:
 
 
 def step_failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
-    """Return the CheckpointError for a `step` that failed on the ranks in `failures`. It shows the message of the
-    first, with its global rank."""
+    """Return the CheckpointError for a `step` that failed on some ranks; `failures` maps each one's number in `group`
+    to its message. It shows the message of the first, with its global rank."""
     first = min(failures)
     rank = first if group is None else dist.get_global_rank(group, first)
     others = ""

@@ -327,7 +327,8 @@ class _Pickler(pickle.Pickler):
 
 
 def write_metadata(metadata: Metadata) -> bytes:
-    """Return a pickle of torch's `metadata` that every version of torch can read."""
+    """Return a pickle of torch's `metadata`, with only those properties of tensors that every version of torch
+    reads."""
     out = io.BytesIO()
     _Pickler(out).dump(metadata)
     return out.getvalue()

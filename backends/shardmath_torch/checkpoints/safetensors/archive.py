@@ -61,8 +61,8 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 
 
 def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
-    """Write `tensors` to a safetensors `file` in which each also lies in an archive of torch.save; return a dict from
-    name to the tensor's place (a Written).
+    """Write `tensors` to a safetensors `file` with an archive around each, which torch.load can read; return a dict
+    from name to the tensor's place (a Written).
 
     The tensors are contiguous, on the CPU, and fill their storages.
     """

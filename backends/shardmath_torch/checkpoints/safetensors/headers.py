@@ -76,7 +76,8 @@ class WeightsError(ShardError):
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """A tensor in a safetensors file: its key, the byte at which it begins, its shape and its dtype."""
+    """A tensor in a safetensors file: the file, its key there, its shape and dtype, and the byte of the file at which
+    it begins."""
 
     file: Place
     key: str
@@ -122,8 +123,8 @@ def _raise_as_weights_error(file: Place) -> Iterator[None]:
 
 
 def read_bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
-    """Return `count` bytes of `file` from byte `start` on, or all if `count` is -1. Raises WeightsError if the file
-    cannot be read."""
+    """Return up to `count` bytes of `file` from byte `start` on, or all of these if `count` is -1. Raises WeightsError
+    if the file cannot be read."""
     with _raise_as_weights_error(file), opened(file) as stream:
         stream.seek(start)
         return stream.read(count)

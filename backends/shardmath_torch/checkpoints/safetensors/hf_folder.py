@@ -155,7 +155,8 @@ def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Make `folder`, and raise CheckpointError if it has weights that no export wrote, or cannot be written."""
+    """Make `folder` unless it exists. Raises CheckpointError if that fails, or if `folder` has safetensors files, or an
+    index of some, that no export wrote."""
     with told(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):

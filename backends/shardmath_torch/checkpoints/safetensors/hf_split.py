@@ -79,8 +79,8 @@ def _is_text(name: str) -> bool:
 
 
 def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
-    """Divide tensors into files of at most `limit` bytes; return a list of the files, each a dict from name to entry
-    (shape and dtype). A tensor larger than `limit` has a separate file."""
+    """Divide the tensors in `entries` into files with at most `limit` bytes of data; return a list of dicts, one per
+    file, from name to entry (shape and dtype). A tensor larger than `limit` has a separate file."""
     files: list[File] = []
     current: File = {}
     room = limit

@@ -95,7 +95,8 @@ def _check_fit(weights: Weights, name: str, layout: Layout) -> None:
 def load(
     weights: Weights, layouts: Mapping[str, Layout], rank: int, *, progress: Progress | None = None
 ) -> dict[str, torch.Tensor]:
-    """Read the local tensors of `rank` from safetensors, divided as `layouts` say, and return them by name, on the CPU.
+    """Read the local tensors of `rank` from the safetensors `weights`, divided as `layouts` say, and return them by
+    name, on the CPU.
 
     They have the shape `layout.local_shape(rank)`; positions without an element are zero.
 
@@ -142,7 +143,8 @@ def check(
     *,
     progress: Progress | None = None,
 ) -> int:
-    """Compare the local tensors of `rank` with the checkpoint, byte by byte, and return the number of bytes compared.
+    """Compare `tensors`, the local tensors of `rank` by name, with the checkpoint, byte by byte, and return the number
+    of bytes compared.
 
     Raises WeightsError with the tensor, the rank and the first global index that differs. `progress` is as in `load`.
     """
@@ -178,7 +180,8 @@ def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the global tensor with this `layout`, put together from `shards`, a mapping from rank to local tensor."""
+    """Return the global tensor with this `layout`, put together from `shards`, a mapping from rank to local tensor.
+    Elements that no rank holds are uninitialized."""
     whole = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
     for rank in layout.mesh.ranks:
         for local, glob in list_boxes(layout, rank):

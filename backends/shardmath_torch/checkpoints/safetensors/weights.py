@@ -55,7 +55,8 @@ class Weights:
 
 
 def open_weights(path: str | Place) -> Weights:
-    """Return the shapes, dtypes and places of tensors in safetensors: a file, an index, or a folder that holds either.
+    """Return the shapes, dtypes and places of the tensors in safetensors at `path`: a file, an index of files, or a
+    folder that holds either.
 
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """

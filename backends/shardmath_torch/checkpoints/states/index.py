@@ -103,14 +103,14 @@ class Index:
     state: Mapping[str, Entries]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return, for each parameter's name, the options of its parameter group, such as the learning rate."""
+        """Return a dict from each parameter's name to the options of its parameter group, such as the learning rate."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.options)
         return found
 
     def members(self) -> dict[str, tuple[str, ...]]:
-        """Return, for each parameter's name, the names of all parameters in its parameter group, in order."""
+        """Return a dict from each parameter's name to the names of all parameters in its parameter group, in order."""
         found: dict[str, tuple[str, ...]] = {}
         for group in self.groups or ():
             found |= dict.fromkeys(group.parameters, group.parameters)
@@ -132,8 +132,8 @@ def write_index(index: Index) -> Tensor:
 
 
 def write_groups(groups: Iterable[SavedGroup]) -> list[dict[str, Any]]:
-    """Return parameter groups as JSON lists and dicts. Raises CheckpointError, naming the option, if JSON cannot hold
-    one."""
+    """Return `groups` as lists and dicts that JSON can hold. Raises CheckpointError, naming the option, if JSON cannot
+    hold one."""
     return [_write_group(group) for group in groups]
 
 
@@ -212,8 +212,8 @@ def _decode_index(coded: object) -> Index:
 
 
 def read_groups(coded: object) -> tuple[SavedGroup, ...]:
-    """Decode parameter groups from JSON values that `write_groups` made. Raises ValueError, KeyError or TypeError
-    for other JSON."""
+    """Return parameter groups, decoded from JSON values that `write_groups` made. Raises ValueError, KeyError or
+    TypeError for other JSON."""
     return tuple(map(_read_group, _check_list(coded)))
 
 

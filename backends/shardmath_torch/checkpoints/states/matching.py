@@ -73,7 +73,8 @@ __all__ = [
 
 
 class Unmatched(NamedTuple):
-    """Names that only one side has: the checkpoint lacks the `missing` ones, the module the `unexpected` ones."""
+    """Names of tensors and optimizer state that only one side has: the checkpoint lacks the `missing` ones, the module
+    or its optimizers the `unexpected` ones."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -114,7 +115,8 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
 def find_unmatched(
     model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
 ) -> Unmatched:
-    """Return the names of tensors and optimizer state that only the module or only the checkpoint has.
+    """Return, as an Unmatched, the names of tensors and optimizer state that only the module or only the checkpoint
+    has.
 
     If `groups` is None, optimizer state is left out.
     """
@@ -138,7 +140,8 @@ def _compare_names(
 
 
 def complain(path: object, unmatched: Unmatched) -> str:
-    """Return the error message that lists the names that only the module or only the checkpoint at `path` has."""
+    """Return the error message that lists the first names that only the module, or only the checkpoint at `path`,
+    has."""
     faults = []
     if unmatched.missing:
         faults.append(f"the checkpoint lacks {_list_some(unmatched.missing)}")
@@ -353,14 +356,16 @@ def _find_different(
 
 
 def is_same(one: object, other: object) -> bool:
-    """Return whether two options are equal; NaN equals NaN, and the order of a dict's keys is ignored."""
+    """Return whether two options are equal in value and type (1 and 1.0 are not); NaN equals NaN, and the order of a
+    dict's keys is ignored."""
     coded = [code_value(value, "an option", kinded=True) for value in (one, other)]
     texts = [json.dumps(value, sort_keys=True) for value in coded]
     return texts[0] == texts[1]
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """Return the saved option `value` in the form in which the optimizer holds it, such as a tensor of the same dtype.
+    """Return the saved option `value` in the form of `held`, the same option of the optimizer: for example, as a tensor
+    of the same dtype.
 
     Tensors get the dtype, shape and device of `held`, Enums and namedtuples its class, in tuples, lists and dicts too.
 
