@@ -30,7 +30,8 @@ Blobs: TypeAlias = Mapping[str, Mapping[int, str]]
 
 
 class StoredBox(NamedTuple):
-    """A box of a tensor in a checkpoint: its offsets and sizes in the tensor, and the bytes of a file that hold it.
+    """A box (a range in each dimension) of a tensor in a checkpoint: its offsets and sizes in the tensor, and the bytes
+    of a file that hold it.
 
     The bytes are the elements, row-major, with their `sums` (`checksums`) if they have any; or an `archive` of
     torch.save.
@@ -51,7 +52,7 @@ class StoredBox(NamedTuple):
 
     @property
     def ranges(self) -> Box:
-        """The begin and end of the box in each dimension of the tensor."""
+        """The box as one (begin, end) pair of positions in the tensor per dimension."""
         stops = [at + n for at, n in zip(self.offsets, self.sizes, strict=True)]
         return tuple(zip(self.offsets, stops, strict=True))
 
@@ -138,8 +139,8 @@ class Checkpoint:
         return by_rank[owner]
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless each element of the tensors `names` is stored exactly once, and the files are
-        long enough to hold them."""
+        """Raise CheckpointError unless each element of the tensors `names` is stored exactly once, in files of the
+        recorded lengths, or, if these are unknown, in files that are long enough."""
         ends: dict[Place, int] = {}
         # tensors of a model are often divided alike: one proof serves all with the same shape and boxes
         proved: set[tuple[object, ...]] = set()
@@ -175,8 +176,8 @@ class Checkpoint:
         return self.describe(checked)
 
     def describe(self, archives: Iterable[tuple[str, StoredBox]]) -> dict[StoredBox, Strided]:
-        """Return, for each (tensor's name, box) in `archives`, where in its torch.save archive the box's elements lie.
-        Raises CheckpointError if the metadata say otherwise."""
+        """Return a dict from each box in `archives`, an iterable of (tensor's name, box), to where in its file the
+        box's elements lie. Raises CheckpointError if an archive contradicts the metadata."""
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:
             by_file.setdefault(box.file, []).append((name, box))
@@ -191,8 +192,8 @@ class Checkpoint:
 
 
 def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
-    """Return a layout in which `rank` alone holds the bytes saved as `name`. Raises CheckpointError if a tensor was
-    saved under that name."""
+    """Return a layout in which `rank` alone holds the bytes saved as `name`. Raises CheckpointError if the name is
+    missing, or a tensor that is not 1-d and uint8 was saved under it."""
     tensor = checkpoint[name]
     if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
         found = f"{tensor.dtype}{list(tensor.shape)}"

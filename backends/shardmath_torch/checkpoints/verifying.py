@@ -50,7 +50,8 @@ class CheckpointChunks:
                     self.total += count_checksums(box.length)
 
     def mark_touched(self, reads: Iterable[tuple[StoredBox, int, int]]) -> Marks:
-        """Return a flag per chunk: whether `reads` touch it. A read is (box, first byte in it, one past the last)."""
+        """Return a flag per chunk: whether any of `reads` reads a byte of it. A read is (box, its first byte within the
+        box, one past its last)."""
         marks = np.zeros(self.total, bool)
         for box, begin, end in reads:
             first = self._first_numbers.get((box.file, box.start))
@@ -96,8 +97,8 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Divide the checksums to check among the ranks that read each chunk; return a flag per chunk: whether `rank`
-    checks it. Exactly one of the ranks that read a chunk checks it.
+    """Return a flag per chunk: whether `rank` checks its checksum. Exactly one of the ranks that read a chunk checks
+    it.
 
     `packed` has every rank's flags of the chunks that it reads, for `total` chunks.
 

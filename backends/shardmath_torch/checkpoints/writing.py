@@ -93,7 +93,8 @@ class Writer(storage.StorageWriter):
         """Do nothing, as `prepare_local_plan` makes the folder."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the folder, and return `plan` unchanged. Raises CheckpointError if it has pickled objects."""
+        """Remove what a failed save left, make the folder, and return `plan` unchanged. Raises CheckpointError if the
+        plan has pickled objects."""
         self.abandon()
         objects = [item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO]
         if objects:
@@ -121,8 +122,8 @@ class Writer(storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: theirs.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
-        """Write this rank's boxes of tensors into files with temporary names, and return which file and bytes hold each
-        box."""
+        """Write this rank's boxes of tensors into files, under temporary names unless in an object store, and return,
+        as a finished Future, which file and bytes hold each box."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         self._tally.begin(count_bytes(plan.items))
@@ -138,7 +139,8 @@ class Writer(storage.StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
-        """Make this save the folder's current one: rename its data files, then replace the folder's metadata."""
+        """Make this save the folder's current one: rename its data files, then replace `.metadata`, then the index
+        shardmath.json."""
         held = self._claim
         assert held is not None, "a save has begun"
         wrote = [result for by_rank in results for result in by_rank]
@@ -187,7 +189,7 @@ class Writer(storage.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether `checkpoint_id` is a path, or a URL that fsspec serves."""
+        """Whether `checkpoint_id` is a path, or a URL that fsspec serves, and can be written in UTF-8."""
         try:
             _place_to_write(checkpoint_id)
         except CheckpointError:

@@ -63,7 +63,8 @@ RULES: dict[str, Chosen] = {
 
 
 def command(argv: Sequence[str]) -> int:
-    """Show a model's flat buffers as `python -m shardmath buffers` with arguments `argv`; return the exit status."""
+    """Print a model's flat buffers, as `python -m shardmath buffers` does for the arguments `argv`; return the exit
+    status."""
     parser = _make_parser()
     given = parser.parse_args(argv)
     chosen = RULES[given.rule]

@@ -29,7 +29,8 @@ def read_count(text: str) -> int:
 
 
 def run_command(command: str, work: Callable[[], object]) -> int:
-    """Call a command's function `work`, print its error to stderr, and return the exit status."""
+    """Call a command's function `work`; if it raises a ShardError, lacks a package or is interrupted, print that to
+    stderr. Return the exit status."""
     try:
         work()
     except ShardError as error:

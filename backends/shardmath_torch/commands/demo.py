@@ -53,7 +53,8 @@ def _find_package(package: str) -> Path | None:
 
 
 def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
-    """Return whole tensors, by name, from the files that the destination ranks wrote to `folder`."""
+    """Return the whole tensors, by name, assembled by `layouts` from the files that the destination ranks wrote to
+    `folder`."""
     ranks = sorted({rank for layout in layouts.values() for rank in layout.mesh.ranks})
     shards = {rank: load_file(shard_file(folder, rank)) for rank in ranks}
     tensors = {}

@@ -74,7 +74,8 @@ class Progress:
 
 
 class PeerLost(ExchangeError):
-    """The error of a rank whose connection to another rank ended, so that the cause is at the other rank."""
+    """The error of a rank whose exchange with another rank broke in gloo, so that the cause is probably at another
+    rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ def run(
     timeout: float,
     watch: Callable[[Mapping[int, Progress]], None] = lambda progress: None,
 ) -> list[R]:
-    """Run `task` with `argument` on ranks 0..world-1, each in a process, and return their results by rank.
+    """Run `task` with `argument` on ranks 0..world-1, each in a process, and return a list of their results in the
+    order of ranks.
 
     `timeout`, in seconds, bounds every wait inside the group, and how long all ranks may be silent;
     `watch` is called with every rank's progress. Raises the first failing rank's ShardError, or

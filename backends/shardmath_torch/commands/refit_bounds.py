@@ -32,8 +32,8 @@ Holders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds on the bytes of a move: those that each rank receives, those that each rank sends, and those that
-    the busiest rank sends, with the ranks that force this last bound."""
+    """Lower bounds on the bytes of a move without relays: received and sent by each rank, and sent by the busiest rank,
+    with the ranks that force this last bound."""
 
     received: dict[int, int]
     sent: dict[int, int]
@@ -42,8 +42,8 @@ class Bounds:
 
 
 def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
-    """Return lower bounds for moving all tensors from the layouts in `src` to the layouts in `dst`; no layout may be
-    Partial."""
+    """Return lower bounds on the bytes of moving all tensors from the layouts `src` to the layouts `dst` (both by name)
+    without relays; no layout may be Partial."""
     received, demand = _sum_demands(src, dst)
     senders = _list_ranks(src)
     ranks = sorted({*senders, *_list_ranks(dst)})

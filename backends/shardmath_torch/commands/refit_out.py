@@ -48,7 +48,8 @@ def _list_ours(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def reserved(folder: Path) -> Iterator[None]:
-    """Make the folder, and lock it during the `with` block. Raises ShardError if another refit to it runs."""
+    """Make the folder, and lock it during the `with` block. Raises ShardError if that fails, as while another refit to
+    it runs."""
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)

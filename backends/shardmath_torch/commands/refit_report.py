@@ -51,14 +51,15 @@ Watch: TypeAlias = Callable[[Mapping[int, Progress]], None]
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Rows of text under a header; columns of numbers are right-aligned."""
+    """A title, a header and rows of text; columns whose cells begin with digits are right-aligned."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def right(self, column: int) -> bool:
-        """Whether the column has only numbers and empty cells, and so is right-aligned."""
+        """Whether every cell of the column is empty or begins with a digit (after any minus sign), so that the column
+        is right-aligned."""
         for row in self.rows:
             cell = row[column]
             digits = cell.lstrip("-")
@@ -90,11 +91,11 @@ class Screen(Protocol):
         """Write a line of text."""
 
     def table(self, table: TextTable) -> None:
-        """Write a table, with a blank line before it."""
+        """Write a table with its title."""
 
     def progress(self) -> AbstractContextManager[Watch]:
-        """Return a context manager that shows every rank's progress; its value is the function to call with all ranks'
-        progress."""
+        """Return a context manager that shows every rank's progress; its `as` target is a function to call with all
+        ranks' progress, by rank."""
 
 
 def choose_screen() -> Screen:
@@ -193,7 +194,7 @@ def _count_phases(progress: Mapping[int, Progress]) -> float:
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> TextTable:
     """Return a table with a row per group of tensors that match the same two rules (name pattern and layout, for source
-    and destination), the largest group first."""
+    and destination), the group with the most tensors first."""
     groups = _group_by_rules(weights, src, dst)
     rows = []
     for rules in sorted(groups, key=lambda rules: -len(groups[rules])):

@@ -173,7 +173,8 @@ def my_rank() -> int:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """Return the process group of all ranks of `mesh`, or None if none exists and torch cannot make one.
+    """Return the process group of all ranks of `mesh`, if need be a new one, which all ranks make together; None if
+    torch cannot make one.
 
     A mesh of one axis has a group. For a part of a mesh of all ranks, its flattened axes give one:
     all ranks make the groups of all such parts together.
@@ -377,6 +378,6 @@ def identity_of(storage: torch.UntypedStorage) -> int:
 
 
 def storage_start(tensor: Tensor) -> int | None:
-    """Return the file offset of a fake tensor's data, which torch.load noted instead of reading the data; None if
+    """Return the file offset of a fake tensor's storage, which torch.load noted instead of reading the data; None if
     unknown."""
     return tensor.untyped_storage()._checkpoint_offset

@@ -78,7 +78,8 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Return a detached view of the tensor's bits, as integers (words) of the element's size."""
+    """Return a detached view of the tensor's bits as words: integers of the element's size, or complex128 for elements
+    of 16 bytes."""
     return tensor.detach().view(WORDS[tensor.element_size()])
 
 
@@ -109,7 +110,8 @@ def see_words(tensor: Tensor) -> NDArray[Any]:
 
 
 def fold(op: str, into: Tensor, piece: Tensor) -> None:
-    """Set `into` to op(into, piece), in their own type; only complex products need temporary memory."""
+    """Set `into` to op(into, piece), in their own type, for a reduction `op` such as "sum" ("avg" only adds); only
+    complex products need temporary memory."""
     if op in ("sum", "product") and into.dtype in BORROWED:
         signed = BORROWED[into.dtype]
         into = into.view(signed)

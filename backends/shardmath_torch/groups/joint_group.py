@@ -101,7 +101,8 @@ class JointGroup(ProcessGroup):
         return self._open
 
     def close(self) -> None:
-        """Release this rank's connections and store, and cancel messages in flight; other ranks are not affected."""
+        """Announce in the store that this rank leaves, and drop its connections and store; on NCCL, cancel messages in
+        flight. Does not wait for other ranks."""
         channel, self._open = self._open, None
         leave, self._leave = self._leave, None
         if channel is not None and self.backend == "nccl":
@@ -131,7 +132,8 @@ for _name in DELEGATED:
 
 
 def list_joint() -> list[JointGroup]:
-    """Return the joint groups of this process that are alive."""
+    """Return a list of the joint groups (groups across jobs) of this process that still exist as objects, even
+    disconnected ones."""
     return list(_alive)
 
 

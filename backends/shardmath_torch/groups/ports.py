@@ -11,7 +11,7 @@ __all__ = ["find_listened_ports"]
 
 
 def find_listened_ports() -> set[int]:
-    """Return TCP ports on which this process listens; none if the system does not list open files."""
+    """Return the set of TCP ports on which this process listens; it is empty if the system does not list open files."""
     ports = set()
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):

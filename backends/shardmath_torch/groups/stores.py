@@ -26,7 +26,8 @@ _idle: WeakKeyDictionary[Store, socket.socket | None] = WeakKeyDictionary()
 
 
 def apart_from(store: Store) -> Store:
-    """Return the store through a second connection, since torch's is locked while a call on it waits.
+    """Return a second connection to the store, the same at each call, since torch's is locked while a call on it waits;
+    the store itself if it cannot be cloned.
 
     The first call connects, and waits until the store answers. Raises as `check_served` does.
     """
@@ -50,7 +51,8 @@ def connect_anew(store: Store) -> Store:
 
 
 def check_served(store: Store) -> None:
-    """Raise RuntimeError if the process that serves the key-value store has ended."""
+    """Raise RuntimeError if the process that serves the key-value store has ended since the first check of this
+    store."""
     if store not in _idle:
         _idle[store] = _connect(store)
     connection = _idle[store]

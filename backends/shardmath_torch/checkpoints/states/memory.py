@@ -162,7 +162,8 @@ def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
 
 
 def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
-    """Yield each pair of different regions of memory that share a byte, among the regions that `tensors` occupy."""
+    """Yield each pair of different `MemorySpot`s (address range, shape, strides, dtype) of `tensors` that share a byte;
+    another view of the same bytes is a different spot. A pair for which that takes too long to tell is yielded, too."""
     # By spot, so that a tensor that thousands of parameters share is compared once.
     by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
@@ -184,6 +185,6 @@ def _reaches(spot: MemorySpot, later: MemorySpot) -> bool:
 
 
 def find_crowded(tensors: Iterable[Tensor]) -> set[MemorySpot]:
-    """Return those regions of memory that share a byte with another, different region, among the regions that `tensors`
-    occupy."""
+    """Return the `MemorySpot`s (address range, shape, strides, dtype) of `tensors` that share a byte with a different
+    one of them, such as another view of the same bytes."""
     return {spot for pair in find_meetings(tensors) for spot in pair}

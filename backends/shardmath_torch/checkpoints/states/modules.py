@@ -289,7 +289,7 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
     """Gather every rank's local shapes of the DTensors in `tensors`, and return a function (`Ask`) that gives them as
-    tensor name -> rank -> shape. Returns None if there is nothing to gather.
+    tensor name -> rank -> shape. Returns None without such tensors, or without a process group.
 
     It also gathers the boxes of checkpointable tensors.
 
@@ -346,8 +346,8 @@ def _ask_renamed(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
 
 
 def check_slots(model: Model) -> None:
-    """Raise CheckpointError if a tensor of `model` cannot be written to, or shares memory with another tensor without
-    being the same one.
+    """Raise CheckpointError if a tensor of `model` cannot be written to, or overlaps another in memory and is not the
+    same view of it.
 
     Slots that are one tensor are allowed, and take one value (`check_one_value`); disjoint views of a buffer are, too.
     """
@@ -366,8 +366,8 @@ def check_slots(model: Model) -> None:
 
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Raise CheckpointError if two names are one tensor in the module, as with tied weights, but `found` (the loaded
-    tensors by name) has different values for them.
+    """Raise CheckpointError if two tensors of `model` are the same memory, but have different values in `found`, the
+    loaded tensors by name.
 
     Names in `found` have the prefix `prefix`.
     """

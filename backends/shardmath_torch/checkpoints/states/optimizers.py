@@ -101,15 +101,15 @@ class OptimizerState(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """Other ranks' reports on parameters that are not on this rank: descriptions (entries) of their optimizer state,
-    and the groups that they are in."""
+    """Reports on parameters that only some ranks hold: descriptions (entries) of their optimizer state, by the
+    parameter's name, and the parameter groups that they are in."""
 
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return the options (such as the learning rate) for each parameter that other ranks reported: parameter's name
-        -> options of its group."""
+        """Return a dict from the name of each reported parameter to the options, such as the learning rate, of its
+        parameter group."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups:
             found |= dict.fromkeys(group.parameters, group.options)
@@ -148,8 +148,8 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
 def find_all_groups(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere
 ) -> list[ParameterGroup]:
-    """Return the parameter groups of this rank's optimizers, and further groups for the parameters that only other
-    ranks' optimizers have (`elsewhere`).
+    """Return a list of the parameter groups of this rank's optimizers, then of groups for parameters that, by the
+    reports in `elsewhere`, only other ranks' optimizers have.
 
     The latter have empty state.
 
@@ -169,7 +169,7 @@ def find_all_groups(
 
 
 def hold(given: Optimizers) -> Optimizers:
-    """Return the optimizers `given` so that they can be iterated again: an iterator is turned into a tuple."""
+    """Return `given`, or a tuple of its optimizers if it is an iterator, so that it can be iterated more than once."""
     return tuple(given) if isinstance(given, Iterator) else given
 
 
@@ -234,15 +234,15 @@ def _explain_stray(model: Model, key: object) -> str:
 
 
 def is_here(model: Model, name: str) -> bool:
-    """Whether this rank is on the mesh over which the parameter `name` is divided."""
+    """Whether this rank is on the mesh of the layout that the parameter `name` has in `model`."""
     return rank_or_0() in model.slots[name].layout.mesh
 
 
 def describe_optimizers(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
-    """Return the state that `optimizer` has of the module's parameters: state tensors with layouts, a description
-    (entry) of each state item, and the groups.
+    """Return the state of `optimizer` (one or several) for the parameters of `model`: state tensors with layouts, a
+    description (entry) of each state item, and the parameter groups.
 
     `elsewhere` has other ranks' reports on parameters that are not on this rank; their state has empty tensors here.
 
@@ -333,8 +333,8 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `parameter` is divided over ranks, and `entry`, which describes its optimizer state
-    `key`, does not tell how that state is divided."""
+    """Raise CheckpointError if `parameter` may be divided over ranks (a DTensor, or checkpointable), and `entry`, which
+    describes its optimizer state `key`, does not tell how that state is divided."""
     match entry:
         case Own(shape=shape):
             is_known = not shape

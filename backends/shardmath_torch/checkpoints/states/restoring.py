@@ -63,8 +63,8 @@ __all__ = [
 
 
 class ReadJob(NamedTuple):
-    """A tensor to read from a checkpoint: its name in the module or optimizer, its name in the checkpoint, its layout,
-    and the function that stores it."""
+    """A read from a checkpoint: the tensor's name here and in the checkpoint, its layout (None for bytes), and the
+    function that puts it into the module or optimizer."""
 
     here: str
     there: str
@@ -155,8 +155,8 @@ def _keeps_memory(held: Tensor, free: frozenset[MemorySpot]) -> bool:
 
 
 def check_fillable(goals: Iterable[Goal]) -> None:
-    """Raise CheckpointError if an optimizer keeps its state, or a parameter's state, in anything but a mutable mapping:
-    nothing could be restored into it."""
+    """Raise CheckpointError if an optimizer in `goals` keeps its state, or the nonempty state of a parameter, in
+    anything but a mutable mapping: nothing could be restored into it."""
     for goal in goals:
         optimizer = goal.group.optimizer
         held = [optimizer.state, *(values for _, _, values in goal.group.states() if values)]
@@ -191,8 +191,8 @@ def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
 def list_state_jobs(
     goals: Sequence[Goal], model: Model, stored: Mapping[str, str], free: Free
 ) -> Iterator[ReadJob]:
-    """Yield the reads (`ReadJob`) that restore optimizer state: one for each saved state tensor of the parameter groups
-    in `goals`."""
+    """Yield a read (`ReadJob`) for each saved state tensor of the parameter groups in `goals`; `stored` maps
+    parameters' names here to their names in the checkpoint."""
     for goal in goals:
         for name, entries in goal.entries.items():
             for key, entry in entries.items():
@@ -266,8 +266,8 @@ class OptionsPlan(NamedTuple):
 
 
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
-    """Plan how to restore the options of the parameter groups in `goals`: overwrite tensors among the options in place,
-    unless that would change another value."""
+    """Return the assignments and copies that restore the options of the parameter groups in `goals`: tensors among the
+    options are overwritten in place, unless that would change another value."""
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():
@@ -398,8 +398,8 @@ def restore(
     options: OptionsPlan,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Write the loaded `tensors` and the optimizers' `options` into the module and its optimizers, then call the
-    modules' `set_extra_state`.
+    """Write the loaded `tensors` and the planned `options` into the module and its optimizers, drop optimizer state
+    that the checkpoint lacks, then call the modules' `set_extra_state`.
 
     A module's set_extra_state may look at its weights, and may raise.
     """

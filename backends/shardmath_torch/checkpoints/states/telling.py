@@ -47,8 +47,8 @@ __all__ = ["advise", "tell_among_meshes", "tell_names", "tell_state"]
 
 
 def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Gather and return the optimizer state's descriptions (entries), and the parameter groups, of parameters that only
-    some ranks of `group` hold. The first rank that holds a parameter reports it.
+    """Gather and return reports on parameters that only some ranks of `group` hold: descriptions (entries) of their
+    optimizer state, and their parameter groups. The first rank that holds a parameter reports it.
 
     Collective over the group if there are such parameters. Raises CheckpointError on every rank for what
     `describe_optimizers` does.
@@ -59,8 +59,8 @@ def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) 
 
 
 def tell_names(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Gather and return the names of optimizer parameters that only some ranks of `group` hold, in parameter groups
-    without options. The first rank that holds a parameter reports it."""
+    """Gather and return the names of the optimizers' parameters that only some ranks of `group` hold, as parameter
+    groups without options. The first rank that holds a parameter reports it."""
     ranks = (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
     firsts = _find_firsts(model, ranks)
     return _gather_reports(firsts, partial(_report_names, model, optimizer, firsts), group)

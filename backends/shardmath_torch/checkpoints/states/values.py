@@ -78,7 +78,8 @@ class Kinded(NamedTuple):
 
 
 def plain_of(value: object) -> object:
-    """Return the value of an Enum member, the plain tuple of a namedtuple, or any other `value` itself."""
+    """Return the value of an Enum member, or the plain tuple of a namedtuple; any other `value` is returned
+    unchanged."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -237,8 +238,8 @@ def _decode_number(dtype: str, number: float) -> object:
 
 
 def rebuild(like: object, items: object) -> Any:
-    """Return a list, tuple, namedtuple or Enum of the same class as `like`, made of `items`. Raises whatever the class
-    raises for such items."""
+    """Return a list, tuple, namedtuple or Enum member of the same class as `like`, made of `items` (for an Enum, its
+    value). Raises whatever the class raises for such items."""
     kind: Any = type(like)
     # the class of a namedtuple takes its items one by one
     make = getattr(kind, "_make", kind)
@@ -305,8 +306,8 @@ class Extra(NamedTuple):
 
 
 def pack_extra(module: nn.Module, name: str, value: object) -> Extra:
-    """Return the extra state `value` of `module` as bytes, with its kind. Raises CheckpointError, with `name`, if it is
-    not bytes."""
+    """Return the extra state `value` of `module` as bytes, with its kind. Raises CheckpointError, with `name`, unless
+    it is bytes, a BytesIO, a 1-d tensor of uint8, or None."""
     kind = _kind_of(value)
     if kind is None:
         what = f"extra state {name!r} is of type {type(value).__name__}, but must be bytes"

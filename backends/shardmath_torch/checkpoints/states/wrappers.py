@@ -178,8 +178,8 @@ def _get_own_dict(value: object) -> dict[str, object]:
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError if `optimizer` keeps state that would be lost if only its `state` and `param_groups` were
-    saved.
+    """Raise CheckpointError if `optimizer`, or one inside it, has state that could not be restored, or would be lost if
+    only `state` and `param_groups` of all optimizers in `given` (itself included) were saved.
 
     It raises for an optimizer that has inner optimizers with separate state that are not `given`, for one that makes
     its state again at each access, and if the state dict of the optimizer, or of an inner one that shares its state,

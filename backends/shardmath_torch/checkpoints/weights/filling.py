@@ -60,7 +60,7 @@ class _Weights(NamedTuple):
     quantized: dict[str, QuantizedRead]
 
     def add(self, read: QuantizedRead) -> None:
-        """Add a quantized tensor, to be read as data and scales."""
+        """Add the data and the scales of a quantized tensor (`read`) to the tensors to read."""
         self.quantized[read.name] = read
         self.layouts.update(read.reads())
         self.stored[read.key] = read.stored_scales

@@ -71,7 +71,8 @@ def check_format(format: object) -> None:
 
 
 def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
-    """Return the stored name of the scales of the tensor `stored`; None if it has no scales."""
+    """Return the stored name of the scales of the tensor `stored`; None if it has none, or is not of dtype int8, uint8,
+    FP8 or FP4."""
     dtype = checkpoint[stored].dtype
     # int8 is not in a format; its scales are found so that it is not loaded without them.
     if dtype != "int8" and not has_same_bytes("uint8", dtype):

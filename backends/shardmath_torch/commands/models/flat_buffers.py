@@ -202,8 +202,8 @@ def state_views(
 def views(
     store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return this rank's local tensors of `layouts`, by local name, as detached views of its flat `arrays`, at the
-    positions that `store` gives.
+    """Return the local tensors that `rank` has of `layouts`, by local name, as detached views of its flat `arrays`, at
+    the positions that `store` gives.
 
     A single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises
     StoreError for an array that is missing, too short, not flat, or of another dtype.

@@ -64,7 +64,8 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class Unstack(NamedTuple):
-    """A rule: a tensor of shape (E, ...) whose name ends in `stacked` is split into E tensors per name in `parts`.
+    """A rule for a tensor whose name ends in `stacked`: it is split into a tensor per expert (dimension 0) and name in
+    `parts`, or only renamed.
 
     Dimension 0 is the expert {e}, and dimension 1 is divided evenly among the parts. A part without
     {e} is another name for the unchanged tensor.

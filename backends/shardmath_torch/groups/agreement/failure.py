@@ -77,7 +77,8 @@ class Report:
 
 
 def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) -> int | None:
-    """Return the rank that failed first, given which rank blames which; None if that cannot be told.
+    """Return the rank that failed first, judged from `blamed`, which tells the rank that each rank blames; None if no
+    rank is suspect.
 
     `blamed` maps each rank that reported to the rank it blames; `ranks` are all of the group.
 
@@ -125,8 +126,8 @@ class FailureDetector:
         return self._judge(own_report)
 
     def report(self, own_report: Report, let_go: Callable[[], None]) -> threading.Thread:
-        """Write this rank's failure report to the store, then call `let_go` to close connections; return the thread
-        that reads the other ranks' reports."""
+        """Start and return a thread that writes this rank's failure report to the store and reads the other ranks';
+        once the report is written, or soon after, call `let_go` to close connections."""
         reported = threading.Event()
         reporting = threads.start(lambda: self._exchange_reports(own_report, reported))
         if self.store is not None:

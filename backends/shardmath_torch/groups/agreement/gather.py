@@ -45,7 +45,8 @@ _T = TypeVar("_T")
 
 
 def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[_T]:
-    """Return every rank's object `mine`, in the order of the group's ranks, within the group's time limit.
+    """Send the object `mine` to all ranks, and return a list of all ranks' objects in the order of the group's ranks,
+    within the group's time limit.
 
     `what` names the call and must be equal on all ranks. Raises ExchangeError if a rank is gone, does
     not call, or makes another call.

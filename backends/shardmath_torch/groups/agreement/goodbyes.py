@@ -115,7 +115,8 @@ class Goodbyes:
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Return which ranks left mover `key` before its vote `number`, and why, in words; "" if none did.
+        """Return, in words, which other ranks left mover `key` or the group before vote `number`, and why the first of
+        them did; "" if none did.
 
         A `blamed` rank, whose connection ended, counts too if it left any mover since the previous vote.
         """

@@ -50,8 +50,8 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Return words for an error at `rank`: which tensor it had to send or receive (`tensor`, or if None, the first that
-    it moves by the plan `given`)."""
+    """Return words for an error about `rank`: which tensor it had to send or receive. That is `tensor`, or if None, the
+    first one that it moves by the plan `given`."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:

@@ -135,8 +135,8 @@ class Party:
         self.turns.host = next((rank for rank, ballot in voted if ballot.serves_store), None)
 
     def gather(self, record: bytes) -> list[bytes]:
-        """Return every rank's `record` (bytes, equally many on all ranks); counts as a vote without objections. Raises
-        PeerFailure."""
+        """Return a list of every rank's `record`, bytes of the same length on all ranks; counts as a vote without
+        objections. Raises PeerFailure."""
         self._begin()
         records = self.wire.gather(record)
         self.turns.agreed()
@@ -265,7 +265,8 @@ class Party:
             raise
 
     def answer_for(self, act: Callable[[], None]) -> None:
-        """Run `act`, for which other ranks wait; if it raises, raise PeerFailure that blames this rank."""
+        """Run `act`, for which other ranks wait; turn any error but a PeerFailure into a PeerFailure that blames this
+        rank."""
         try:
             act()
         except PeerFailure:

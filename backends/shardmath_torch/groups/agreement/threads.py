@@ -46,7 +46,7 @@ _bells: weakref.WeakSet[threading.Event] = weakref.WeakSet()
 
 
 def start(act: Callable[[], None]) -> threading.Thread:
-    """Start a thread that runs `act`, which handles its own errors."""
+    """Start and return a daemon thread that runs `act`, which must handle its own errors."""
     thread = threading.Thread(target=act, daemon=True)
     _started.add(thread)
     thread.start()

@@ -24,7 +24,8 @@ TRANSPORTS = {"gloo": "shardmath_gloo", "nccl": "shardmath_nccl"}
 
 
 def package_of(group: compat.Group) -> ModuleType:
-    """Return the transport package for the group's backend, such as shardmath_gloo. Raises ExchangeError if none is."""
+    """Return the transport package for the group's backend, such as shardmath_gloo. Raises ExchangeError for a backend
+    other than gloo and NCCL."""
     backend = compat.backend_of(group)
     if backend not in TRANSPORTS:
         known = " or ".join(map(repr, TRANSPORTS))

@@ -205,11 +205,12 @@ class Turns:
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank has begun to vote, so that other ranks may wait for it."""
+        """Whether this rank has begun an operation in which other ranks may wait for it, or it for their decision."""
         return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
-        """Raise ExchangeError if two live threads are called `name`, under which ranks pair their calls."""
+        """Reserve `name`, under which ranks pair their calls, for the calling thread. Raises ExchangeError if another
+        live thread uses that name."""
         current = threading.current_thread()
         self._names = {known: ref for known, ref in self._names.items() if _is_alive(ref())}
         owner = self._names.setdefault(name, weakref.ref(current))()
@@ -391,7 +392,8 @@ def turns_of(group: Group) -> Turns:
 
 
 def in_thread(given: str | None) -> str:
-    """Return " in thread NAME", for the name `given` or the calling thread's; "" in the main thread."""
+    """Return words that name a thread, " in thread NAME", by the name `given` or else for the calling thread; "" for
+    the main thread."""
     # Autograd's threads are not Python's, and have no names.
     if given is None and _is_thread_of_autograd():
         return " in a thread of autograd"

@@ -125,7 +125,8 @@ def _of_name(store: Store, name: str) -> Store:
 def call_off(
     where: str | Store, rank: int, why: str, *, name: str, timeout: float = DEFAULT_TIMEOUT_S
 ) -> None:
-    """Make present and later calls of `connect` by this `name` in the store `where` raise ExchangeError with `why`.
+    """Make calls of `connect` by this `name` in the store `where`, both waiting ones and later ones, raise
+    ExchangeError with the text `why`.
 
     Call it from another thread of the process that has this rank. Groups that are connected already are not touched.
     Raises ExchangeError if the store does not answer within `timeout` seconds.

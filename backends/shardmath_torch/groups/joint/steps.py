@@ -49,14 +49,14 @@ _T = TypeVar("_T")
 
 
 class Read(NamedTuple):
-    """A step to do on the store: read the text under `key`; the answer is that text, or None."""
+    """A request (step) to read the text stored under `key`; the answer is that text, or None if there is none."""
 
     key: str
 
 
 class Swap(NamedTuple):
-    """A step to do on the store: write `new` if the text under `key` is `old` (None: no text); the answer is the text
-    after that."""
+    """A request (step) to store `new` under `key` if the text there is `old` (None: no text); the answer is the text
+    that is then there."""
 
     key: str
     old: str | None
@@ -64,7 +64,7 @@ class Swap(NamedTuple):
 
 
 class Add(NamedTuple):
-    """A step to do on the store: append a line break and `line` to the text under `key`; a missing text counts as
+    """A request (step) to append a line break and `line` to the text stored under `key`; a missing text counts as
     empty."""
 
     key: str
@@ -72,14 +72,14 @@ class Add(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """A step to do on the store: remove the text under `key`, if there is one."""
+    """A request (step) to remove the text stored under `key`, if there is one."""
 
     key: str
 
 
 class Purge(NamedTuple):
-    """A step to do on the store: remove the text under `key`, and all texts whose keys begin with `key` and a slash. No
-    other group may use such keys."""
+    """A request (step) to remove the text stored under `key`, and, if the store can list its keys, all texts whose keys
+    begin with `key` and a slash. No other group may use such keys."""
 
     key: str
 
@@ -103,7 +103,8 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 
 
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
-    """Do all `steps` on the store, at the latest until the time `until`, and return the generator's result.
+    """Carry out the requests of the generator `steps` on the store, and return the generator's result. From the time
+    `until` on, a Pause is answered with LATE.
 
     Raises the steps' exceptions, RuntimeError if the store is lost, and an interrupt once the steps have undone theirs.
     """

@@ -110,7 +110,8 @@ class CommitBlock:
 
     @property
     def timeout(self) -> float:
-        """The seconds to wait for all ranks at the block's end: the longest timeout of its movers."""
+        """The seconds to wait for all ranks at the block's end: the longest timeout of its movers, or 60 without
+        movers."""
         return max(self._timeouts, default=DEFAULT_TIMEOUT_S)
 
     def close(self) -> None:
@@ -157,7 +158,8 @@ _this_thread = _ThreadBlocks()
 
 
 def block_of(group: compat.Group) -> CommitBlock | None:
-    """Return the group's `commit` block that the calling thread is in, if any. Raises ExchangeError if it failed."""
+    """Return the group's `commit` block that the calling thread is in; None if it is in none. Raises ExchangeError if a
+    call in the block failed."""
     block = _this_thread.blocks.get(group)
     if block is not None and block.was_refused:
         raise ExchangeError(

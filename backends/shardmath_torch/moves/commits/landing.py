@@ -116,8 +116,8 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Add to an error in the `with` block that breaks the group, and to all later errors, what state this rank's
-        destinations are in."""
+        """Add the state of this rank's destinations (old, new, or perhaps torn) to an error in the `with` block that
+        breaks the group, and to all later errors of such blocks."""
         was_broken = turns.broken
         former = self.standing.version
         try:

@@ -54,13 +54,15 @@ class Shadows:
         )
 
     def select(self, tensors: Tensors) -> Tensors:
-        """Return the tensors that have shadows (staging copies), by key; `tensors` itself if all do."""
+        """Return a dict of the `tensors` that have shadows (staging copies), by key; `tensors` itself if all have
+        one."""
         if tensors.keys() <= self._shapes.keys():
             return tensors
         return {key: tensor for key, tensor in tensors.items() if key in self._shapes}
 
     def receive_into(self, dst: Tensors) -> Tensors:
-        """Return the shadows for the tensors `dst`; allocate them if `dst` is on another device than the last time."""
+        """Return the shadows for the tensors `dst`, by key; allocate them if `dst` is on another device than the last
+        time, or after `let_go`."""
         devices = {tensor.device for tensor in dst.values()}
         if devices and {self._device} != devices:
             # First release the old shadows, since both may not fit.
@@ -77,8 +79,8 @@ class Shadows:
         self._device = None
 
     def pair(self, dst: Tensors, held: bool = False) -> list[Pair]:
-        """Return (view of a destination, view of its shadow) pairs for the tensors `dst`: at the commit, each shadow is
-        copied into its destination.
+        """Return a list of (view of a destination, view of its shadow) pairs for the tensors `dst`: at the commit, each
+        shadow is copied into its destination.
 
         If `held`, the pairs are kept for later calls with the same mapping.
         """

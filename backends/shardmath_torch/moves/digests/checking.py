@@ -37,8 +37,8 @@ Tensors = Mapping[str, Tensor]
 
 
 def check_checkable(check: object, plan: Movable) -> None:
-    """Raise ExchangeError if `check` is unknown, or if the plan changes the content, so that the destination cannot be
-    compared with the source."""
+    """Raise ExchangeError if `check` is neither None nor "digest", or is given for a plan whose destination differs
+    from its source in content, such as a reduction."""
     if check is None:
         return
     if not isinstance(check, str) or check != "digest":
@@ -83,7 +83,8 @@ class Check:
         self._shares += self._dst.list_shares()
 
     def compare(self, party: Party) -> str:
-        """Return the error text for tensors that changed or arrived wrong, the same on all ranks; "" if none did.
+        """Return the error text, the same on all ranks, for the first tensor that changed, arrived wrong or has unequal
+        replicas; "" if there is none.
 
         Raises PeerFailure.
         """

@@ -80,7 +80,7 @@ def count_shares(side: Mapping[str, Windows], rank: int) -> int:
 
 def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int]]) -> AllShares:
     """Divide each rank's shares (numbers that are summed into a digest) among the tensors of `side`; return them as
-    tensor name -> rank -> list. `unread` has each rank's numbers for all tensors in one sequence."""
+    tensor name -> rank -> list. Takes the next numbers of each rank's iterator in `unread`."""
     by_name: AllShares = {}
     for name, windows in side.items():
         by_rank = {}
@@ -93,7 +93,8 @@ def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int
 def gather_numbers(
     party: Party, own_numbers: Sequence[int], counts: Mapping[int, int]
 ) -> dict[int, list[int]]:
-    """Return every rank's `own_numbers`, by rank; `counts` has the length of each rank's list. Raises PeerFailure."""
+    """Gather every rank's `own_numbers`, and return them as rank -> list; `counts` has the length of each rank's list.
+    Raises PeerFailure."""
     # Records of one size: shorter ones are padded.
     nbytes = 8 * max(counts.values(), default=0)
     record = np.array(own_numbers, np.int64).tobytes().ljust(nbytes, b"\0")

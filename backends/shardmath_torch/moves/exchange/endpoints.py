@@ -102,7 +102,7 @@ def select(tensor: Tensor, view: StridedView) -> Tensor:
 
 
 def join(views: Sequence[StridedView]) -> StridedView | None:
-    """Join views that follow each other in memory into one contiguous view; None if they do not."""
+    """Join contiguous views that follow each other in memory into one contiguous view; return None for other views."""
     first = views[0]
     end = first.offset
     for view in views:
@@ -127,7 +127,8 @@ def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRoun
 
 
 def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[BoundRound, ...]:
-    """Return the rounds without sends to the ranks in `gone`; other messages keep their parts of staging."""
+    """Return the rounds without sends to the ranks in `gone`, and without rounds that this leaves empty; other messages
+    keep their parts of staging."""
     remaining = []
     for bound in rounds:
         sends = [end for end in bound.sends if end.message.dst_rank not in gone]
@@ -137,8 +138,8 @@ def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[Bou
 
 
 def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
-    """Return `rounds` with each piece of a message (one transfer) of at least `nbytes` as a separate message; unchanged
-    if `nbytes` is None."""
+    """Return `rounds` with their sends and receives split, so that each transfer of at least `nbytes` is a separate
+    message; unchanged if `nbytes` is None."""
     if nbytes is None:
         return tuple(rounds)
     return tuple(_separate_large_pieces(whole, nbytes) for whole in rounds)
@@ -163,7 +164,7 @@ def _split_message(message: Message, nbytes: int) -> Iterator[Message]:
 
 
 def count_staging_bytes(rounds: Iterable[BoundRound]) -> int:
-    """Return the bytes of staging memory of the round that needs the most."""
+    """Return how many bytes of staging memory the round that needs the most takes."""
     most = 0
     for bound in rounds:
         for endpoint in (*bound.receives, *bound.sends):

@@ -64,7 +64,7 @@ class Exchange:
 
     @property
     def staging_bytes(self) -> int:
-        """The bytes of the group's staging memory that a move needs."""
+        """The bytes of the group's staging memory that a move needs; 0 before `prepare`."""
         return self._needed_bytes
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool = False) -> None:
@@ -94,7 +94,8 @@ class Exchange:
         self._held_tensors = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
-        """Return a copy of the engine for `task`, on the same tensors, without sends to the ranks in `gone`.
+        """Return a copy of the engine for `task`, on the same tensors, without sends to the ranks in `gone`. It takes
+        over this engine's free staging memory.
 
         Raises torch's error if memory is short.
         """

@@ -78,7 +78,8 @@ def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
 
 
 def by_key(want: Wanted, given: Local) -> Tensors:
-    """Return the tensors `given` for a side as a dict by name, with tensor subclasses replaced by plain tensors.
+    """Return the tensors `given` for one side as a dict by name, after comparing the names with `want`; subclasses
+    become plain tensors, except Parameters and classes with separate kernels.
 
     Raises ExchangeError for names that are missing or unknown.
     """
@@ -146,7 +147,8 @@ def _list_names(keys: Mapping[str, object]) -> str:
 
 
 def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> None:
-    """Raise ExchangeError for the first tensor of a side that does not match its layout, or is not on `device`."""
+    """Raise ExchangeError for the first of one side's `tensors` that a move cannot take: of another shape or dtype than
+    in `want`, not on `device` (if given), or without plain memory."""
     for key, (shape, layout) in want.tensors.items():
         label = _label(want.side, key)
         tensor = tensors[key]
@@ -215,7 +217,8 @@ def check(
     device: torch.device,
     apart: bool = True,
 ) -> None:
-    """Raise ExchangeError for the first tensor that does not fit its layout, or that shares memory with another tensor.
+    """Raise ExchangeError for the first tensor that does not fit its layout or is not on `device`, and for a
+    destination that shares memory with itself or another tensor.
 
     Source and destination may share memory unless `apart`.
     """
@@ -295,7 +298,8 @@ def witness(*given: Local) -> Callable[[], str]:
 
 
 def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object]]:
-    """Return a value that stays equal while the tensors keep their addresses, shapes, strides and dtypes."""
+    """Return two lists of facts on the source and destination tensors, which stay equal while these keep their
+    addresses, shapes, strides and dtypes."""
     src, dst = given
     return _sign_memory(src), _sign_memory(dst)
 

@@ -30,7 +30,8 @@ __all__ = ["has_own_kernels", "mark_written", "missing_memory", "plain", "reach"
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a plain tensor on the same memory; the tensor itself if its subclass has its own kernels."""
+    """Return a plain tensor on the same memory; a Parameter, and a tensor whose class has separate kernels, are
+    returned unchanged. Waits for the result of an asynchronous collective."""
     if type(tensor) in (Tensor, Parameter):
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):

@@ -28,8 +28,8 @@ __all__ = ["StagingBlock", "Staging", "staging_of"]
 
 @dataclass(eq=False)
 class StagingBlock:
-    """A block of staging memory, and a CUDA event that completes when the block's last use ends; None on the CPU and
-    before the first use."""
+    """A block of staging memory, with a CUDA event (None on the CPU, and before the first use) that completes when the
+    block's last use ends."""
 
     memory: Tensor
     used: torch.cuda.Event | None = None
@@ -46,7 +46,8 @@ class Staging:
         self._abandoned_memory: list[Tensor] = []
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that a staging block of `nbytes` is free. Raises torch's error if memory is short."""
+        """Make sure that a staging block of at least `nbytes` is free, if need be by replacing a smaller one. Raises
+        torch's error if memory is short."""
         self._free_blocks.append(self._take(nbytes))
 
     def take_over(self, other: Staging) -> None:
@@ -71,7 +72,8 @@ class Staging:
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[StagingBlock]:
-        """Lend a staging block of at least `nbytes` for the duration of the `with` block."""
+        """Lend a staging block of at least `nbytes` for the `with` block; after an exception in it the memory is never
+        lent again."""
         block = self._take(nbytes)
         try:
             if block.used is not None:

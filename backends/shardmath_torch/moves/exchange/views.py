@@ -40,7 +40,8 @@ MOST_PIECES = 1 << 17
 
 
 class Typed:
-    """Views of tensors as bits and in their own types, each made when it is first used."""
+    """Tensors by name, seen through views that are made at their first use: as bits, in a dtype that torch copies
+    exactly, or in their own dtype."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -107,8 +108,8 @@ class Staged:
         self._view_count = 0
 
     def find(self, endpoint: Endpoint, like: Iterable[Tensor]) -> list[Tensor]:
-        """Return a view of staging memory for each piece of the message at `endpoint`, with the dtypes of the tensors
-        in `like`."""
+        """Return a list with a view of staging memory for each piece of the message at `endpoint`, in the dtype of its
+        tensor in `like`."""
         views = self._pieces.get(id(endpoint))
         if views is None:
             message = endpoint.message

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 def keep(given: _T) -> _T | dict[Any, Any]:
-    """Return a copy of `given` if it is a mapping; anything else unchanged."""
+    """Return a copy, as a dict, of `given` if it is a mapping; anything else unchanged."""
     # A mapping that cannot be copied is rejected when ranks vote.
     with suppress(Exception):
         if isinstance(given, Mapping):
@@ -84,7 +84,8 @@ class Call(NamedTuple):
         return self.timeout if is_time(self.timeout) else None
 
     def keep(self) -> Call:
-        """Return a copy of the call, which later changes to the caller's mappings do not affect."""
+        """Return the call with copies of its mappings of tensors (not of the tensors), so that later changes to the
+        mappings do not matter; the call itself if `held`."""
         if self.held:
             return self
         return self._replace(src=keep(self.src), out=keep(self.out))
@@ -108,7 +109,8 @@ class Checked(NamedTuple):
 
 
 def check_call(call: Call, plan: Movable, in_block: bool) -> None:
-    """Raise ExchangeError if `call` has invalid arguments for the plan or, if `in_block`, for a `commit` block."""
+    """Raise ExchangeError if an option of `call`, such as its timeout or `check`, is invalid for the plan or, if
+    `in_block`, for a `commit` block. Its tensors are not checked here."""
     if not (call.timeout is None or is_time(call.timeout)):
         raise ExchangeError(word_bad_time(call.timeout))
     if not isinstance(call.acknowledge, bool):

@@ -24,7 +24,8 @@ __all__ = ["Arrived", "Carrier", "Whole", "make_shadows"]
 
 
 class Arrived(NamedTuple):
-    """The tensors that have arrived, by name, and a repeatable function that copies them into the destinations."""
+    """The tensors that have arrived, by name, and a repeatable function that copies them into the destinations, unless
+    they arrived there."""
 
     tensors: Tensors
     put: Callable[[], None]

@@ -75,7 +75,8 @@ MakeCarrier: TypeAlias = Callable[[Task, Engine, Shadows | None], Carrier]
 
 
 def make_whole(task: Task, engine: Engine, shadows: Shadows | None) -> Whole:
-    """Return the carrier that moves all bytes of `task` in each move, by `engine`."""
+    """Return the carrier that moves all bytes of `task` in each move, by `engine`, into `shadows` (memory next to the
+    destinations) if given."""
     return Whole(task.part, engine, shadows)
 
 

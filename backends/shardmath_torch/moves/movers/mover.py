@@ -97,7 +97,8 @@ class Mover(Leaving):
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of staging, for messages that cannot be sent or received in place; 0 before the first move.
+        """Number of bytes of staging memory, which holds messages that cannot be sent or received in place; 0 before
+        the first move.
 
         The group's movers share this memory.
         """
@@ -105,12 +106,14 @@ class Mover(Leaving):
 
     @property
     def shadow_bytes(self) -> int:
-        """Bytes of memory next to this rank's destinations, kept from the first move on; 0 without commit="all"."""
+        """Number of bytes of memory next to this rank's destinations, which is allocated by the first move; 0 without
+        commit="all"."""
         return self._carrier.shadow_bytes
 
     @property
     def version(self) -> int:
-        """Number of moves committed and in place on this rank, equal on all ranks except a rank that is `in_doubt`.
+        """Number of moves committed and in place on this rank; equal on all ranks, except on one that is `in_doubt` or
+        `torn`, or has joined by a replan and not moved yet.
 
         Always 0 without commit="all".
         """
