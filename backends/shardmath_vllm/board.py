@@ -49,7 +49,8 @@ LATER_S = 2 * HEARD_S
 
 @dataclass(frozen=True)
 class Board:
-    """The messages in `store` through which ranks coordinate weight updates; this rank has number `place` of `size`.
+    """The messages in the key-value store `store` through which ranks of a trainer and its engines coordinate updates;
+    this rank has number `place` of `size`.
 
     The trainer's ranks have the first places.
     """
@@ -97,7 +98,8 @@ class Board:
     def finish(
         self, what: str, act: Callable[[], None], find_failure: Callable[[], str] = str
     ) -> None:
-        """Run the last step of an update, like `relay`; the first rank also waits until others have read the result.
+        """Run the last step of an update, like `relay`; the first rank also waits until the trainer's other ranks have
+        read the result.
 
         `find_failure()` returns at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not
         in time.
@@ -115,7 +117,9 @@ class Board:
         self._post(f"{what}/{self.place}", fault, self.timeout)
 
     def decline(self, what: str, error: BaseException) -> None:
-        """Post `error` as this rank's vote on the step `what`, on the first rank also as its result, so none waits."""
+        """Post `error` as this rank's vote on the step `what`, and on the first rank also as the step's result, so that
+        no rank waits.
+        """
         objection = word_objection(error)
         # Where place 0 is gone, nobody waits.
         with suppress(ExchangeError):
@@ -177,7 +181,7 @@ class Board:
             raise ExchangeError(f"{what}; {MEET_AGAIN}") from error
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Delete from the store the messages about the updates `numbers`, which no rank needs any more."""
+        """Delete from the store all messages about the updates with these `numbers`, which no rank needs any more."""
         for number in numbers:
             for step in (*WAITED_FOR, "fail"):
                 what = f"{step} update {number}"
@@ -188,9 +192,10 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """End the update on this rank by `leave`; post the reason `why`, or return another rank's if `why` is "".
+        """Post `why` the update ends on this rank or, if that is "", return the reason that another rank has posted;
+        then call `leave`.
 
-        The reason is posted or read under the name of the step `what`.
+        Both are under the name of the step `what`. `why` is "" for an error that other ranks have caused.
 
         `why` is what is wrong here, "" where it is what others have done.
         """

@@ -122,7 +122,9 @@ class Calls:
         self.answer(seconds)
 
     def try_to_tell(self, acts: Sequence[Callable[[], object]], seconds: float) -> None:
-        """Call each engine i by `acts[i]()` unless it is in a call; wait at most `seconds` for all; ignore errors."""
+        """Call each engine i by `acts[i]()`, unless an earlier call to it is still open; wait at most `seconds` for
+        all; ignore errors.
+        """
         able = {}
         for number, act in enumerate(acts):
             if number not in self._calls or not self._calls[number].is_open:
@@ -137,14 +139,15 @@ class Calls:
 
     @property
     def fault(self) -> str:
-        """The errors of the engines whose calls have failed so far; "" if none has."""
+        """The errors of the engines whose calls have failed so far, as text, one per line; "" if none has."""
         return "\n".join(call.fault for call in self._calls.values() if call.fault)
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """Add the errors of failed calls to engines to the exception that the `with` block raises, if it raises one.
+        """If the `with` block raises, raise an ExchangeError with that error and the errors of failed calls to engines,
+        if any has failed.
 
-        Raises ExchangeError instead of that error if a call has failed.
+        Waits at most GRACE_S for open calls.
         """
         try:
             yield

@@ -36,7 +36,9 @@ __all__ = ["convert", "declare_conversion"]
 
 
 def declare_conversion(config: object, shapes: Shapes) -> sm.storage.Recorded | None:
-    """Return how checkpoints of a model of this Hugging Face `config` store tensors of `shapes`; None if unchanged."""
+    """Return a Recorded of how checkpoints of a model of this Hugging Face `config` store tensors of `shapes`; None if
+    unchanged.
+    """
     stored = hugging_face(config)
     (rank,) = stored.meshes[0].ranks
     recorded = record_declared(bind(stored, shapes), shapes, rank)
@@ -48,7 +50,9 @@ def declare_conversion(config: object, shapes: Shapes) -> sm.storage.Recorded | 
 def convert(
     recorded: sm.storage.Recorded, pairs: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint tensors of `recorded`, each as soon as `pairs` has given all tensors that it is made of."""
+    """Yield (name, tensor) of each checkpoint tensor of `recorded`, as soon as `pairs` has given all tensors that it is
+    made of.
+    """
     waiting: dict[str, list[tuple[Native, set[str]]]] = {}
     for native in recorded.natives:
         parts = {piece.tensor for piece in native.pieces}

@@ -70,7 +70,7 @@ class TrainerInfo:
 
     @property
     def engines(self) -> tuple[int, ...]:
-        """The number of workers of each engine."""
+        """The number of workers of each engine, as a tuple in the order of the engines' clients."""
         return (self.workers,) if isinstance(self.workers, int) else tuple(self.workers)
 
     @property
@@ -164,7 +164,7 @@ class Joining:
 
 @dataclass
 class Updating:
-    """The message that tells a worker to receive update `number`, counted from 1 since they connected as `meeting`."""
+    """The message that tells a worker to receive update `number`, counted from 1 in the connection named `meeting`."""
 
     number: int
     meeting: str = ""

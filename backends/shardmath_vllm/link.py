@@ -31,7 +31,8 @@ _T = TypeVar("_T")
 
 
 def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) -> _T:
-    """Call `act` on every rank, and return this rank's result. Raises ExchangeError on all ranks if it fails on one.
+    """Call `act` on every rank of `group`, and return this rank's result. Raises ExchangeError on all ranks if it fails
+    on one.
 
     Without a group this rank is the only one, and raises what `act` raises.
     """
@@ -101,13 +102,16 @@ class Life:
         self._board = link.board
 
     def call(self, act: Callable[[], None]) -> None:
-        """Start the update in engines by `act`, called on the first rank. Raises ExchangeError on all if it fails."""
+        """Start the update in engines by calling `act` on the trainer's first rank. Raises ExchangeError on all of its
+        ranks if that fails.
+        """
         self._note()
         with self._step(Step.CALL):
             self._board.relay(self._name("start"), act)
 
     def receive(self, act: Callable[[], None]) -> None:
-        """On a worker, receive weights by calling `act`. Raises ExchangeError on all ranks if one fails.
+        """On a worker, receive weights by calling `act`, once all ranks are ready. Raises ExchangeError on all ranks if
+        one fails.
 
         Raises ExchangeError, and says nothing to others, for an update that it was told of twice, or after another.
         """
@@ -148,12 +152,16 @@ class Life:
         return self._board.find(self._name("fail"))
 
     def take(self, act: Callable[[], None]) -> None:
-        """Await engines' answers by `act`, called on the first rank. Raises ExchangeError on all if one failed."""
+        """Wait for engines' answers by calling `act` on the trainer's first rank. Raises ExchangeError on all of its
+        ranks if one failed.
+        """
         with self._step(Step.TAKE):
             self._board.relay(self._name("end"), act)
 
     def end(self, act: Callable[[], None]) -> None:
-        """End the update in engines by `act`, called on the first rank. Raises ExchangeError on all if it fails."""
+        """End the update in engines by calling `act` on the trainer's first rank. Raises ExchangeError on all of its
+        ranks if that fails.
+        """
         with self._step(Step.END):
             self._board.finish(self._name("finish"), act, self._find_failure)
 
@@ -187,7 +195,7 @@ class Life:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """End the update if the `with` block raises, in a step or between two steps.
+        """End the update, and report it to the other ranks, if the `with` block raises, in a step or between two steps.
 
         Raises its error, with the other ranks' reports on it.
         """

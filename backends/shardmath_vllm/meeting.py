@@ -67,7 +67,8 @@ class Where(Protocol):
 
 @contextmanager
 def among_trainers(info: TrainerInfo) -> Iterator[dist.ProcessGroup | None]:
-    """Connect the trainer's ranks in a group for the `with` block; None instead if the trainer has one rank.
+    """Connect the trainer's ranks in a process group for the `with` block, and yield it; yield None if the trainer has
+    one rank.
 
     Collective. Raises ExchangeError where one does not come, and on all ranks where one was told otherwise.
     """
@@ -108,7 +109,8 @@ class Meeting:
         self._group: dist.ProcessGroup | None = None
 
     def join(self, given: Given) -> Link:
-        """Connect to all other ranks, plan the moves with them, and return the connection.
+        """Connect to all other ranks, plan the moves with them from what each has `given`, and return the connection as
+        a Link.
 
         Raises ExchangeError on all ranks where one does not come, or fails.
         """

@@ -17,7 +17,9 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Register shardmath's trainer and worker classes with vLLM as "shardmath"; a second call does nothing."""
+    """Register shardmath's trainer and worker classes with vLLM as "shardmath", and patch vLLM's calls to workers; a
+    second call does nothing.
+    """
     if BACKEND in WeightTransferEngineFactory._registry:
         return
     pass_over_old_answers()

@@ -60,7 +60,9 @@ class Source:
     rank: int | None = None
 
     def tell(self) -> Told:
-        """Return how all ranks store the tensors, with shapes and dtypes: the facts that ranks need to plan."""
+        """Return a Told, the facts that ranks need to plan: how all of the trainer's ranks store its tensors, with
+        shapes and dtypes.
+        """
         shapes = dict(self.shapes)
         return Told(self.side, shapes, dict(self.served or shapes), self.checkpoint)
 
@@ -138,7 +140,9 @@ def _find_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def watch_modules(source: Source) -> list[Watched]:
-    """Return a Watched per tensor of the source (its memory, and which modules hold it), for later checks."""
+    """Return a Watched for each tensor of `source`, for later checks: its memory, and which of the source's modules
+    hold it.
+    """
     watched = watch("the trainer's", None, name_natives(source.tensors))
     find_owners(watched, [part for module in source.modules for part in module.modules()])
     return watched

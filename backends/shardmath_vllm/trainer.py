@@ -74,11 +74,13 @@ class Trainer:
         client: Client | Sequence[Client],
         source: Any,
     ) -> Trainer:
-        """Connect to the engines, one per client. Collective over the trainer's ranks, also to recover after a failure.
+        """Connect to engines, one per client, and return a Trainer to send them the tensors of `source`. Collective
+        over the trainer's ranks.
 
-        `source` is a module, plain or under FSDP2, HSDP or tensor parallelism, vLLM's ModuleSource of one, or a Source.
-        Raises ExchangeError on all ranks if one does not come, or if its arguments or its tensors do not fit the
-        others'; a trainer of one rank raises ValueError or TypeError for its own arguments.
+        Call it again to recover after a failure. `source` is a module, plain or under FSDP2, HSDP or tensor
+        parallelism, vLLM's ModuleSource of one, or a Source. Raises ExchangeError on all ranks if one does not come, or
+        if its arguments or its tensors do not fit the others'; a trainer of one rank raises ValueError or TypeError for
+        its own arguments.
         """
         with among_trainers(init_info) as ranks:
             clients = together(ranks, "name its engines", lambda: _check_clients(client, init_info))

@@ -11,7 +11,9 @@ __all__ = ["give_shards_back", "has_gathered", "list_fsdp_groups", "list_gathere
 
 
 def list_fsdp_groups() -> list[Any]:
-    """Return FSDP2's groups (torch 2.13: FSDPParamGroup) of all live modules; each has parameters gathered together."""
+    """Return FSDP2's groups (torch 2.13: FSDPParamGroup) of all live modules; the parameters of one group are gathered
+    together.
+    """
     found: dict[int, Any] = {}
     # Copied into a list at once: other threads may shard modules meanwhile.
     for module in [ref() for ref in _module_state_mapping.keyrefs()]:
@@ -46,7 +48,9 @@ def give_shards_back(group: Any) -> None:
 
 
 def has_gathered(keeper: object, sharded: Tensor, now: object) -> bool:
-    """Whether `now` is a tensor that FSDP2 has gathered for the parameter `sharded`, and put in its place for now."""
+    """Whether `now` is a tensor into which FSDP2 has gathered the parameter of `keeper` (an FSDPParam), whose shard is
+    `sharded`.
+    """
     if now is None or getattr(keeper, "sharded_param", None) is not sharded:
         return False
     return any(now is tensor for tensor in list_gathered(keeper))

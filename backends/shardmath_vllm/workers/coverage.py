@@ -46,7 +46,9 @@ SHOWN = 5
 
 
 def check_stays(parallel: ParallelConfig) -> None:
-    """Raise StoreError if vLLM moves experts between ranks, as its loader would store each on its first rank."""
+    """Raise StoreError if vLLM moves experts between ranks (`enable_eplb`), as its loader still stores each on its
+    first rank.
+    """
     if parallel.enable_eplb:
         raise StoreError(
             "enable_eplb=True lets vLLM move experts between ranks, but its loader still stores each on its "
@@ -55,7 +57,9 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 
 def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
-    """Raise StoreError if `recorded` leaves tensors of `model` unfilled, except padding, vLLM's, and those in `own`."""
+    """Raise StoreError if `recorded` leaves elements of `model` unwritten, except padding, vLLM's own tensors, and
+    those that globs in `own` name.
+    """
     faults = []
     for native, left in recorded.unwritten.items():
         padded = _count_padding(model, native)

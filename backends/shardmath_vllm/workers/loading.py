@@ -108,7 +108,9 @@ class Loading:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Restore parameters to the form in which they are loaded; the model cannot run until `process` or `undo`."""
+        """Restore parameters to the form in which they are loaded, without memory; the model cannot run until `finish`
+        or `undo`.
+        """
         self._other_values = {module: _find_others(module) for module in self._model.modules()}
         initialize_layerwise_reload(self._model)
         for module in self._model.modules():
@@ -126,7 +128,8 @@ class Loading:
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the tensors named in `natives`, by name; allocate missing memory, zeroed if the name's value is not 0.
+        """Return the tensors named in `natives`, by name; allocate missing memory, zeroed if their value in `natives`
+        is not 0.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """
@@ -147,7 +150,9 @@ class Loading:
 
     @torch.no_grad()
     def process(self, natives: Collection[str]) -> None:
-        """Have vLLM turn the arrived tensors named by `natives` into the tensors that their modules run."""
+        """Have vLLM turn the arrived tensors named by `natives`, with all others of their modules, into the tensors
+        that it runs.
+        """
         # In one order on all ranks: vLLM's quantization of a module may be collective over them.
         modules = [module for module, _ in self._find_modules(sorted(natives))]
         # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
@@ -163,7 +168,9 @@ class Loading:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Complete the modules that are not yet processed, so that the model runs again."""
+        """Complete the modules that are not yet processed, with their earlier tensors if nothing has arrived, so that
+        the model runs again.
+        """
         for module in self._model.modules():
             if get_layerwise_info(module).can_load() and not is_deferred_attention_layer(module):
                 self._put_back(module)

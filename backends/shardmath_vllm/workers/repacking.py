@@ -29,7 +29,9 @@ __all__ = ["process_tied", "repacks_anew"]
 
 @contextmanager
 def repacks_anew(module: nn.Module) -> Iterator[None]:
-    """Have vLLM build the kernels of `module` from its weights again in the `with` block, as at the first load."""
+    """On CPUs, have vLLM build the kernels of `module` from its weights again in the `with` block, as at the first
+    load.
+    """
     if not current_platform.is_cpu():
         yield
         return

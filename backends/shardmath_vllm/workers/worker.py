@@ -187,7 +187,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         self._loading.process(stored)
 
     def finish_weight_update(self) -> None:
-        """Do nothing: an update is over once `update_weights` returns; if that raises, it may not be over anywhere."""
+        """Do nothing: an update has ended on this worker when `update_weights` returns or raises."""
 
     def shutdown(self) -> None:
         """Disconnect from the trainer; the engine continues with the weights that it has."""

@@ -72,7 +72,9 @@ class Settings(NamedTuple):
 
     @property
     def grace(self) -> float:
-        """The seconds, after a failure, for reading the other ranks' reports: at most a fifth of the timeout."""
+        """The seconds, after a failure, for reading the other ranks' reports: a fifth of the timeout, but at most
+        LONGEST_GRACE_S.
+        """
         return min(LONGEST_GRACE_S, self.timeout / 5)
 
 
@@ -82,7 +84,7 @@ def is_text(given: object, text: str) -> bool:
 
 
 def check_plan(plan: object) -> None:
-    """Raise ExchangeError if `plan` is neither a plan nor a program."""
+    """Raise ExchangeError if `plan` is not a Plan, a Transposed plan (for gradients) or a Program."""
     if not isinstance(plan, Plan | Transposed | Program):
         what = f"compile takes a Plan or Program, got {type(plan).__name__}"
         fix = "pass shardmath.plan(src, dst), or shardmath.schedule(plan)"
@@ -161,7 +163,9 @@ def _check_ranks(party: Party, plan: Plan | Transposed | Program) -> None:
 
 
 def check_arithmetic(outline: Outline) -> None:
-    """Raise ExchangeError if torch lacks an operation, such as a sum, that this rank needs for a tensor's dtype."""
+    """Raise ExchangeError if torch lacks an operation on a tensor's dtype, such as a sum, that `outline` (one rank's
+    part of a plan) needs.
+    """
     plan = plan_of(outline.given)
     for name, op in sorted(outline.operations):
         dtype = plan.dst[name][0].dtype

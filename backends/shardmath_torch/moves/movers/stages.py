@@ -32,7 +32,8 @@ class Stage:
         return frozenset()
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """Return the tensors to send and to receive into, given the caller's `src` and `out`.
+        """Return the tensors to send and those to receive into, made from `src` and `out`: the caller's, or the
+        previous stage's result.
 
         An exception counts as an objection in the vote.
         """

@@ -64,7 +64,9 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress if phase number `lap`, which ends now, was the ranks' vote or a wait for message `about`."""
+        """Report progress if phase number `lap`, which has ended, was the ranks' vote, or the wait for message `about`,
+        whose bytes then count as done.
+        """
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):
@@ -105,13 +107,15 @@ class Tally:
         self._reported_at_s = 0.0
 
     def begin(self, total: int) -> None:
-        """Set the total number of bytes to be read or written. Only the first call has an effect."""
+        """Set the total number of bytes to read or write, and report progress; later calls do nothing."""
         if self._total_bytes is None:
             self._total_bytes = total
             self._tell()
 
     def add(self, nbytes: int) -> None:
-        """Count `nbytes` more as done, and report progress if that is due."""
+        """Count `nbytes` more as done; report progress at the end, and once TELL_BYTES bytes or TELL_S seconds have
+        passed since the last report.
+        """
         self._done_bytes += nbytes
         is_last = nbytes > 0 and self._done_bytes == self._total_bytes
         is_late = time.monotonic() - self._reported_at_s >= TELL_S
@@ -119,7 +123,9 @@ class Tally:
             self._tell()
 
     def copy(self, target: Tensor, source: Tensor, *, counts: bool = True) -> Tensor:
-        """Copy `source` into `target`, of the same shape, and return `target`; count the bytes as done if `counts`."""
+        """Copy `source` into `target`, of the same shape, and return `target`; report progress if that is due, with the
+        bytes counted as done if `counts`.
+        """
         for into, part in _split(target, source):
             into.copy_(part)
             self.add(part.nbytes if counts else 0)

@@ -22,7 +22,9 @@ MOST_SAID = 300
 
 
 def log_move(rank: int, tell: Callable[[], Moved], failure: BaseException | None) -> None:
-    """Log one line about a move of this rank, at INFO: the report that `tell` returns, and the error if it failed."""
+    """Log one line at INFO about a move on `rank`, from the report that `tell` returns, and from its error `failure` if
+    it failed.
+    """
     if not LOGGER.isEnabledFor(logging.INFO):
         return
     moved = tell()

@@ -28,7 +28,8 @@ HEAD = ("rank", "sent", "messages", "received", "messages", "waited for")
 @public
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The summary of a move on this rank: bytes and messages by peer, seconds by phase and by peer.
+    """The report of a move on this rank: messages and bytes by peer (other rank), seconds by phase, and seconds waited
+    by peer.
 
     `seconds` add up to the time of the call. `waited` is the time, by peer, that this rank spent waiting for the peer's
     messages to arrive or leave. Messages are waited for one after another, so if several peers are late at once, only
@@ -63,7 +64,9 @@ class Moved:
 
     @property
     def moving_s(self) -> float:
-        """The seconds from the end of the ranks' vote, which precedes a move, to the end of the last message."""
+        """The seconds of the phases packing, posting, keeping (local copies, snapshots), waiting, unpacking and folding
+        (reductions).
+        """
         return sum(seconds for name, seconds in self.seconds.items() if name in WORK)
 
     @property

@@ -36,7 +36,8 @@ MOVING = "moving"
 
 
 class Mark(NamedTuple):
-    """The end of a phase of a call: its number `lap`, its subject (a message, round or vote), and the time `at_s`.
+    """The end of a phase of a call: the phase's number `lap`, its subject `about` (a message, round or vote), and the
+    time `at_s`.
 
     A round is a group of messages that are sent together; in a vote, ranks agree on a move.
     """
@@ -67,7 +68,9 @@ class Timed:
 
     @property
     def agreed(self) -> Vote | None:
-        """The ranks' first vote on the call, or the earlier agreement instead of a vote; None if there is neither."""
+        """The ranks' first agreement on the call, by a vote or without one, as a Vote (name, time); None if they have
+        not agreed.
+        """
         return next(find_votes([self], unasked=True), None)
 
 

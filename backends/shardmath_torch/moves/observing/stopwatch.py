@@ -71,7 +71,9 @@ class Ledger:
         return None if self._last_call is None else self._last_call.sum_up()
 
     def time(self, label: object, progress: object) -> Stopwatch:
-        """Return a stopwatch for a new call. Invalid arguments are ignored here: another check rejects them."""
+        """Return a running Stopwatch for a new call with the text `label` and the function `progress`; invalid ones are
+        ignored, and rejected elsewhere.
+        """
         return Stopwatch(self, label, progress)
 
     def note_last(self, call: Stopwatch) -> None:
@@ -121,7 +123,9 @@ class Stopwatch:
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
-        """End the present phase as number `lap`, and count its seconds; `about` is its subject, such as a message."""
+        """Add the seconds since the previous call of `lap` to phase number `lap`; `about` is the subject of the phase,
+        such as a message.
+        """
         now = perf_counter()
         self._lap_seconds[lap] += now - self._lap_began_s
         self._lap_began_s = now
@@ -129,7 +133,9 @@ class Stopwatch:
             hear(lap, about, now)
 
     def waited(self, lap: int, message: Message, peer: int) -> None:
-        """End the present phase, number `lap`; count it as a wait for `peer` to send or receive `message`."""
+        """Like `lap`, end phase number `lap`, and count its seconds as a wait for the rank `peer` to send or receive
+        `message`.
+        """
         before = self._lap_began_s
         self.lap(lap, message)
         self._waited_s[peer] = self._waited_s.get(peer, 0.0) + self._lap_began_s - before
@@ -192,7 +198,9 @@ class Stopwatch:
         return self.name or self._ledger.name
 
     def sum_up(self) -> Moved:
-        """Return the report of the call: its bytes, messages and seconds."""
+        """Return the report of the call so far: its messages and bytes by peer, its seconds by phase, and the seconds
+        waited by peer.
+        """
         seconds: dict[str, float] = {}
         for name, took in zip(NAMES, self._lap_seconds, strict=True):
             if took:

@@ -35,7 +35,9 @@ class Tracer:
         self.began_s = time.perf_counter()
 
     def begin(self, given: Given | None, rank: int, began_s: float) -> Timed | None:
-        """Add a record of a call on `rank` of the plan or program `given`; return it, or None if the trace is full."""
+        """Record that a call of `given` (a plan or program) began on `rank` at `began_s`; return the record, or None if
+        the trace is full.
+        """
         if self._mark_count >= MOST_MARKS:
             self.left_out += 1
             return None

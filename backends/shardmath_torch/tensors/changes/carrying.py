@@ -38,7 +38,9 @@ __all__ = ["How", "Sent", "Sparse"]
 
 
 class How(NamedTuple):
-    """The arguments of a call of Changes: `positions` of changes by tensor (None: find them); `whole` to send all."""
+    """The arguments of a call of `Changes`: the `positions` of changed elements by tensor name (None to find them), and
+    `whole`, to send all.
+    """
 
     positions: Mapping[str, Tensor] | None
     whole: bool
@@ -116,11 +118,13 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Note that the next move may have other tensors than the last one; nothing else is prepared here."""
+        """Note that the next move may have other tensors than the last one; the arguments are not used."""
         self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Find the elements to send in the next move. Raises ExchangeError if they cannot be determined."""
+        """Determine which elements of `src` the next move sends; `how` has the arguments of the call. Raises
+        ExchangeError if that fails.
+        """
         watch.lap(laps.PREPARED)
         since = time.perf_counter()
         self._prepared = None
@@ -244,7 +248,9 @@ class Sparse:
         return self._task.part.list_torn(None)
 
     def end(self) -> None:
-        """Update the snapshots of source tensors to what the destinations have now received."""
+        """After a move, update the snapshots of source tensors to what destinations now hold; from then on, moves may
+        send only changes.
+        """
         load, self._prepared = self._prepared, None
         if load is None:
             return

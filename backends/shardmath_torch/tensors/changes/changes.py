@@ -51,10 +51,11 @@ __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
 
 @public
 class Changes(Mover):
-    """A compiled plan whose moves send only changed elements; to move, call it: `send(src_tensors, out=dst_tensors)`.
+    """A compiled plan whose first call sends all elements, and each later call those changed since the last one:
+    `send(src_tensors, out=dst_tensors)`.
 
-    `last` is what this rank sent in the last call, `snapshot_bytes` the size of its snapshots. Calls are
-    collective. Raises ExchangeError.
+    A message is sent whole unless its changed elements take fewer bytes. `last` is what this rank sent in the last
+    call, `snapshot_bytes` the size of its snapshots. Calls are collective. Raises ExchangeError.
     """
 
     @property
@@ -78,7 +79,9 @@ class Changes(Mover):
         return self._sparse.snapshot_bytes
 
     def ask(self, whole: bool) -> How:
-        """Return the arguments of a call that sends the elements that differ from snapshots, or all if `whole`."""
+        """Return the arguments of a call that sends the elements that differ from this rank's snapshots, or all if
+        `whole`.
+        """
         return How(None, whole)
 
     def __call__(  # type: ignore[override]
@@ -120,8 +123,10 @@ def compile_changes(
     agree: str = EVERY,
     snapshots: bool = True,
 ) -> Changes:
-    """Compile a mover that sends only elements that changed since its last move. Collective; arguments as in `compile`.
+    """Compile a mover that sends all elements in its first move, and in later ones those changed since the last move.
+    Collective.
 
+    A message is sent whole unless its changed elements take fewer bytes. Other arguments are as in `compile`.
     `snapshots=False` keeps none: every call except whole ones must then pass `positions`. With `commit="all"` a whole
     move needs additional memory of the destination's size, a move of changes as much as it receives. Raises
     ExchangeError on every rank if ranks pass different plans or settings, for a plan that reduces, and for a program.
@@ -138,7 +143,9 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """Compile like `compile_changes`, with extra work `stages`; call `agree_first` before agreeing on another plan."""
+    """Compile like `compile_changes`, for a mover with the extra work `stages`, which calls `agree_first` before its
+    ranks agree on another plan.
+    """
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:
         objection = _find_objection(plan, snapshots) or _find_unfinished(stages, settings.commit)

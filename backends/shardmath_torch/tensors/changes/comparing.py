@@ -65,7 +65,9 @@ class _Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """Earlier copies (snapshots) of boxes of tensors, to find the elements that have changed since."""
+    """Earlier copies (snapshots) of boxes (a slice of each dimension) of tensors, to find the elements that have
+    changed since.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor], boxes: Mapping[str, Sequence[slice]]) -> None:
         self._scratch = Scratch()
@@ -100,7 +102,11 @@ class Snapshots:
         return self._words[snapshot.size][snapshot.first : stop]
 
     def list_changed(self, tensors: Mapping[str, Tensor]) -> Iterator[Changed]:
-        """Yield a Changed for each box with elements that have changed. Tensors need the strides of the snapshot."""
+        """Yield a Changed (positions, present bits) for each box in which elements of `tensors` differ from the
+        snapshot.
+
+        The tensors need the strides of the snapshot.
+        """
         for key, snapshot in self._snapshots.items():
             view = snapshot.view(tensors[key])
             before = self._get_words(snapshot)
@@ -137,7 +143,9 @@ class Snapshots:
 
 
 def take(tensor: Tensor, cells: Ints) -> Tensor:
-    """Return the bits of the elements of `tensor` at the positions `cells`, numbered row by row."""
+    """Return the bits of the elements of `tensor` at the positions `cells`, numbered row by row, as a 1-D tensor of
+    integers.
+    """
     words = dtypes.words(tensor)
     if words.is_contiguous():
         return dtypes.flat(words)[torch.from_numpy(cells).to(words.device)]

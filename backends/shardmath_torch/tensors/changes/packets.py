@@ -32,7 +32,9 @@ MOST_ELEMENTS = 1 << 31
 
 
 class Some(NamedTuple):
-    """Some elements of a message, of `itemsize` bytes each: their ascending numbers in the message, and their bits."""
+    """Some elements of a message, of `itemsize` bytes each: their ascending numbers in the message, and their bits as
+    integers.
+    """
 
     itemsize: int
     numbers: Ints
@@ -99,7 +101,7 @@ class _PacketReader:
         self._bytes = packet
 
     def take(self, dtype: torch.dtype, count: int) -> Tensor:
-        """Return the next `count` elements of the packet, as elements of `dtype`."""
+        """Return the next `count` elements of the packet, as elements of `dtype`, and advance past them."""
         nbytes = dtype.itemsize * count
         part = self._bytes[:nbytes]
         self._bytes = self._bytes[nbytes:]

@@ -54,10 +54,11 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """Return how each message will be sent: whole, as a Packet of its changed elements, or not at all (None).
+    """Return, for each of `messages`, what is sent for it: all of it, a Packet of its changed elements, or None if
+    nothing changed.
 
-    `element_sizes` are the sizes of its elements in bytes, `changed_counts` how many of each have changed. A message
-    without counts is sent whole; one in which nothing has changed is not sent (None).
+    `element_sizes` are the sizes of its elements in bytes, `changed_counts` how many of each have changed, or None for
+    a message that is sent whole.
     """
     parcels: list[Parcel] = []
     for message, sizes, counts in zip(messages, element_sizes, changed_counts, strict=True):
@@ -70,7 +71,9 @@ def list_parcels(
 
 
 def make_notices(messages: Iterable[Message]) -> list[Notice]:
-    """Return one Notice (a message of counts) per sender and receiver of `messages`, given in order of rounds."""
+    """Return one Notice (a message of counts) per pair of sender and receiver in `messages`, which are given in order
+    of rounds.
+    """
     first: dict[tuple[int, int], Message] = {}
     counts: Counter[tuple[int, int]] = Counter()
     for message in messages:

@@ -54,7 +54,8 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """Return for each of `messages` a tuple: its counts of changed elements by element size; None if sent whole.
+        """Return, for each of `messages`, a tuple of its counts of changed elements, one per element size, or None if
+        it is sent whole.
 
         `received` has the counts of each sender's messages, one after another.
         """

@@ -75,7 +75,9 @@ class Outgoing:
         self.hulls = find_hulls(self._messages)
 
     def sort(self, changed: Iterable[Changed]) -> Sorted:
-        """Return `changed` elements sorted by message and local copy; None for each that is sent whole."""
+        """Return the `changed` elements of each message and local copy, with their numbers in it; None for one that is
+        sent whole.
+        """
         by_size: dict[int, list[Changed]] = {}
         for each in changed:
             size = each.words.element_size()
@@ -131,14 +133,18 @@ class Outgoing:
         return counts_of
 
     def list_parcels(self, given: Sorted) -> tuple[list[Parcel], list[Parcel]]:
-        """Return two lists, for messages and local copies: how each is sent (whole, as changed elements, or None)."""
+        """Return two lists, of messages to send and of local copies: each whole, as a Packet of its changed elements,
+        or None if nothing changed.
+        """
         counts = [_count_elements(elements) for elements in [*given.sends, *given.keeps]]
         parcels = list_parcels(self._messages, self._sizes, counts)
         sends = len(self.sends)
         return parcels[:sends], parcels[sends:]
 
     def measure(self, given: Sorted) -> Volume:
-        """Return the Volume that this rank sends to others: changed elements, messages sent whole, and bytes."""
+        """Return the Volume that this rank sends to other ranks: changed elements, messages sent whole, and the bytes
+        of both.
+        """
         elements = whole = nbytes = 0
         for message, some in zip(self.sends, given.sends, strict=True):
             if some is None:

@@ -79,7 +79,9 @@ class _ImmediatePlacing:
         self.puts: list[Put] = []
 
     def put(self, put: Put) -> list[Fold]:
-        """Write into the destination now, by calling `put`; return no folds (reductions): changes are never reduced."""
+        """Write into the destination now by calling `put`; return [] (no reductions to do), as changes are never
+        reduced.
+        """
         put()
         return []
 
@@ -92,12 +94,13 @@ class _DeferredPlacing:
         self.puts: list[Put] = []
 
     def put(self, put: Put) -> list[Fold]:
-        """Keep `put`, a function that writes into the destination, for the commit; return no folds (reductions)."""
+        """Keep `put`, a function that writes into the destination, for the commit; return [] (no reductions to do)."""
         self.puts.append(put)
         return []
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return a Receive (a message, and memory to receive it into) for `endpoint`, with separate memory.
+        """Return a Receive (the message of `endpoint`, and new memory to receive it into); the commit writes it into
+        the destination.
 
         The message is sent whole.
         """
@@ -110,9 +113,10 @@ class _DeferredPlacing:
         return Receive(endpoint.message, memory, find_unpacking)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """Return a Keep (a message within this rank, and a function that copies it) that uses separate memory.
+        """Return a Keep (a message within this rank, and a function that copies it into new memory); the commit writes
+        it into the destination.
 
-        The message is copied whole; the commit writes it into the destination.
+        The message is copied whole.
         """
         # Both are kept until their views are found: staging knows endpoints by identity.
         staged_source, staged_target = _to_staged(source), _to_staged(target)
@@ -169,7 +173,11 @@ class Walker:
         return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
-        """Send each receiver the counts of changed elements; return those received, by message. Raises PeerFailure."""
+        """Send the counts of changed elements to each receiver; return a list of those received: a tuple per message,
+        or None if it is sent whole.
+
+        Raises PeerFailure.
+        """
         counts_to_send = self.outgoing.tell(given)
         rounds = Rounds(self._wire, watch)
         arriving = {}
@@ -192,7 +200,8 @@ class Walker:
     def walk(
         self, given: Sorted, counts: Sequence[Counts], ends: Ends, watch: Stopwatch
     ) -> list[Put]:
-        """Send and receive changes; return functions that write them at the commit, or [] if they are already written.
+        """Send the changes `given`, and receive others with the given `counts`; return functions that write them at the
+        commit, or [] if they are already written.
 
         Raises PeerFailure.
         """

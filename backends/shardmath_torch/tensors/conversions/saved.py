@@ -35,7 +35,9 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 class SavedPart(NamedTuple):
-    """A saved tensor that equals a `box` of the module's tensor `tensor`; it has only the box's dimensions `kept`."""
+    """A saved tensor that equals a `box` (a slice of each dimension) of the module's tensor `tensor`, without
+    dimensions of size 1 that are not in `kept`.
+    """
 
     name: str
     shape: _Shape
@@ -45,7 +47,8 @@ class SavedPart(NamedTuple):
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
-    """Return a Recorded (which of a module's elements each tensor saved by transformers has), or None if none changes.
+    """Return a Recorded (which of a module's elements each tensor saved by transformers has), or None if tensors are
+    saved unchanged.
 
     Raises StoreError if transformers computes with them.
     """
@@ -82,7 +85,9 @@ def _find_converter(module: nn.Module) -> Any:
 
 
 def find_parts(recorded: Recorded) -> list[SavedPart]:
-    """Return each saved tensor as a box of one of the module's tensors. Raises StoreError if it is not such a box."""
+    """Return each saved tensor as a SavedPart: a box of one of the module's tensors. Raises StoreError for a tensor
+    that is not one.
+    """
     shapes = {name: shape for name, shape, _ in recorded.tensors}
     return [_find_part(native, shapes) for native in recorded.natives]
 

@@ -142,7 +142,8 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """Return a DTensor's layout; if placements can mean two layouts, `ranks` and its mesh's ranks compare local shapes.
+    """Return a DTensor's layout; if its placements can mean two layouts, `ranks` and the ranks of its mesh compare
+    local shapes.
 
     One of `meshes` may have a group of all these ranks. A rank outside all of them does not take
     part, and gets one of the two readings.
@@ -177,7 +178,8 @@ def _find_groups(
 
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
-    """Return the layout, or the error, for each way to read the DTensor's placements ("placement" or "order").
+    """Return a dict from each way to read the DTensor's placements ("placement", "order") to the layout that they then
+    mean, or to the error.
 
     For a fused weight both are the recorded layout. Raises PlacementError for the placements of
     such a weight without a record, unless the caller has `chosen` a reading.

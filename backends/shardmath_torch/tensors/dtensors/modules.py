@@ -52,7 +52,9 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
 def lay_out(
     module: nn.Module, mesh: Mesh | None = None, ask: Ask | None = None
 ) -> dict[str, Layout]:
-    """Return what `layout_of` returns, without communication if a function `ask` gives all ranks' local shapes."""
+    """Return the dict of `layout_of`, without communication if a function `ask` is given, which then provides all
+    ranks' local shapes.
+    """
     parameters = _list_parameters(module)
     dtensors = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
     divided = from_dtensors(dtensors, ask) | from_boxes(parameters, ask)
@@ -93,7 +95,9 @@ def _mesh_of_world() -> Mesh:
 
 
 def lift(layout: Layout, mesh: Mesh) -> Layout:
-    """Return `layout` on the larger `mesh`, replicated along the added axes; unchanged unless its mesh is a submesh."""
+    """Return `layout` on the larger `mesh`, replicated along the added axes; unchanged unless its mesh is a submesh
+    that has this rank.
+    """
     part = layout.mesh
     rank = compat.rank_or_0()
     if part == mesh or rank not in mesh or not part.axes:

@@ -45,7 +45,9 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 
 
 class Said(NamedTuple):
-    """The facts on a gradient's move that ranks compare: the forward move it reverses, and if autograd records it."""
+    """The facts about a gradient's move that ranks compare: the forward move that it reverses, as text, and whether
+    autograd records it.
+    """
 
     purpose: str = ""
     records_gradient: bool = False
@@ -93,7 +95,9 @@ class _Counts(NamedTuple):
     copies: int = 0
 
     def advance(self, copies: bool) -> _Counts:
-        """Return the counts (moves, and copies since the last move) after one more move, or copy if `copies`."""
+        """Return new counts, of moves and of copies since the last move, after one more copy if `copies`, else after
+        one more move.
+        """
         return _Counts(self.moves, self.copies + 1) if copies else _Counts(self.moves + 1)
 
     @property
@@ -116,7 +120,11 @@ class Used(NamedTuple):
 
 
 class Moves:
-    """A cache of a group's compiled moves, by pair of layouts: those last used, up to `most` bytes but at least one."""
+    """A cache of a group's compiled moves, by pair of layouts, which evicts the least recently used until they take at
+    most `most` bytes or one is left.
+
+    Bytes are estimated, without staging.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, most: int = MOST_BYTES) -> None:
         self._group, self._most_bytes = group, most
@@ -255,7 +263,8 @@ _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
 def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
-    """Return a callable that moves a tensor from layout `src` to `dst`, cached or compiled; None on a rank of neither.
+    """Return a cached or newly compiled callable that moves a tensor from layout `src` to `dst`; None on a rank that
+    has neither.
 
     With `voted`, the same on all ranks, they vote even if each only copies; they also do if some
     are on only one mesh. Collective over these ranks, and the first time among them as `group_for`

@@ -62,7 +62,7 @@ numbers, which `torch.load` accepts by default."""
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A record of how `set_device_mesh` divides a parameter: by `placement` over mesh axis `axis`.
+    """A record of how `set_device_mesh` divides a parameter, or replicates it: by `placement` over mesh axis `axis`.
 
     `weight_mesh` has the ranks over which `amax` reduces.
     """
@@ -94,7 +94,9 @@ def label(placement: Division) -> theirs.Placement:
 
 
 def place(module: nn.Module, record: dict[str, Placed]) -> None:
-    """Record how the module's direct parameters are divided, and make them local tensors during a forward."""
+    """Store in the module a `record` of how its direct parameters are divided, and change its class so that they are
+    local tensors during a forward.
+    """
     setattr(module, RECORD, record)
     module.__class__ = _subclass(type(module))  # type: ignore[arg-type]
     _remember(module)
@@ -112,7 +114,9 @@ def _record_of(module: nn.Module) -> dict[str, Placed]:
 
 
 def placed_in(module: nn.Module) -> dict[str, Placed]:
-    """Return a Placed (how it is divided) for each parameter that `set_device_mesh` divided in `module`, by name."""
+    """Return a dict from name to Placed for the parameters of `module`: how `set_device_mesh` has divided or replicated
+    each.
+    """
     found: dict[str, Placed] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         for name, placed in _record_of(part).items():
@@ -121,9 +125,10 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """Return the layout of a DTensor that `division` divides over mesh `axis` first, or None if it is placed otherwise.
+    """Return the layout of a DTensor that `division` divides over mesh axis `axis`, before other axes do; None if it is
+    placed otherwise.
 
-    The other axes divide it after that, in order.
+    The other axes divide it in order. None also for a plain tensor, and for a partial sum.
 
     None if it is not the placed parameter any more: a plain tensor, or a DTensor of other
     placements.

@@ -50,7 +50,9 @@ def layout_like(
     placements: Iterable[theirs.Placement],
     dtype: object,
 ) -> dict[Reading, Layout | ShardError]:
-    """Return the layout, or the error, for each way to read `placements` on a DeviceMesh ("placement" or "order")."""
+    """Return a dict from each way to read `placements` on a DeviceMesh ("placement", "order") to the layout that they
+    then mean, or to the error.
+    """
     size = tuple(shape)
     mesh = mesh_of(device_mesh)
     given = tuple(placements)
@@ -74,7 +76,8 @@ def layout_of_placements(
 def layout_in_order(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, order: Sequence[int]
 ) -> Layout | ShardError:
-    """Return the layout of `placements` whose mesh dimensions divide the tensor in this `order`, or the error if none.
+    """Return the layout of `placements` if the mesh dimensions divide the tensor in this `order`, or the error if they
+    then mean no layout.
 
     Raises PlacementError for a placement that shardmath lacks.
     """

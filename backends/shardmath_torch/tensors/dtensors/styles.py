@@ -38,7 +38,9 @@ Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 
 
 class TorchStyle(NamedTuple):
-    """A tensor-parallel style: the dimensions (or None) along which it divides a weight and a bias, and their names."""
+    """A tensor-parallel style: the dimensions along which it divides a weight and a bias (None: not), and the `names`
+    of parameters that it is for.
+    """
 
     weight: int | None
     bias: int | None
@@ -82,7 +84,9 @@ class Fused:
             raise PlacementError(f"Fused({self.components!r}) does not name components; {fix}")
 
     def placement(self, n: int) -> Division:
-        """Return how to divide a dimension of length `n`. Raises PlacementError if the parts do not add up to `n`."""
+        """Return the placement that divides a dimension of length `n`. Raises PlacementError if the components do not
+        add up to `n`.
+        """
         if isinstance(self.components, int):
             if n % self.components:
                 what = f"length {n} does not divide into {self.components} equal components"
@@ -101,14 +105,18 @@ AnyStyle: TypeAlias = StyleName | Fused
 
 
 class Asked(NamedTuple):
-    """The `style` that a matching `pattern` gives to a parameter, and the dimension that it divides, or None."""
+    """The `style` that a matching `pattern` gives to a parameter, and the dimension `dim` along which the parameter is
+    divided (None: not divided).
+    """
 
     pattern: str
     style: AnyStyle
     dim: int | None
 
     def placement(self, n: int) -> Division:
-        """Return how to divide a dimension of length `n`. Raises PlacementError if the parts do not add up to `n`."""
+        """Return the placement that divides a dimension of length `n`. Raises PlacementError if a Fused style's
+        components do not add up to `n`.
+        """
         assert self.dim is not None
         if isinstance(self.style, Fused):
             return self.style.placement(n)
@@ -116,7 +124,7 @@ class Asked(NamedTuple):
 
 
 def check_styles(styles: object) -> dict[str, AnyStyle]:
-    """Return `styles`, checked. Raises PlacementError if it does not map patterns to styles."""
+    """Return `styles` as a dict. Raises PlacementError if it does not map patterns of names (text) to known styles."""
     if not isinstance(styles, Mapping):
         fix = "pass a mapping from patterns of names to styles, {} to replicate all"
         raise PlacementError(f"styles= is {styles!r}, which is not a mapping; {fix}")
@@ -134,7 +142,8 @@ def check_styles(styles: object) -> dict[str, AnyStyle]:
 def match_parameters(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, AnyStyle]
 ) -> Iterator[tuple[str, nn.Parameter, Asked | None]]:
-    """Yield (name, parameter, style) for each parameter; the style is None if no pattern of `styles` matches it.
+    """Yield (name, parameter, Asked) for each parameter; the Asked, which has its style, is None if no pattern of
+    `styles` matches.
 
     A shared parameter is given by the first of its names that a pattern matches, or else by the first.
 

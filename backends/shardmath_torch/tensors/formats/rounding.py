@@ -74,7 +74,9 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def make_table(element: Float, device: torch.device) -> Tensor:
-    """Return a table with the float32 number that each byte encodes; for E2M1, its two numbers as one float64."""
+    """Return a table of 256 elements: the float32 number of each byte; for E2M1, a float64 whose bits are the byte's
+    two float32 numbers.
+    """
     codes = np.arange(256, dtype=np.uint8)
     if element is not E2M1:
         return torch.from_numpy(decode(element, codes)).to(device)
@@ -83,7 +85,9 @@ def make_table(element: Float, device: torch.device) -> Tensor:
 
 
 def read_into(table: Tensor, codes: Tensor, out: Tensor) -> None:
-    """Write the number that `table` has for each byte of `codes` to `out`, which is contiguous."""
+    """Write the element of `table` for each byte of `codes` to `out`, a contiguous float32 tensor: one number, or two
+    for E2M1.
+    """
     indices = flat(codes.to(torch.int32, memory_format=torch.contiguous_format))
     # A byte of two numbers is looked up as one element of twice the size.
     torch.index_select(table, 0, indices, out=flat(out).view(table.dtype))

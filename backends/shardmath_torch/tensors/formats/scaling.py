@@ -53,7 +53,7 @@ class ScaleRule(ABC):
 
     @abstractmethod
     def make_scales(self, amax: Tensor) -> Tensor:
-        """Return the scales of blocks with the largest magnitudes `amax`, in their stored dtype."""
+        """Return the scales, in their stored dtype, of blocks whose largest magnitudes are `amax`."""
 
     @abstractmethod
     def scale_down(self, values: Tensor, scales: Tensor) -> Tensor:
@@ -175,7 +175,9 @@ def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
 
 
 def make_global_scale(format: NVFP4, amax: Tensor) -> Tensor:
-    """Return NVFP4's global scale, a scalar, from `format.tensor_amax`, or else from the blocks' largest magnitudes."""
+    """Return NVFP4's global scale, a scalar, computed from `format.tensor_amax` or, if None, from the blocks' largest
+    magnitudes `amax`.
+    """
     if format.tensor_amax is not None:
         largest = amax.new_full((), format.tensor_amax)
     elif amax.numel():

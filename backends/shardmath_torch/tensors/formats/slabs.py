@@ -69,9 +69,8 @@ class Slab:
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """Return this box of `tensor` as a view, split as by `split`; `per` positions are packed into one element.
-
-        These are positions of the last dimension.
+        """Return this box of `tensor` as a view, split as by `split`; each element of `tensor` stands for `per`
+        positions of the last dimension.
         """
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
@@ -116,13 +115,17 @@ class Slab:
 
 
 def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
-    """Whether a whole block of a tensor of `shape` has at most `most` elements, so that `cut_slabs` cuts no block."""
+    """Whether no block of a tensor of `shape` has more than `most` elements (`blocks` has their sizes), so that
+    `cut_slabs` cuts none.
+    """
     sizes = map(min, blocks.positions(shape), shape)
     return math.prod(sizes) <= most
 
 
 def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Slab]:
-    """Yield boxes of at most `most` elements that together cover a tensor of `shape`; none for an empty tensor."""
+    """Yield Slabs (boxes of at most `most` elements, of whole blocks or a part of one) that together cover a tensor of
+    `shape`.
+    """
     sizes = blocks.positions(shape)
     steps = _choose_steps(sizes, shape, most)
     spans = map(_cut_dimension, sizes, shape, steps)

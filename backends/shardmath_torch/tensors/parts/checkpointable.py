@@ -67,7 +67,7 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def is_checkpointable(tensor: object) -> bool:
-    """Whether `tensor` is a plain tensor with the attributes that `checkpointable` sets."""
+    """Whether `tensor` has the attributes that `checkpointable` sets, and is not a DTensor."""
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         return False
     return all(hasattr(tensor, name) for name in ATTRIBUTES)

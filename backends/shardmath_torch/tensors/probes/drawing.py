@@ -57,7 +57,8 @@ IMAGINARY = 1 << 20
 
 
 class Run(NamedTuple):
-    """One run of a weight loader: how the values to load are chosen, their seed, and what the targets hold before.
+    """One run of a weight loader: how the values to load are chosen (`way`), their seed, and what the targets hold
+    before.
 
     That is a `byte`, or a `value` instead; or, if the run `keeps` it, what the targets had before recording.
     """
@@ -69,13 +70,17 @@ class Run(NamedTuple):
     keeps: bool = False
 
     def found(self, dtype: torch.dtype) -> int:
-        """Return the bits, as an integer, that a target (tensor to load into) has before the run in each element."""
+        """Return the bits, as an integer, that each element of a target (tensor to load into) has before a run that
+        fills targets.
+        """
         word = None if self.value is None else word_of(self.value, dtype)
         return repeat(self.byte, dtype) if word is None else word
 
 
 class TypedElements:
-    """All elements of the logical (checkpoint) tensors of one dtype, numbered; `wanted` are dtypes to load them in."""
+    """All elements of the logical (checkpoint) tensors of one dtype, numbered; `wanted` are the dtypes of the loader's
+    targets.
+    """
 
     def __init__(
         self,
@@ -142,7 +147,8 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """Return two arrays by position: the number of the element whose values are `words`, and whether there is one.
+        """Return two arrays by position: the number of the element whose values, cast to `dtype`, are `words`, and
+        whether there is one.
 
         `words` has the values in each run.
         """
@@ -159,7 +165,9 @@ class TypedElements:
 
 
 def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
-    """Return the loader runs whose values together identify every element of `kinds` (the elements of each dtype)."""
+    """Return the loader runs whose values identify every element of `kinds` (the elements of each dtype) and show if
+    the loader changes them.
+    """
     digits = max((kind.digits for kind in kinds), default=1)
     is_wide = any(kind.base < len(list_finite(real(kind.dtype))) for kind in kinds)
     further = _count_further(kinds)

@@ -73,7 +73,9 @@ def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
 
 
 def repeat(byte: int, dtype: torch.dtype) -> int:
-    """Return the integer that repeats `byte` over the size of a `dtype` element; for bool, the byte's lowest bit."""
+    """Return the integer of a `dtype` element (of one part, if complex) whose bytes are all `byte`; for bool, the
+    byte's lowest bit.
+    """
     if dtype == torch.bool:
         return byte % 2
     size = real(dtype).itemsize
@@ -81,7 +83,9 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
 
 
 def word_of(value: float, dtype: torch.dtype) -> int | None:
-    """Return the bits of `value` in `dtype` as an integer (NaN is -1 in integers); None if torch lacks the cast."""
+    """Return the bits of `value` cast to `dtype` (or a complex one's parts), as an integer; NaN becomes -1 in integers.
+    None if torch lacks the cast.
+    """
     part = real(dtype)
     if value != value and not part.is_floating_point:
         value = -1
@@ -94,7 +98,9 @@ def word_of(value: float, dtype: torch.dtype) -> int | None:
 
 @memo()
 def list_finite(dtype: torch.dtype) -> Words:
-    """Return the finite values of a real dtype, ascending, as integers of their bits: all, or some if very many."""
+    """Return the finite values of a real dtype, ascending, as an array of their bits: all if it has up to 16 bits, else
+    a selection.
+    """
     words = _list_all(dtype)
     values = _value(words, dtype)
     order = np.argsort(values, kind="stable")
@@ -104,14 +110,16 @@ def list_finite(dtype: torch.dtype) -> Words:
 
 @memo()
 def list_nan(dtype: torch.dtype) -> Words:
-    """Return the quiet NaN values of a real dtype, as integers of their bits: all, or some if very many."""
+    """Return NaN values of a real dtype, as an array of their bits: all if it has up to 16 bits, else a selection of
+    quiet ones.
+    """
     words = _list_all(dtype)
     return words[is_nan(words, dtype)] | QUIET.get(dtype, 0)
 
 
 @memo()
 def list_infinite(dtype: torch.dtype) -> Words:
-    """Return the infinities of a real dtype, as integers of their bits."""
+    """Return the infinities of a real dtype, as an array of their bits."""
     words = _list_all(dtype)
     infinite: Words = words[np.isinf(_value(words, dtype))]
     return infinite
@@ -135,7 +143,9 @@ def order(words: Words, dtype: torch.dtype) -> NDArray[np.intp]:
 
 @memo()
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether the dtype `wide` represents all finite values of the dtype `narrow` exactly."""
+    """Whether `wide` represents the finite values of the dtype `narrow` exactly: all, or the selection that
+    `list_finite` returns.
+    """
     if wide == narrow:
         return True
     if narrow.is_complex and not wide.is_complex:

@@ -38,7 +38,9 @@ def key_of(tensor: Tensor) -> int:
 
 
 class Before:
-    """A snapshot of modules and mappings of tensors, which `put_back` restores after a loader has changed them."""
+    """A snapshot of modules and mappings of tensors, which `put_back` restores after changes; of values, those that
+    `keep_bytes` has copied.
+    """
 
     def __init__(self, holders: Sequence[nn.Module | MutableMapping[str, Tensor]]) -> None:
         self._containers: list[tuple[_Container, Any]] = []
@@ -74,7 +76,9 @@ class Before:
         return values.set_(saved.untyped_storage(), *place)
 
     def spoil(self, keys: Iterable[int]) -> None:
-        """Flip the lowest bit of each byte of the live memory (no copies) with these `keys`; `put_back` restores it."""
+        """Flip the lowest bit of each byte of the memories with these `keys`, which `keep_bytes` has copied; `put_back`
+        restores them.
+        """
         for key in keys:
             live, saved = self._bytes[key]
             # Every type then has another value of about the same size; bools are inverted.
@@ -95,7 +99,9 @@ class Before:
         return self._bytes.keys()
 
     def put_back(self) -> None:
-        """Restore all modules, mappings, tensors and copied memory as they were."""
+        """Restore the modules, mappings and tensors of the snapshot, and the memory whose bytes `keep_bytes` has
+        copied.
+        """
         self._spoiled.clear()
         for tensor in self._tensors:
             tensor.put_back()
@@ -120,7 +126,7 @@ class _TensorBefore:
         self.size = self.memory.untyped_storage().nbytes() if self.memory is not None else 0
 
     def put_back(self) -> None:
-        """Restore the class, memory, shape, attributes and gradient of the tensor."""
+        """Restore the tensor's class, memory (but not its values), shape, attributes and gradient."""
         tensor = self.tensor
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind

@@ -81,7 +81,9 @@ class Content:
         return Piece(self.tensor, box.cell[0], element, tuple(blocks))
 
     def copied(self, view: Tensor, copy: Tensor, made: str = "") -> Content | None:
-        """Return the Content of `copy`, made from `view` by operation `made`; None if no strides describe it."""
+        """Return the Content of `copy`, made from `view` by operation `made`; None unless constant strides describe all
+        of its memory.
+        """
         if not is_dense(copy):
             return None
         try:

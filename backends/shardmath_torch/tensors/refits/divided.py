@@ -32,7 +32,11 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """Return an error for each DTensor in `natives` that is Partial, or that is divided otherwise than in `layouts`."""
+    """Return an error for each DTensor in `natives` that is Partial or, if it is one whole logical tensor, has other
+    elements than in `layouts`.
+
+    DTensors of other shapes than planned, or whose placements do not tell their elements, are not compared.
+    """
     whole = _find_whole(stored, slots)
     faults = []
     for native, tensor in natives.items():

@@ -36,7 +36,7 @@ def find_groups(tensors: Iterable[Tensor]) -> list[object]:
 
 
 def check_not_gathered(natives: Mapping[Native, Tensor]) -> None:
-    """Raise ExchangeError if a tensor is a copy that FSDP2 has gathered, instead of a shard."""
+    """Raise ExchangeError if one of the tensors `natives` lies in memory into which FSDP2 has gathered a parameter."""
     gathered = {_memory_of(tensor) for tensor in _list_gathered()} - {None}
     for native, tensor in natives.items():
         if _memory_of(tensor) in gathered:
@@ -62,6 +62,8 @@ def _memory_of(tensor: Tensor) -> int | None:
 
 
 def give_back(groups: Iterable[object]) -> None:
-    """Free the gathered parameters of FSDP2's `groups`, which FSDP2 gathers again before it uses them."""
+    """Put the shards of FSDP2's `groups` back as parameters, and free the gathered copies; FSDP2 gathers again before
+    it uses them.
+    """
     for group in groups:
         fsdp.give_shards_back(group)

@@ -64,7 +64,9 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return a Watched (for later checks) per tensor of `natives`: its memory, and its key in the mappings `given`."""
+    """Return a list of Watched (for later checks), one per tensor of `natives`: its memory, and its key in the mappings
+    `given`.
+    """
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
         for native, tensor in natives.items()
@@ -145,9 +147,10 @@ def _find_moved(watched: Iterable[Watched]) -> str | None:
 
 
 def find_replaced(watched: Iterable[Watched]) -> str | None:
-    """Return the name of a tensor whose module or mapping now holds a tensor in other memory; None if there is none.
+    """Return the name of a tensor for which a module or mapping now holds one of other memory, shape, strides or dtype;
+    None if there is none.
 
-    Raises ExchangeError if a given mapping raises.
+    Parameters that FSDP2 has gathered do not count. Raises ExchangeError if a given mapping raises.
     """
     for each in watched:
         if any(_is_replaced(each, place) for place in each.places):

@@ -66,7 +66,9 @@ class Numbering:
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """Return an error if a target's values `after` `run` contradict `pieces` (elements at positions); "" if not."""
+        """Return an error if `after`, a target's values after `run`, contradicts `pieces` (which element is at which
+        position); "" if not.
+        """
         words = _flatten(after, after.dtype)
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
@@ -83,7 +85,9 @@ class Numbering:
         return ""
 
     def find_written(self, found: Found, after: Tensor) -> tuple[_Truths, _Truths]:
-        """Return two masks of a target's positions: those that a run wrote, and those written with nonzero values."""
+        """Return two masks of a target's positions: those where `after` differs from `found`, the values before a run,
+        and of these the nonzero ones.
+        """
         words = _flatten(after, after.dtype)
         written = ~is_left(found, after)
         return written, written & (words != 0).any(axis=1)
@@ -150,7 +154,9 @@ class Reading:
         return not any(later) and (first or any(self._wrote[True]))
 
     def find_fault(self) -> str:
-        """Return the error for the first written position whose element is unknown or ambiguous; "" if none."""
+        """Return the error for the first position, written and not always zero, whose element is unknown or ambiguous;
+        "" if there is none.
+        """
         written = ~(self.unwritten | self.zero)
         matches = np.zeros(written.shape, np.int64)
         for guess in self.guesses:
@@ -174,7 +180,11 @@ class Reading:
         return "".join([what, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
-        """Return Pieces (elements of a logical tensor, and their positions in the target) of all written positions."""
+        """Return Pieces (elements of a logical tensor, and their positions in the target) of written positions whose
+        element is known.
+
+        Positions that are always zero count as unwritten.
+        """
         written = ~(self.unwritten | self.zero)
         pieces: list[Piece] = []
         for guess in self.guesses:

@@ -68,13 +68,14 @@ def record(
     functions: Mapping[str, str] | None = None,
     ways: tuple[Ways, ...] = ("views", "numbers"),
 ) -> Recorded:
-    """Record which elements of logical tensors the loader `load` writes to each position of the targets in `into`.
+    """Run the loader `load` repeatedly, and return a Recorded: which elements of logical tensors it writes to each
+    position of the tensors in `into`.
 
-    `shapes` are global shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of name
-    and tensor. `into` is the module, or mutable mapping from name to tensor, into which it loads, or a list of these,
-    one per virtual stage. `functions` has the function of each target that is computed: {"A": "neg_exp"}, in another
-    chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError if another target is computed, if two tensors
-    are written into one cell, and if an element lies twice in one target.
+    These are restored after each run. `shapes` are global shape and dtype by logical name; `load` takes such tensors as
+    a mapping, or as `pairs` of name and tensor. `into` is the module, or mutable mapping from name to tensor, into
+    which it loads, or a list of these, one per virtual stage. `functions` has the function of each target that is
+    computed: {"A": "neg_exp"}, in another chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError if
+    another target is computed, if two tensors are written into one cell, and if an element lies twice in one target.
     """
     plain = {n: (tuple(shape), dtypes.canonical(dtype)) for n, (shape, dtype) in shapes.items()}
     _check_words("form", form, FORMS)
@@ -128,7 +129,9 @@ class _Recording:
                 )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
-        """Run the loader in `ways` (without data, with data) until all targets' elements are known; return a record."""
+        """Run the loader in `ways` (without data, with data) until the elements of all targets are known; return them
+        as a Recorded.
+        """
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
         if "views" in ways:

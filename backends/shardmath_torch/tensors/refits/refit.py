@@ -74,7 +74,9 @@ class _RefitStage(Stage):
         self._refit = refit
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """Return the bound views of tensors to send and to receive into. Raises ExchangeError if nothing is bound."""
+        """Return the views of this rank's bound tensors to send and to receive into; `src` and `out` are not used.
+        Raises ExchangeError if none are bound.
+        """
         if self._refit._watched is None:
             raise ExchangeError(
                 "this rank has not prepared the refit, or has released its tensors since; call "
@@ -240,7 +242,7 @@ class Refit(Leaves):
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes of this rank's buffers for transformed tensors, from the first move until `release`."""
+        """The bytes that this rank's buffers for transformed tensors take from the first move until `release`."""
         return 0 if self._transform_stage is None else self._transform_stage.nbytes
 
     @property
@@ -257,7 +259,8 @@ class Refit(Leaves):
         functions: Mapping[str, Function] | None = None,
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Bind this rank's tensors, which every later call moves. Collective.
+        """Bind this rank's tensors, `src` of the trainer and `dst` of engines, which every later call moves.
+        Collective.
 
         Pass all parameters and persistent buffers, by the names under which the rank stores them. `src` are a trainer
         rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk if the rank has
@@ -283,7 +286,7 @@ class Refit(Leaves):
         )
 
     def release(self) -> None:
-        """Release the bound tensors and wire buffers, like `Mover.let_go`; call prepare() before the next move."""
+        """Release the bound tensors, and free extra memory, like `Mover.let_go`; call prepare() before the next move."""
         self._mover.let_go(self._drop)
 
     def _drop(self) -> None:

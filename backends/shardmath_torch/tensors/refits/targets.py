@@ -29,7 +29,8 @@ Into: TypeAlias = Chunk | Sequence[Chunk]
 
 
 class KeptTargets:
-    """A loader's targets (parameters and persistent buffers of `into`, or its values), and their state before loading.
+    """A loader's targets (parameters and persistent buffers of modules in `into`, values of mappings there), and their
+    state before loading.
 
     Raises StoreError if one is not plain.
     """
@@ -77,7 +78,8 @@ class KeptTargets:
                 holder[key] = tensor
 
     def occupy(self, run: Run, untouched: Collection[str] = ()) -> dict[str, Found]:
-        """Fill the targets with the values that the loader finds there in `run`, and return these by target.
+        """Fill the targets with the values that the loader finds there in `run`, unless `run` keeps earlier ones, and
+        return these by target.
 
         Targets on the meta device get memory. `untouched` are targets that the loader does not write. It may read them,
         so they keep their values, if they have any.

@@ -84,7 +84,9 @@ class Views(NamedTuple):
 
 
 def name_natives(given: Given | None) -> Natives:
-    """Return the tensors of `given` by (virtual stage, stored name). Raises ExchangeError for other values."""
+    """Return the tensors of `given` as a dict by (virtual stage, stored name). Raises ExchangeError if it is not a
+    mapping, or a list of these.
+    """
     if not isinstance(given, Mapping | Sequence | None):
         raise ExchangeError(
             f"src= or dst= is {type(given).__name__}, where a mapping from name to tensor is needed; "

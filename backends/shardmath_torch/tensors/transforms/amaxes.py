@@ -89,7 +89,9 @@ class _QuantizeStage(Stage):
         self._call = _QuantizeCall(None)
 
     def bind(self, src: Local, out: Any) -> tuple[Local, Local]:
-        """Return amaxes (blocks' magnitudes) to send, and memory to receive others. Raises ExchangeError to object."""
+        """Measure the blocks of `src`; return the largest magnitudes to send, and memory to receive other ranks'.
+        Raises ExchangeError.
+        """
         self._writes = False
         call: _QuantizeCall = out
         given = by_key(self._tensor, src)
@@ -129,7 +131,7 @@ class _QuantizeStage(Stage):
         return made
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Quantize by the amaxes (blocks' magnitudes) of all ranks, and write data and scales; return no pairs."""
+        """Quantize by the blocks' largest magnitudes over all ranks, and write data and scales; return no pairs."""
         if not self._is_holder:
             return ()
         slots = {}

@@ -123,7 +123,9 @@ class EndStage(Stage):
 
     @property
     def own(self) -> frozenset[str]:
-        """The local names of received wire tensors from which a transform computes the destination tensors."""
+        """The names of the plan's destination tensors that are received in buffers, to compute the caller's tensors
+        from them.
+        """
         return frozenset(key for worker in self._finalizers.values() for key, _ in worker.job.wires)
 
     @property
@@ -205,14 +207,18 @@ class EndStage(Stage):
         self._finalize_targets = {}
 
     def let_go(self) -> None:
-        """Drop the caller's tensors and mappings, and the buffers for transformed tensors."""
+        """Drop the caller's tensors and mappings, and the buffers for transformed tensors, except those that a hook may
+        still use.
+        """
         self._finalize_targets = {}
         self._bound_call = self._checked_signature = None
         for worker in self._workers:
             worker.let_go()
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the destination tensors that a failure may have left torn: received in place, or being computed."""
+        """Return the names of destination tensors that a failure may have left torn: each of `keys` that is received in
+        place, and tensors being computed.
+        """
         torn = []
         for job, worker in self._parts[1]:
             pairs = zip(job.held, job.wires, strict=True) if worker is None else ()
@@ -240,7 +246,8 @@ class TransformedMover(Mover):
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes of this rank's buffers for transformed tensors, which the first move allocates.
+        """The bytes of this rank's buffers for transformed tensors, which the first move allocates or, for a hook,
+        `compile_transformed`.
 
         Memory in which messages are packed (`staging_bytes`) is not counted.
         """

@@ -73,7 +73,9 @@ FINALIZE: dict[type, _Function] = {
 
 
 def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Apply `transform` at the source: compute the tensors to send from `values`, into `out`. Raises what that does."""
+    """Apply `transform` at the source: compute the tensors to send from `values`, into `out`. Raises any error of the
+    transform.
+    """
     into = PREPARE.get(type(transform))
     if into is not None:
         into(transform, src, dst, values, out)
@@ -115,7 +117,9 @@ def _unwrap(values: Sequence[Any]) -> Any:
 
 
 def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
-    """Copy the `results` of a transform into `out`. Raises ExchangeError if numbers, shapes or dtypes differ."""
+    """Copy the `results` of a transform, one tensor or several, into the tensors `out`. Raises ExchangeError if number,
+    shapes or dtypes differ.
+    """
     tensors = results if isinstance(results, list | tuple) else [results]
     check_made(tensors, list(map(describe, out)), maker, side)
     for tensor, target in zip(tensors, out, strict=True):
@@ -123,7 +127,9 @@ def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
 
 
 def check_made(tensors: Sequence[object], wanted: Sequence[str], maker: str, side: str) -> None:
-    """Raise ExchangeError unless `tensors` have the number, shapes and dtypes that `wanted` describes."""
+    """Raise ExchangeError unless there is one of `tensors` for each text in `wanted`, such as "float32[4, 3]", with
+    that dtype and shape.
+    """
     if len(tensors) != len(wanted):
         what = f"{maker} {plural(tensors, 'tensor')} {side}, not {len(wanted)}"
         raise ExchangeError(f"{what}: {', '.join(wanted)}; return one for each")

@@ -72,7 +72,7 @@ def megatron_hook(hook: Hook, components: Iterable[Component]) -> MegatronHook:
 
 
 class MegatronHook:
-    """A Megatron-Core ReshardTransform as a transform, made by `megatron_hook`."""
+    """A transform that calls a Megatron-Core ReshardTransform; made by `megatron_hook`."""
 
     def __init__(self, hook: Hook, parts: tuple[Component, ...]) -> None:
         self.hook = hook
@@ -110,7 +110,9 @@ class MegatronHook:
         )
 
     def claim(self, buffers: Sequence[Tensor]) -> bool:
-        """Reserve the hook's buffers to receive into, if they are contiguous and unreserved; return whether it did."""
+        """Reserve `buffers` to receive into, up to one that is not contiguous or overlaps reserved memory; return
+        whether all are reserved.
+        """
         for buffer in buffers:
             if not buffer.is_contiguous():
                 return False

@@ -51,7 +51,7 @@ class Worker(Protocol):
         """At the source, fill the buffers from the given tensors; at the destination, the tensors from the buffers."""
 
     def let_go(self) -> None:
-        """Free the worker's buffers; they are allocated again when they are next needed."""
+        """Free the worker's buffers, which are allocated again when they are next needed; a hook's worker keeps them."""
 
 
 @runtime_checkable
@@ -59,7 +59,9 @@ class HasWorkers(Protocol):
     """The interface of a transform that makes its own worker per local tensor, as a Megatron hook does."""
 
     def make_worker(self, job: WireJob, rank: int, end: End, device: torch.device) -> Worker:
-        """Return the worker that transforms one local tensor of `rank` at this `end` of a move."""
+        """Return the worker that transforms the local tensor of `job` on `rank`, at this `end` ("source" or
+        "destination") of a move.
+        """
 
 
 def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Worker | None:
@@ -129,7 +131,7 @@ class _Preparing(_Packed):
     """The worker at the source."""
 
     def run(self, *tensors: Tensor) -> None:
-        """Compute the wire tensors to send from the local tensors."""
+        """Compute the tensors to send (wire tensors) from the local tensors, if there is anything to send."""
         wired = self._wired
         packed = self._read(tensors)
         out = tuple(self.buffers.values())
@@ -142,7 +144,9 @@ class _Finalizing(_Packed):
     """The worker at the destination."""
 
     def run(self, *tensors: Tensor) -> None:
-        """Compute the local tensors from the received wire tensors."""
+        """Compute the local tensors from the tensors that were received for them (wire tensors), unless the rank holds
+        no elements.
+        """
         if all(0 in packing.shape for packing in self._packings):
             return
         wired = self._wired
