@@ -286,7 +286,7 @@ class Refit(Leaves):
         )
 
     def release(self) -> None:
-        """Release the bound tensors, and free extra memory, like `Mover.let_go`; call prepare() before the next move."""
+        """Release the bound tensors and free extra memory, like `Mover.let_go`; call prepare() before the next move."""
         self._mover.let_go(self._drop)
 
     def _drop(self) -> None:

@@ -51,7 +51,7 @@ class Worker(Protocol):
         """At the source, fill the buffers from the given tensors; at the destination, the tensors from the buffers."""
 
     def let_go(self) -> None:
-        """Free the worker's buffers, which are allocated again when they are next needed; a hook's worker keeps them."""
+        """Free the worker's buffers, which are allocated again when next needed; a hook's worker keeps them."""
 
 
 @runtime_checkable
