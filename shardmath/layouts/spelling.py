@@ -115,7 +115,9 @@ def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """Read placements `spec`: return the dimensions and Partial axes; `reading` tells how StridedShard is understood.
+    """Read placements `spec`: return how `mesh` divides each dimension of `shape`, and the Partial axes.
+
+    `reading` tells how StridedShard is understood, and `stored` which elements each rank stores of a dimension.
 
     Raises LayoutError or PlacementError.
     """

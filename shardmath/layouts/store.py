@@ -61,7 +61,7 @@ def local_name(name: str, window: int, count: int) -> str:
 
 
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
-    """Yield (local tensor's name, layout) for each of `windows`, the layouts of the tensor `name`.
+    """Yield (`name`, layout) for a single one of `windows`, the layouts of tensor `name`, or (`name[i]`, layout) for each.
 
     Raises StoreError unless the name is a str and the windows are Layouts.
     """

@@ -70,7 +70,7 @@ class Members:
             yield self.position[begin:end]
 
     def name(self, mesh: Mesh) -> Iterator[Ranks]:
-        """Yield, for each set of positions, the ranks of `mesh` at these positions, ascending."""
+        """Yield, for each of these sets of mesh positions, the ranks of `mesh` at its positions, ascending."""
         of_position = np.array(mesh.ranks, np.int64)
         ranks = of_position[self.position].tolist()
         bounds = self.first.tolist()

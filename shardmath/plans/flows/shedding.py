@@ -33,7 +33,7 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """List the bytes of each line (with equal holders) that others relay, so that holders send about `target` at most.
+    """List, for each line (bytes of the same holders), how many others relay, so that a holder sends about `target`.
 
     A holder may send more if its lines cannot be shortened. Line i sends `copies[i]` bytes and cannot go below
     `once[i]`.

@@ -50,9 +50,9 @@ class Engine(Protocol):
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
     ) -> None:
-        """Allocate memory for moving tensors with the strides and device of `src` and `dst`. Sends nothing.
+        """Allocate memory for moves between tensors with the strides and device of `src` and `dst`; send nothing.
 
-        If `held`, the same mappings are passed to each move, with tensors at the same addresses.
+        With `held` the caller promises that every move will be of these same tensors.
         """
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:

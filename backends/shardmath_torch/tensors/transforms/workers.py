@@ -51,7 +51,10 @@ class Worker(Protocol):
         """At the source, fill the buffers from the given tensors; at the destination, the tensors from the buffers."""
 
     def let_go(self) -> None:
-        """Free the worker's buffers, which are allocated again when next needed; a hook's worker keeps them."""
+        """Free the worker's buffers, which are allocated again when next needed.
+
+        The worker of a Megatron hook (a transform that makes its own workers) keeps them.
+        """
 
 
 @runtime_checkable
