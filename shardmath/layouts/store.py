@@ -61,7 +61,7 @@ def local_name(name: str, window: int, count: int) -> str:
 
 
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
-    """Yield (`name`, layout) for a single one of `windows`, the layouts of tensor `name`, or (`name[i]`, layout) for each.
+    """Yield (local name, layout) for `windows`, the layouts of tensor `name`: `name` if there is one, else `name[i]`.
 
     Raises StoreError unless the name is a str and the windows are Layouts.
     """

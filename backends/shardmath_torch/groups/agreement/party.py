@@ -149,9 +149,10 @@ class Party:
         what: str = "group",
         patience: float = 0.0,
     ) -> _T:
-        """Run `act`, an operation of all ranks, while no other operation of this process uses the group; return its result.
+        """Run `act`, an operation of all ranks, while nothing else in this process uses the group; return its result.
 
-        `act` begins with a vote, unless ranks agreed on such an operation before. Waits for other threads' turns at least `patience` seconds. Errors call `what` broken if the group is, and
+        `act` begins with a vote, unless ranks agreed on such an operation before. Waits for other threads' turns at
+        least `patience` seconds. Errors call `what` broken if the group is, and
         `describe` words the work that a rank's failure stopped.
 
         Raises ExchangeError, and any other exception that `act` raises.

@@ -79,7 +79,10 @@ class Carrier(Protocol):
         """Return the keys of destinations that may be neither old nor new; call it after `carry` has raised."""
 
     def end(self) -> None:
-        """Note, after a move, that destinations hold what was sent, so that the next may send only changes. Never raises."""
+        """Note, after a move, that destinations hold the sent values, so that the next may send only changes.
+
+        Never raises.
+        """
 
     def forget(self) -> None:
         """Make the next move send all bytes, since the destinations' content is unknown. Call it on all ranks."""
