@@ -433,6 +433,24 @@ def test_cells_that_are_emptied_after_they_were_stored(rows: int) -> None:
     )
 
 
+def test_a_copy_of_what_the_loader_filled_with_a_constant() -> None:
+    """It writes no element, with data and without, even if another target is recorded by numbers."""
+    into = {"bias": torch.ones(3), "a": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["bias"].copy_(torch.empty(3).zero_())
+        into["a"].copy_(given["q"].flip(0))
+
+    assert record(load, into).unwritten == {"bias": 3}
+
+
+def test_a_loader_that_makes_sparse_tensors() -> None:
+    """They drop the sign of zero, so nothing is copied; the loader itself runs as it does alone."""
+    into = {"a": torch.zeros(4, 3)}
+    with pytest.raises(sm.StoreError, match=r"'a' is computed, not copied: .* is -0; name the"):
+        record(lambda given: into["a"].copy_(given["q"].to_sparse().to_dense()), into)
+
+
 def test_a_function_that_is_none() -> None:
     into = {"a": torch.zeros(4, 3)}
     with pytest.raises(
