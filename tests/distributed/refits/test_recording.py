@@ -716,6 +716,20 @@ def test_a_target_that_computes_what_it_keeps() -> None:
         record(lambda given: into["a"].copy_(given["q"]), into)
 
 
+STRANGE = {
+    "has no shape yet; run its lazy module": nn.UninitializedParameter(),
+    "a nested tensor, of 2 parts": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "layout torch.sparse_coo, where torch.strided": torch.zeros(4, 3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("said", STRANGE)
+def test_a_target_that_is_not_a_strided_tensor(said: str) -> None:
+    into = {"a": torch.zeros(4, 3), "b": STRANGE[said]}
+    with pytest.raises(sm.StoreError, match=f"into= has 'b'.* {said}"):
+        record(lambda given: into["a"].copy_(given["q"]), into)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("what", ["target", "clone"])
 def test_a_thread_that_computes_without_logical_tensors(what: str, device: str) -> None:
