@@ -435,13 +435,14 @@ def test_cells_that_are_emptied_after_they_were_stored(rows: int) -> None:
 
 def test_a_copy_of_what_the_loader_filled_with_a_constant() -> None:
     """It writes no element, with data and without, even if another target is recorded by numbers."""
-    into = {"bias": torch.ones(3), "a": torch.zeros(4, 3)}
+    into = {"bias": torch.ones(3), "b": torch.ones(3), "a": torch.zeros(4, 3)}
 
     def load(given: dict[str, Tensor]) -> None:
         into["bias"].copy_(torch.empty(3).zero_())
+        into["b"] = torch.empty(3).zero_()
         into["a"].copy_(given["q"].flip(0))
 
-    assert record(load, into).unwritten == {"bias": 3}
+    assert record(load, into).unwritten == {"bias": 3, "b": 3}
 
 
 def test_a_loader_that_makes_sparse_tensors() -> None:
