@@ -433,6 +433,25 @@ def test_cells_that_are_emptied_after_they_were_stored(rows: int) -> None:
     )
 
 
+def test_a_copy_of_what_the_loader_filled_with_a_constant() -> None:
+    """It writes no element, with data and without, even if another target is recorded by numbers."""
+    into = {"bias": torch.ones(3), "b": torch.ones(3), "a": torch.zeros(4, 3)}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["bias"].copy_(torch.empty(3).zero_())
+        into["b"] = torch.empty(3).zero_()
+        into["a"].copy_(given["q"].flip(0))
+
+    assert record(load, into).unwritten == {"bias": 3, "b": 3}
+
+
+def test_a_loader_that_makes_sparse_tensors() -> None:
+    """They drop the sign of zero, so nothing is copied; the loader itself runs as it does alone."""
+    into = {"a": torch.zeros(4, 3)}
+    with pytest.raises(sm.StoreError, match=r"'a' is computed, not copied: .* is -0; name the"):
+        record(lambda given: into["a"].copy_(given["q"].to_sparse().to_dense()), into)
+
+
 def test_a_function_that_is_none() -> None:
     into = {"a": torch.zeros(4, 3)}
     with pytest.raises(
@@ -695,6 +714,20 @@ def test_a_target_that_computes_what_it_keeps() -> None:
     """Its class takes a copy for a computation, which a run without data would not see."""
     into: dict[str, Tensor] = {"a": Rounds()}
     with pytest.raises(sm.StoreError, match="into= has Rounds as 'a', where a plain tensor"):
+        record(lambda given: into["a"].copy_(given["q"]), into)
+
+
+STRANGE = {
+    "has no shape yet; run its lazy module": nn.UninitializedParameter(),
+    "a nested tensor, of 2 parts": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+    "layout torch.sparse_coo, where torch.strided": torch.zeros(4, 3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("said", STRANGE)
+def test_a_target_that_is_not_a_strided_tensor(said: str) -> None:
+    into = {"a": torch.zeros(4, 3), "b": STRANGE[said]}
+    with pytest.raises(sm.StoreError, match=f"into= has 'b'.* {said}"):
         record(lambda given: into["a"].copy_(given["q"]), into)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states import training
 from tests.distributed.tasks.states import small, train
 
@@ -111,6 +112,22 @@ def test_state_of_one_parameter_is_one_again(tmp_path: Path) -> None:
     a, b = (fresh.state[other[name]] for name in "ab")
     assert a["one"] is a["other"] and b["one"] is b["other"]
     assert a["one"] is not b["one"] and a["one"].equal(moment)
+
+
+@pytest.mark.parametrize("second", [slice(0, 4), slice(2, 6), slice(4, 8), slice(0, 8, 2)])
+def test_state_that_shares_a_part_of_its_memory(tmp_path: Path, second: slice) -> None:
+    """It would come back as separate tensors, of which the next step changes one; parts that are apart are fine."""
+    module = nn.ParameterDict({"a": torch.ones(4), "b": torch.ones(4)})
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    flat = torch.zeros(8)
+    optimizer.state[module["a"]] = {"seen": flat[:4].view(2, 2)}
+    optimizer.state[module["b"]] = {"moment": flat[second]}
+    if second == slice(4, 8):
+        training.save_state(tmp_path, module, optimizer)
+        return
+    said = "'seen' of 'a' and 'moment' of 'b' are views of the same memory, but .* separate tensors"
+    with pytest.raises(CheckpointError, match=said):
+        training.save_state(tmp_path, module, optimizer)
 
 
 def test_state_that_is_equal_stays_separate(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ from shardmath_torch.checkpoints.states.index import (
 )
 from shardmath_torch.checkpoints.states.memory import check_shaped, local_part
 from shardmath_torch.checkpoints.states.modules import Model, ModuleSlot
-from shardmath_torch.checkpoints.states.sharing import mark_shared
+from shardmath_torch.checkpoints.states.sharing import check_apart, mark_shared
 from shardmath_torch.checkpoints.states.values import list_tensors
 from shardmath_torch.checkpoints.states.wrappers import check_keeps_own
 from shardmath_torch.groups.compat import rank_or_0
@@ -246,7 +246,7 @@ def describe_optimizers(
 
     `elsewhere` has other ranks' reports on parameters that are not on this rank; their state has empty tensors here.
 
-    Raises CheckpointError for what `find_groups` does, and for state whose placement is not known.
+    Raises CheckpointError for what `find_groups` and `check_apart` do, and for state whose placement is not known.
     """
     slots: dict[tuple[str, str], ModuleSlot] = {}
     groups: list[SavedGroup] = []
@@ -264,6 +264,7 @@ def describe_optimizers(
             else:
                 entries[name] = elsewhere.entries.get(name, {})
                 slots |= _list_empty(name, entries[name], layout)
+    check_apart(local)
     mark_shared(entries, local)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
 

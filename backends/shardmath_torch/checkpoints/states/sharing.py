@@ -3,6 +3,8 @@
 1. The entry of such state names its origin: the first parameter that has it, and the key there; or the key alone if
    only one parameter has it.
 2. Tensors of one spot (`memory`) are one object, such as a tensor and what its `detach` returns.
+3. Tensors that share only a part of their memory, or view it with another shape, would be loaded as separate tensors,
+   of which later steps change only one. They raise.
 
 >>> import torch
 >>> step, moment = torch.zeros(()), torch.zeros(2)
@@ -24,10 +26,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states.index import Entries, Origin
-from shardmath_torch.checkpoints.states.memory import spot_of
+from shardmath_torch.checkpoints.states.memory import MemorySpot, find_meetings, spot_of
 
-__all__ = ["find_origins", "mark_shared"]
+__all__ = ["check_apart", "find_origins", "mark_shared"]
 
 _Item: TypeAlias = tuple[str, str]
 """A parameter's name, and a key of its state."""
@@ -63,3 +66,23 @@ def _identify(value: object) -> object:
     """A key that is equal for one object, and for tensors of one spot."""
     spot = spot_of(value) if isinstance(value, Tensor) else None
     return id(value) if spot is None else (spot, isinstance(value, DTensor))
+
+
+def check_apart(states: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Raise CheckpointError if two tensors of the optimizer state, which is by parameter's name, share memory without
+    being the same one."""
+    tensors: list[Tensor] = []
+    items: dict[MemorySpot | None, _Item] = {}
+    for name, held in states.items():
+        for key, value in held.items():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+                items.setdefault(spot_of(value), (name, key))
+    for spot, other in find_meetings(tensors):
+        (name, key), (other_name, other_key) = items[spot], items[other]
+        what = (
+            f"{key!r} of {name!r} and {other_key!r} of {other_name!r} are views of the same memory"
+        )
+        why = "but would be loaded as separate tensors"
+        fix = "keep one of them, and view it in each step, or replace one by a clone"
+        raise CheckpointError(f"optimizer state {what}, {why}; {fix}")

@@ -108,8 +108,8 @@ def state_of(
 
     Raises CheckpointError for an extra state that is not bytes, an optimizer's value that neither JSON nor a layout can
     express, an optimizer's parameter that is not the module's or is in two groups, optimizer state that is not a
-    parameter's or is kept in another optimizer, a module on the meta device, and if a group has to be given;
-    LayoutError as `layout_of`.
+    parameter's, is kept in another optimizer, or shares a part of its memory with other state, a module on the meta
+    device, and if a group has to be given; LayoutError as `layout_of`.
     """
     optimizer = hold(optimizer)
     described = describe(module)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,6 +86,9 @@ class Reads(TorchDispatchMode):
         """The names of tensors that share memory with one of these."""
         names = set()
         for one in given:
+            # A sparse tensor has no memory of its own: operations on its parts are seen one by one.
+            if one.layout != torch.strided:
+                continue
             for name, tensor in self._tensors.get(key_of(one), ()):
                 low, high = _span(tensor)
                 first, last = _span(one)

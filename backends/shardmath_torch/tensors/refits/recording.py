@@ -259,7 +259,10 @@ class _Recording:
         # The same memory with other strides is another tensor, too: a weight is stored, and then transposed.
         if describe(now[name]) != describe(target):
             into = torch.empty(target.shape, dtype=target.dtype, device="meta")
-            return [watch.explain(now[name], into)]
+            write = watch.explain(now[name], into)
+            if write.pieces == ():
+                self.filled.add(name)
+            return [write]
         return _shift_all(watch.writes[key_of(target)], target)
 
     def _list_unseen(

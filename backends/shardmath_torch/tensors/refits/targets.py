@@ -13,10 +13,12 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.recorded import label
 from shardmath_torch.moves.exchange.memory import has_own_kernels
+from shardmath_torch.tensors.dtensors.modules import SHAPELESS
 from shardmath_torch.tensors.probes.drawing import Run
 from shardmath_torch.tensors.probes.patterns import as_words
 from shardmath_torch.tensors.refits.before import Before, key_of
@@ -153,6 +155,13 @@ def _check(name: str, tensor: object) -> None:
         raise StoreError(
             f"into= has {kind} as {name!r}, where a plain tensor is needed; replace it by a "
             f"torch.Tensor or Parameter of its local shape"
+        )
+    if is_lazy(tensor):
+        raise StoreError(f"into= has {name!r}, which {SHAPELESS}, or call its materialize(shape)")
+    if tensor.is_nested:
+        raise StoreError(
+            f"into= has {name!r}, a nested tensor, of {tensor.size(0)} parts without one shape; "
+            f"put its parts into into= under separate names, from unbind()"
         )
     if tensor.layout != torch.strided:
         raise StoreError(

@@ -260,6 +260,8 @@ class Watch(TorchDispatchMode):
             write = Write((), ())
         elif is_by_cell and func in STORES:
             write = self.explain(args[1], target)
+            if write.pieces == ():
+                self.filled.setdefault(key, set()).add(str(func))
             dtype = self._find_copied_dtype(args[1], target)
             content = self._content_of_copy(args[1], target)
         else:
