@@ -250,7 +250,7 @@ OF_GROUP: dict[str, tuple[Callable[[list[Tensor]], object], str]] = {
 OWN: dict[str, Callable[[list[Tensor]], object]] = {
     "rows": lambda p: p[0].flatten(1).sum(1) if p[0].ndim > 1 else p[0].clone(),
     "preconditioners": lambda p: [torch.eye(size) for size in p[0].shape],
-    "flat": lambda p: p[0].detach().flatten(),
+    "flat": lambda p: p[0].detach().clone().flatten(),
     "number": lambda p: 3,
 }
 

@@ -130,6 +130,16 @@ def test_state_that_shares_a_part_of_its_memory(tmp_path: Path, second: slice) -
         training.save_state(tmp_path, module, optimizer)
 
 
+@pytest.mark.parametrize("view", [lambda p: p.detach(), lambda p: p.detach()[:1]])
+def test_state_in_the_memory_of_a_parameter(tmp_path: Path, view: Callable[[Any], Any]) -> None:
+    """A load would make a tensor of it that no longer follows the parameter."""
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module.weight] = {"slow": view(module.weight)}
+    with pytest.raises(CheckpointError, match=r"'weight'.* are views of the same memory"):
+        training.save_state(tmp_path, module, optimizer)
+
+
 def test_state_that_is_equal_stays_separate(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     optimizer = optim.SGD(module.parameters(), lr=0.1)

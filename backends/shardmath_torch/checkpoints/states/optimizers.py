@@ -251,6 +251,7 @@ def describe_optimizers(
     slots: dict[tuple[str, str], ModuleSlot] = {}
     groups: list[SavedGroup] = []
     entries: dict[str, Entries] = {}
+    parameters: dict[str, Tensor] = {}
     local: dict[str, Mapping[Any, Any]] = {}
     reported = elsewhere.options()
     for group in find_all_groups(model, optimizer, elsewhere):
@@ -258,13 +259,14 @@ def describe_optimizers(
         for name, parameter, state in group.states():
             layout = model.slots[name].layout
             if is_here(model, name):
+                parameters[name] = parameter
                 local[name] = state
                 entries[name] = _describe_state(state, parameter, name)
                 slots |= _list_slots(name, state, entries[name], layout)
             else:
                 entries[name] = elsewhere.entries.get(name, {})
                 slots |= _list_empty(name, entries[name], layout)
-    check_apart(local)
+    check_apart(parameters, local)
     mark_shared(entries, local)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
 

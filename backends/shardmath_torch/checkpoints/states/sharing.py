@@ -3,8 +3,8 @@
 1. The entry of such state names its origin: the first parameter that has it, and the key there; or the key alone if
    only one parameter has it.
 2. Tensors of one spot (`memory`) are one object, such as a tensor and what its `detach` returns.
-3. Tensors that share only a part of their memory, or view it with another shape, would be loaded as separate tensors,
-   of which later steps change only one. They raise.
+3. Tensors that share only a part of their memory, or view it with another shape, or share a parameter's, would be
+   loaded as separate tensors, of which later steps change only one. They raise.
 
 >>> import torch
 >>> step, moment = torch.zeros(()), torch.zeros(2)
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states.index import Entries, Origin
-from shardmath_torch.checkpoints.states.memory import MemorySpot, find_meetings, spot_of
+from shardmath_torch.checkpoints.states.memory import find_meetings, spot_of
 
 __all__ = ["check_apart", "find_origins", "mark_shared"]
 
@@ -68,21 +68,29 @@ def _identify(value: object) -> object:
     return id(value) if spot is None else (spot, isinstance(value, DTensor))
 
 
-def check_apart(states: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Raise CheckpointError if two tensors of the optimizer state, which is by parameter's name, share memory without
-    being the same one."""
-    tensors: list[Tensor] = []
-    items: dict[MemorySpot | None, _Item] = {}
+def check_apart(parameters: Mapping[str, Tensor], states: Mapping[str, Mapping[Any, Any]]) -> None:
+    """Raise CheckpointError if a tensor of the optimizer's state shares memory with a parameter, or with another tensor
+    of the state without being the same one. `parameters` and `states` are by parameter's name."""
+    stored = {spot_of(tensor): f"the parameter {name!r}" for name, tensor in parameters.items()}
+    items = dict(stored)
+    tensors = list(parameters.values())
     for name, held in states.items():
         for key, value in held.items():
-            if isinstance(value, Tensor):
-                tensors.append(value)
-                items.setdefault(spot_of(value), (name, key))
+            spot = spot_of(value) if isinstance(value, Tensor) else None
+            if spot is None:
+                continue
+            if spot in stored:
+                raise _explain_shared(f"{key!r} of {name!r}", stored[spot])
+            tensors.append(value)
+            items.setdefault(spot, f"{key!r} of {name!r}")
     for spot, other in find_meetings(tensors):
-        (name, key), (other_name, other_key) = items[spot], items[other]
-        what = (
-            f"{key!r} of {name!r} and {other_key!r} of {other_name!r} are views of the same memory"
-        )
-        why = "but would be loaded as separate tensors"
-        fix = "keep one of them, and view it in each step, or replace one by a clone"
-        raise CheckpointError(f"optimizer state {what}, {why}; {fix}")
+        if spot not in stored or other not in stored:
+            raise _explain_shared(items[spot], items[other])
+
+
+def _explain_shared(one: str, other: str) -> CheckpointError:
+    """The error of two tensors that share memory."""
+    return CheckpointError(
+        f"optimizer state: {one} and {other} are views of the same memory, but would be loaded as separate tensors; "
+        f"keep one of them, and view it in each step, or replace one by a clone"
+    )
