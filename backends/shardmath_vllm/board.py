@@ -5,14 +5,15 @@
 2. The store ends with place 0's process, which may end once it has returned from an update, or raised: it waits until
    the others have read its last report.
 3. Other ranks wait a little longer than place 0 may take, so that no rank is blamed for a late place 0.
-4. A store whose process was stopped, or whose machine is cut off, never answers, and torch waits for it forever and
+4. A rank that has left the group takes part in no later step, so nobody waits for it.
+5. A store whose process was stopped, or whose machine is cut off, never answers, and torch waits for it forever and
    ignores Ctrl-C. So requests to the store are made on a separate thread.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural
 from shardmath_torch.groups.agreement import notes, threads
 from shardmath_torch.groups.agreement.naming import word_objection
+from shardmath_torch.groups.joint.rendezvous import LEFT
 
 __all__ = ["HEARD_S", "WAITED_FOR", "Board"]
 
@@ -155,7 +157,7 @@ class Board:
                 for place in sorted(votes)
                 if votes[place]
             ]
-            return "\n".join(faults) or fail_early()
+            return "\n".join(faults) or fail_early() or self._word_left(votes)
 
         with self._telling(what):
             late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
@@ -218,6 +220,20 @@ class Board:
             with suppress(RuntimeError):
                 self._await_heard(what, range(1, self.size), HEARD_S)
         return reason
+
+    def _find_left(self) -> set[int]:
+        """The places that have left the group, as after an update that failed there. Called at place 0."""
+        return set(map(int, notes.read_lines(self.store, LEFT)))
+
+    def _word_left(self, votes: Collection[int]) -> str:
+        """Words for the trainer's places that have left the group without a vote; "" if none has."""
+        # Why a worker has left, its engine says.
+        left = sorted(self._find_left() & set(range(self.trainers)) - set(votes))
+        if not left:
+            return ""
+        places = ", ".join(map(str, left))
+        why = "by shutdown() or after an update that failed"
+        return f"place {places} has left the group, {why}; connect again by trainer_init"
 
     def _word_late(self, what: str, late: set[int]) -> str:
         places = ", ".join(map(str, sorted(late)))
@@ -285,6 +301,8 @@ class Board:
 
         def has_heard(place: int) -> bool:
             if notes.read(self.store, f"{what}/heard/{place}") is not None:
+                return True
+            if place in self._find_left():
                 return True
             # Once all have left, the store has nothing of the group; before they left they heard.
             return notes.read(self.store, f"{what}/heard/{self.place}") is None

@@ -8,6 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from shardmath import ExchangeError
+from shardmath_torch.groups.agreement import notes
+from shardmath_torch.groups.joint.rendezvous import LEFT
 from shardmath_vllm.board import Board
 
 
@@ -37,6 +39,17 @@ def test_a_rank_that_has_failed_is_not_waited_for() -> None:
     began = time.monotonic()
     with pytest.raises(ExchangeError, match="place 1: KeyboardInterrupt"):
         first.finish("finish update 1", do_nothing, lambda: "place 1: KeyboardInterrupt")
+    assert time.monotonic() - began < 2.0
+
+
+def test_a_rank_that_has_left_is_not_waited_for() -> None:
+    """Neither for its vote, nor until it has read the decision: others would wait for their whole time limit."""
+    first, _ = make_boards(timeout=60.0)
+    notes.add_line(first.store, LEFT, "1")
+    first.vote("begin update 2", "")
+    began = time.monotonic()
+    assert first.decide("begin update 2").startswith("place 1 has left the group")
+    first.finish("finish update 2", do_nothing)
     assert time.monotonic() - began < 2.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -236,6 +237,37 @@ def test_a_submodule_in_the_place_of_one() -> None:
         refit()
     model[0] = former
     refit()
+    smt.disconnect(group)
+
+
+def make_freed() -> torch.Tensor:
+    tensor = torch.zeros(2, 2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def make_sparse() -> torch.Tensor:
+    return torch.zeros(2, 2).to_sparse()
+
+
+# Functions: pytest prints arguments, and ends as it prints a freed tensor.
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (make_freed, "reaches 16 bytes into a storage of 0, which was freed or resized"),
+        (make_sparse, r"is stored as torch\.sparse_coo"),
+    ],
+)
+def test_tensors_without_their_memory_are_named(
+    make: Callable[[], torch.Tensor], fault: str
+) -> None:
+    """Of one that FSDP has freed, torch said 'setStorage: sizes [2, 2]', and of which tensor nobody said."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    side = Stored(parse("w = w"), (sm.Mesh(),))
+    refit = smt.Refit(sm.refit(side, side, {"w": ((2, 2), "float32")}), group=group)
+    for src, dst in ((make(), torch.zeros(2, 2)), (torch.zeros(2, 2), make())):
+        with pytest.raises(sm.ExchangeError, match=f"'w' {fault}"):
+            refit.prepare({"w": src}, {"w": dst})
     smt.disconnect(group)
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "Wanted",
     "by_key",
     "check",
+    "check_memory",
     "fits",
     "signature",
     "wanted",
@@ -156,7 +157,7 @@ def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> 
         _check_shape(label, tensor, shape, layout)
         if device is not None:
             _check_device(label, tensor, device)
-        _check_memory(label, tensor)
+        check_memory(label, tensor)
 
 
 def _check_kind(label: str, tensor: object) -> None:
@@ -193,8 +194,8 @@ def _check_device(label: str, tensor: Tensor, device: torch.device) -> None:
         raise ExchangeError(f"{what}; {fix}")
 
 
-def _check_memory(label: str, tensor: Tensor) -> None:
-    """Raise ExchangeError if the tensor's bytes are not its elements' bits, or do not exist."""
+def check_memory(label: str, tensor: Tensor) -> None:
+    """Raise ExchangeError if the bytes of `tensor`, called `label`, are not its elements' bits, or do not exist."""
     if tensor.layout != torch.strided:
         what = f"{label} is stored as {tensor.layout}, where a move takes {torch.strided}"
         raise ExchangeError(f"{what}; pass tensor.to_dense()")

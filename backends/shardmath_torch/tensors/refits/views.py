@@ -27,6 +27,8 @@ from shardmath.models.refits.refit import Refit as Planned
 from shardmath.models.storage.stored import KnownSide, Slot
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.moves.exchange.local import check_memory
+from shardmath_torch.moves.exchange.memory import plain
 from shardmath_torch.tensors.refits.divided import find_contradictions
 
 __all__ = [
@@ -145,7 +147,7 @@ def bind_views(
 ) -> Views:
     """Return Views (a rank's stored tensors by their names in a plan) to receive into if `receives`, else to send.
 
-    Raises StoreError with everything that does not fit.
+    Raises StoreError with everything that does not fit, ExchangeError for a tensor whose memory does not exist.
     """
     stored = bound.natives(rank)
     locals_ = {native: to_local(tensor) for native, tensor in natives.items()}
@@ -154,6 +156,8 @@ def bind_views(
     faults += find_contradictions(stored, slots, layouts, natives, rank)
     if faults:
         raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
+    for native in stored:
+        check_memory(show_native(native), plain(locals_[native]))
     # An engine's (C, 1, k) is viewed as the (C, k) of rows.
     reshaped = {native: locals_[native].detach().view(shape) for native, shape in stored.items()}
     tensors = {}
