@@ -168,6 +168,19 @@ def test_an_engine_that_rebalances_experts_is_refused(
         engine.init_transfer_engine(told)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_engine_of_another_number_of_workers_is_refused(workers: int) -> None:
+    """On each of its workers, also on the first, which alone would record a part of the model."""
+    engine: Any = object.__new__(WorkerEngine)
+    engine._link = None
+    engine.parallel_config = ParallelConfig(tensor_parallel_size=2)
+    for rank in range(2):
+        engine.parallel_config.rank = rank
+        said = rf"workers={workers} for engine 0, .* its worker {rank}, .* has 2 workers; pass TP"
+        with pytest.raises(ExchangeError, match=said):
+            engine.init_transfer_engine(SimpleNamespace(workers=workers, engine=0))
+
+
 def test_an_engine_that_has_joined_no_trainer() -> None:
     """Raises what vLLM's own engines raise, and ours."""
     engine: Any = object.__new__(WorkerEngine)

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 
 import shardmath as sm
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import plural
 from shardmath_torch.groups.agreement.naming import word_objection
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm import infos
@@ -84,11 +85,12 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         """Connect to the trainer that `init_info` describes, and leave any other. Raises ExchangeError on failure."""
         self.shutdown()
         parallel = self.parallel_config
-        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        if not 0 <= worker < init_info.workers:
+        replica = parallel.world_size
+        worker = parallel.data_parallel_index * replica + parallel.rank
+        if worker >= init_info.workers or init_info.workers % replica:
             raise ExchangeError(
-                f"this is worker {worker} of its engine, from 0 on, but the trainer's TrainerInfo has "
-                f"{init_info.workers} for its workers; pass the engine's number of workers= there"
+                f"TrainerInfo has workers={init_info.workers} for engine {init_info.engine}, but this is its worker "
+                f"{worker}, counted from 0, and a replica of it has {plural(replica, 'worker')}; pass TP times PP times DP"
             )
 
         def record(told: Told) -> sm.storage.Recorded:

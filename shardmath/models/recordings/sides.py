@@ -301,7 +301,7 @@ class _LayoutFinder:
             return self.faults
         more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
         listed = ", ".join(missing[:SHOWN])
-        fix = "load them while recording, or name them in unused="
+        fix = "load them while recording, leave them out of the shapes, or name them in unused="
         return [*self.faults, f"no recorded rank stores {listed}{more}; {fix}"]
 
 

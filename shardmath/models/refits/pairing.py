@@ -55,8 +55,9 @@ def _check_whole(engine: str, side: KnownSide) -> None:
     for name, layout in side.layouts.items():
         if not holds_all((layout,)):
             raise PlanError(
-                f"{engine} does not store element {first_unheld((layout,))} of {name!r}, laid out as "
-                f"{layout}; store the whole tensor there, or pass the shapes of the engine's model"
+                f"{engine} does not store element {first_unheld((layout,))} of {name!r}, which is of shape "
+                f"{layout.shape} in the trainer: the engine's model may be smaller, or some of its ranks missing; use "
+                f"one model on both sides, and all ranks of the engine"
             )
 
 

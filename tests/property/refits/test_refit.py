@@ -121,7 +121,7 @@ def test_an_engine_holds_tensors_whole(beside: bool) -> None:
         engines["large"] = Stored(parse("w = w"), (sm.Mesh(dp=2, ranks=(5, 6)),))
     held = Stored(parse("... = ..."), (sm.Mesh(dp=2),))
     with pytest.raises(
-        sm.PlanError, match=r"small does not store element \(6,\) of 'w', laid out as int8\[8\]"
+        sm.PlanError, match=r"small does not store element \(6,\) of 'w', which is of shape \(8,\)"
     ):
         sm.refit(held, engines, {"w": ((8,), "int8")})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -20,12 +21,12 @@ import shardmath_vllm as smv
 from shardmath.base.errors import ExchangeError
 from tests.distributed.pool import free_port
 from tests.vllm import checkpoints
-from tests.vllm.cases import fields
 from tests.vllm.served.servers import TP, ask, command, complete, serve
 from tests.vllm.served.sessions import run
 
 ROOT = Path(__file__).parents[3]
 BLOCKS = re.compile(r"^```sh\n([^`]*)^```\n```python\n(# train\.py, [^`]*)^```$", re.M)
+TINY = re.compile(r"^```python\n(# tiny\.py, .*?)^```\n", re.M | re.S)
 ENGINE, STORE = "http://127.0.0.1:8000", "127.0.0.1:29600"
 TIMEOUT_S = 60.0
 
@@ -35,14 +36,17 @@ pytestmark = pytest.mark.timeout(500)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two checkpoints of one shape, and one of another."""
+    """Two checkpoints that the program of docs/vllm.md writes, and one with larger layers."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    wide = {"hidden_size": 256, "intermediate_size": 128, "head_dim": 32}
-    saved = []
-    for seed in range(2):
-        saved.append(checkpoints.save(fields("llama", **wide), folder / str(seed), seed))
-    wider = wide | {"intermediate_size": 192}
-    return [*saved, checkpoints.save(fields("llama", **wider), folder / "wider")]
+    found = TINY.search((ROOT / "docs/vllm.md").read_text())
+    assert found is not None
+    program = folder / "tiny.py"
+    program.write_text(found[1])
+    for seed in "01":
+        run([str(program), str(folder / seed), seed], {}, folder / f"log{seed}", timeout=100)
+    config = json.loads((folder / "0/config.json").read_text())
+    wider = config | {"intermediate_size": config["intermediate_size"] + 64}
+    return [folder / "0", folder / "1", checkpoints.save(wider, folder / "wider")]
 
 
 @pytest.fixture(scope="module")

@@ -120,6 +120,8 @@ def test_an_engine_that_cannot_join_is_not_waited_for(pair: Pair) -> None:
     said = fails(pair.pool, trainers.join, asked._replace(engines=(asked.engines[0], "/no/host")))
     assert time.monotonic() - start < SOON_S
     assert all("engine 1: FileNotFoundError" in one for one in said), said
+    said = fails(pair.pool, trainers.join, asked._replace(workers=(2, 1)))
+    assert all("workers=1 for engine 1" in one for one in said), said
 
 
 def test_a_worker_that_fails_leaves_its_engine_torn_until_a_whole_update(pair: Pair) -> None:
