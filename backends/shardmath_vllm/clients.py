@@ -27,7 +27,8 @@ TIMEOUT_S = 600.0
 
 @runtime_checkable
 class Client(Protocol):
-    """The interface of a connection to an engine, such as vLLM's HTTPVLLMWeightSyncClient."""
+    """The protocol of a connection through which a trainer asks an engine to update its weights, such as vLLM's
+    HTTPVLLMWeightSyncClient."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None: ...
 
@@ -43,7 +44,7 @@ _turns: WeakKeyDictionary[Any, threading.Lock] = WeakKeyDictionary()
 
 
 class LLMClient:
-    """A client for a `vllm.LLM` that was made in this process; its workers may be separate processes.
+    """A Client that connects a trainer to a `vllm.LLM` made in this process; its workers may be separate processes.
 
     It makes one call at a time, as a server does: two threads in an LLM take each other's answers. A call that was
     interrupted by Ctrl-C continues, and the next one waits for it.
@@ -75,7 +76,8 @@ class LLMClient:
 
 
 class HTTPClient:
-    """A client for a vLLM server, `vllm serve` with VLLM_SERVER_DEV_MODE=1, at `url`; does not need vLLM itself.
+    """A Client that connects a trainer to the vLLM server at `url` (`vllm serve` with VLLM_SERVER_DEV_MODE=1); does not
+    need vLLM itself.
 
     `timeout`, in seconds, is for each answer, to its last byte, and has to be longer than `TrainerInfo.timeout`. What
     the server refuses, or does not answer in time, is an ExchangeError with what it said. Raises ValueError for what is

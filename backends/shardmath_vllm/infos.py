@@ -23,7 +23,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class TrainerInfo:
-    """The settings that one rank of a trainer passes to `Trainer.trainer_init`.
+    """The settings with which one rank of a trainer connects to its engines; passed to `Trainer.trainer_init`.
 
     `rank` is this process of `trainers`, and `workers` how many each engine has, in the order of its clients.
     `address`, "host:port", is where rank 0 serves a store that all reach. `timeout` is in seconds and ends every wait

@@ -41,7 +41,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """One rank of a trainer that is connected to its engines; made by `trainer_init`.
+    """One rank of a trainer, connected to inference engines to send them its weights; made by `Trainer.trainer_init`.
 
     As vLLM's own have it, `client` is what that was given, and `is_sender` says whether this rank calls the engines.
     """

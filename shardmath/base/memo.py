@@ -111,7 +111,7 @@ def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
 
 
 def clear_caches() -> None:
-    """Empty the caches that `memo` has made in this process, of functions of shardmath and its backends.
+    """Empty all caches of function results that shardmath and its backends keep in this process.
 
     Caches only save time: results are the same without them. Process groups and compiled moves, which
     ranks made together, are kept, since a single rank cannot drop them.

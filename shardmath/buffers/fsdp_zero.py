@@ -73,7 +73,8 @@ def flat_parameter(
 def zero(
     params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False
 ) -> PerBufferParamLayout:
-    """The layout of a flat group of DeepSpeed's ZeRO stage 1 or 2; `params` of one dtype are in the optimizer's order.
+    """The layout of the flat buffer of a parameter group in DeepSpeed's ZeRO stage 1 or 2; `params` of one dtype are in
+    the optimizer's order.
 
     With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
@@ -110,7 +111,8 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """The layout of Megatron-FSDP's buffers for `params` of one FSDP unit or of none, as buckets of one buffer.
+    """The layout of the flat buffers in which Megatron-FSDP keeps `params`, of one FSDP unit or outside all units, as
+    buckets of one buffer.
 
     For a unit, leave `bucket_size` at None. Without a `chunk_size_factor` parameters are sorted by the length of their
     rows, longest first, and the factor of each bucket is found as Megatron finds it; with one, they stay in forward

@@ -50,7 +50,7 @@ class BufferKey:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
-    """A mapping from BufferKey to the layout of each flat buffer of a model, in the given order.
+    """A mapping from BufferKey to the layout (PerBufferParamLayout) of each flat buffer of a model, in the given order.
 
     `full_layout` orders it by the buffers' first parameters.
     """

@@ -70,7 +70,7 @@ def distributed_optimizer(
     bucket_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """The layout of the buffer of Megatron-Core's DistributedOptimizer; `params` are in forward order.
+    """The layout of the flat buffer of Megatron-Core's DistributedOptimizer; `params` are in forward order.
 
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
@@ -85,7 +85,8 @@ def distributed_optimizer(
 def data_parallel(
     params: Iterable[Param], *, bucket_size: int | None = None
 ) -> PerBufferParamLayout:
-    """The layout of the buffer of Megatron-Core's DDP without a distributed optimizer: unpadded, whole on each rank.
+    """The layout of the flat buffer of Megatron-Core's DDP without a distributed optimizer: unpadded, whole on each
+    rank.
 
     Raises ParamLayoutError for a parameter given twice, and for a bucket size below 1.
     """
@@ -125,7 +126,8 @@ def nvfp4_packed(
     data_parallel_world_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """The layout, in bytes, of a packed buffer of `params`: two NVFP4 elements, or one of another dtype, per byte.
+    """The layout, in bytes, of Megatron-Core's packed buffer of `params`: half a byte per element of an NVFP4
+    parameter, one byte per element of any other.
 
     NVFP4 are the parameters with `quantized="nvfp4"`, or True. `layout` is the gradients' layout, whose buckets the
     bytes keep, by a rule that places the last parameter first; without `data_parallel_world_size` nothing is padded.

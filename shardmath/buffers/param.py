@@ -92,12 +92,14 @@ def round_up(value: int, divisor: int) -> int:
 
 
 def pad_param_start(start: int) -> int:
-    """The first position from `start` on where Megatron's optimizers may place a parameter: a multiple of 64."""
+    """The first position, in elements, from `start` on where Megatron-Core's distributed optimizers may place a
+    parameter: a multiple of 64."""
     return pad_to_divisor(start, START)
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """The divisor, in elements, to whose multiples Megatron's optimizers pad the end of every bucket."""
+    """The number of elements of which the end of every bucket is a multiple, after padding by Megatron-Core's
+    distributed optimizers."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)
@@ -113,7 +115,8 @@ def read_bucket_size(bucket_size: object) -> int | None:
 def pad_bucket_end(
     end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False
 ) -> int:
-    """The padded end, in Megatron's optimizers, of a bucket whose parameters end at `end`."""
+    """The position, in elements, to which Megatron-Core's distributed optimizers pad a bucket whose parameters end at
+    `end`."""
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     return pad_to_divisor(end, divisor)
 
@@ -121,7 +124,7 @@ def pad_bucket_end(
 @former_attributes(quantised="quantized")
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of a model: its `shape` on this rank, and the properties that decide its position in a buffer.
+    """A parameter of a model: its `shape` on this rank, and the properties that decide its position in a flat buffer.
 
     `quantized` is whether its storage is quantized (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
     `grad_dtype` is its gradient's dtype, `dtype` if not given. `managed` is whether LayerWise optimizers orthogonalize

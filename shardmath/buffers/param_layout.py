@@ -156,7 +156,8 @@ class PerBufferParamLayout:
 
 
 Rule: TypeAlias = Callable[..., PerBufferParamLayout]
-"""A function from parameters in forward order, and options by keyword, to the layout of one buffer."""
+"""The type of rules, such as `zero`: functions from Params in forward order, and options by keyword, to the
+PerBufferParamLayout of one flat buffer."""
 
 
 def _is_plain(values: Iterable[object]) -> bool:

@@ -38,16 +38,19 @@ __all__ = [
 ]
 
 SHARD = "shard"
-"""The name of a rank's flat array in a Store."""
+"""The str "shard": the default name, in a Store, of the flat array in which each rank keeps its part of a sharded
+buffer."""
 
 Axis: TypeAlias = str | tuple[str, ...] | None
-"""The mesh axes along which buffers are sharded; None is all of the mesh."""
+"""The type of `axis=`: the name of the mesh axis, or a tuple of names, along which buffers are sharded; None is all
+axes of the mesh."""
 
 
 def shard_ranges(
     buffer_layout: PerBufferParamLayout, shards: int, shard: int
 ) -> tuple[tuple[int, int], ...]:
-    """The ranges (start, end) of the buffer that shard number `shard` of `shards` has, one per bucket.
+    """The ranges (start, end) of the flat buffer that shard number `shard` of `shards` holds, a tuple of one per
+    bucket.
 
     One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
     if a bucket is not divided evenly.
@@ -66,7 +69,8 @@ def shard_ranges(
 
 
 def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
-    """The number of elements on each of `shards` ranks. Raises ParamLayoutError if the buffer cannot be divided so."""
+    """The number of elements, padding included, of the flat buffer on each of the `shards` ranks that share it. Raises
+    ParamLayoutError if the buffer cannot be divided so."""
     count = check_shards(buffer_layout, shards)
     return buffer_layout.numel // count
 

@@ -88,7 +88,8 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """A dict from parameter name to the layout of its optimizer state; if `shape` is "nd", also a Store (offsets).
+    """Return a dict from parameter name to the layout of one optimizer state kept in a flat buffer; if `shape` is "nd",
+    also a Store (offsets).
 
     The state lies in a flat buffer that the ranks of `mesh` along `axis` share. With `shape="flat"`, name -> Layout of
     (numel,), Ragged along `axis`; `state_store` gives where it lies. With `shape="nd"`, name -> windows of the
@@ -206,8 +207,8 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Lay out the optimizer state of `params` sharded by `layouts`: a dict from name to layouts (windows), and a Store
-    (offsets).
+    """Return a dict of layouts by name, and a Store (offsets in flat buffers), of the optimizer state of `params` that
+    `layouts` divide by model parallelism.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

@@ -68,7 +68,8 @@ def transposed(layout: Layout, order: Sequence[int]) -> Layout:
 
 
 def window(layout: Layout, box: Box) -> Layout:
-    """Return the layout with holes in place of all elements outside `box`, one (start, stop) per dimension.
+    """Return `layout` with holes (local positions without an element) in place of all elements outside `box`, one
+    (start, stop) per dimension.
 
     Raises LayoutError for a box that is not inside the tensor.
     """

@@ -59,7 +59,8 @@ _Order: TypeAlias = tuple[int, ...] | None
 
 
 def equivalent(a: Layout, b: Layout) -> bool:
-    """Return whether `a` and `b` have one shape and dtype, and give every rank the same elements in the same order."""
+    """Return whether `a` and `b` have the same shape and dtype, and give every rank the same elements in the same
+    order."""
     for layout in (a, b):
         instance(layout, Layout, "equivalent compares two layouts", LayoutError)
     return a is b or _canonicalize(a) == _canonicalize(b)

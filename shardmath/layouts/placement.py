@@ -56,7 +56,8 @@ OPS = ("sum", "avg", "product", "max", "min")
 
 @public
 class Placement(Splits, Protocol):
-    """The protocol of a placement: which tensor dimension it divides, and how it splits the dimension's length."""
+    """The protocol of placements that divide a tensor dimension `dim`: `split(n, parts)` divides its length n, and
+    returns a Runs (positions) per part."""
 
     @property
     def dim(self) -> int:
@@ -123,7 +124,8 @@ def _make_parts(pieces: list[_Ranges]) -> tuple[Runs, ...]:
 @public
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A placement: dimension `dim` is cut into chunks of ceil(n / parts) elements, as torch.chunk and DTensor do.
+    """A placement: dimension `dim`, of length n, is cut into chunks of ceil(n / parts) elements for the `parts` ranks
+    along the mesh axis, as in DTensor.
 
     If `parts` does not divide the length, the last parts are shorter, or empty.
     """
@@ -166,7 +168,8 @@ class Balanced:
 @public
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """A placement, DTensor's `_StridedShard`: dimension `dim` is cut into `split_factor` pieces, and each is sharded.
+    """A placement, DTensor's `_StridedShard`: dimension `dim` is cut into `split_factor` pieces, and each piece is
+    sharded over the mesh axis.
 
     Both cuts are made as Shard makes them. Each rank holds its part of every piece.
     """
@@ -298,7 +301,7 @@ class BlockCyclic:
 @public
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A placement: dimension `dim` is divided by a table, so that rank i along the mesh axis holds `parts[i]`.
+    """A placement: rank i along the mesh axis holds the positions of dimension `dim` that are in `parts[i]`, a Runs.
 
     Parts may overlap, as in expert maps with duplicates and in slices of other layouts.
     """

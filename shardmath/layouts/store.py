@@ -116,7 +116,8 @@ class View:
 
 
 class Place(NamedTuple):
-    """The buffer, offset, shape and strides of a local tensor, in elements, as torch's `as_strided` takes them."""
+    """The place of a local tensor: its buffer's name, and its offset, shape and strides in elements, as torch's
+    `as_strided` takes them."""
 
     buffer: str
     offset: int
@@ -136,7 +137,8 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Store:
-    """A mapping from each local tensor of each rank to its View of a buffer; equal mappings make equal stores.
+    """A mapping from (name, rank) of each local tensor to its View, the position in a flat buffer; equal mappings make
+    equal stores.
 
     Raises StoreError for a malformed entry, and for a local tensor with two views.
     """
@@ -213,7 +215,8 @@ Buffers = Mapping[str, NDArray[Any]]
 
 
 def views(store: Store, layouts: Held, rank: int, buffers: Buffers) -> dict[str, NDArray[Any]]:
-    """Return the rank's local tensors as views of its flat buffers, by local name; writing a view writes the buffer.
+    """Return a dict of the rank's local tensors, by local name, as numpy views of its flat `buffers`; writing a view
+    writes the buffer.
 
     A tensor held as several windows has one local tensor per window, `name[0]`, `name[1]`, ... Layouts whose
     mesh does not have the rank are left out. Raises StoreError for a missing buffer, or a view beyond its end.
@@ -307,7 +310,8 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """Return layouts (windows) and a Store (buffer offsets) for a tensor of which rank r holds the range `ranges[r]`.
+    """Return layouts (windows) and a Store (offsets) for a tensor of which rank r holds the elements `ranges[r]`,
+    (start, stop) in row-major order.
 
     A range is (lo, hi) of the tensor's row-major elements. Windows are listed rank by rank and in order. They lie in a
     flat buffer per rank, called `buffer` (`name`, if not given), whose element 0 is the rank's element lo. Raises

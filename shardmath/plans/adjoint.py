@@ -165,7 +165,8 @@ def adjoint(plan: Plan) -> Transposed: ...
 @overload
 def adjoint(plan: Transposed) -> Plan: ...
 def adjoint(plan: Plan | Transposed) -> Plan | Transposed:
-    """Return the transpose of `plan` as a linear map: <p(x), y> = <x, adjoint(p)(y)> for all local arrays x and y.
+    """Return the adjoint of `plan`, such as to move gradients backward: as linear maps, <plan(x), y> = <x,
+    adjoint(plan)(y)> for all local arrays x and y.
 
     The adjoint of a transposed plan is the plan itself. Raises PlanError if the plan is not
     linear (it reduces by max, min or product), if the dtype has no sum, or if addends of one

@@ -211,7 +211,8 @@ def _as_rank(rank: int | None) -> int | None:
 
 
 def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool = False) -> Plan:
-    """Plan the transfers that bring each rank of `dst` the elements of its layout, from the ranks of `src`.
+    """Return a Plan: the transfers that bring each rank of the layout `dst` its elements from ranks of the layout
+    `src`; both may be dicts of layouts by name.
 
     With a topology, elements that a rank of the receiver's own node holds come from that node.
     `window=True` says that the destination may hold only parts of the tensors; a tuple of Layouts always

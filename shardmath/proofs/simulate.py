@@ -55,7 +55,8 @@ NO_NUMBERS = "OSUMmT"
 def simulate(
     plan: Plan | Transposed | Program, shards: Shards
 ) -> dict[int, Array] | dict[int, dict[str, Array]]:
-    """Run a plan or a program on numpy arrays: given the source's local arrays, return the destination's.
+    """Run a plan or a program on numpy arrays in this process: take the source's local arrays by rank, and return the
+    destination's by rank.
 
     A program runs round by round. A plan of two Layouts takes {rank: array} and returns {rank: array}; for
     mappings, or tensors held as several windows, the values are mappings by local name (`name`, or `name[i]`

@@ -36,7 +36,8 @@ __all__ = ["verify"]
 def verify(
     plan: Plan | Transposed | Program, *, transfers: Iterable[Transfer] | None = None
 ) -> None:
-    """Raise PlanError unless the tables of `plan`, or the `transfers` given, do what its layouts ask for.
+    """Raise PlanError unless `plan`, or the `transfers` given in its place, brings each destination rank exactly what
+    its layouts say.
 
     The proof shows that each element that the destination holds arrives there exactly once; that the
     destination holds all elements of every tensor that is not in `Plan.in_part`; and that the plan's digest,

@@ -60,7 +60,8 @@ def params(
     scalars: bool = True,
     alike: bool = False,
 ) -> list[Param]:
-    """Draw a list of `least` to `most` parameters in forward order; some are shared, expert or quantized ones.
+    """A hypothesis strategy for lists of `least` to `most` Params in forward order; some are shared, expert or
+    quantized ones.
 
     They have up to three dimensions. Dimensions are at most `longest`; with `empty` parameters may have no elements,
     with `scalars` no dimensions, with `alike` they share one dtype.
@@ -130,7 +131,8 @@ class RuleCase:
 def rule_cases(
     draw: Draw, *, shards: st.SearchStrategy[int] | None = None, most: int = 7, longest: int = 100
 ) -> RuleCase:
-    """Draw a RuleCase of a rule in shardmath.buffers, for a number of shards drawn from `shards`.
+    """A hypothesis strategy for RuleCases of the rules in shardmath.buffers, for a number of shards drawn from
+    `shards`.
 
     Without `shards` there are 1 to 8, and the rule may also be one that does not shard.
     """
@@ -385,7 +387,8 @@ RULE_LAWS = (
     deterministic,
     names_mean_nothing,
 )
-"""The laws that every rule keeps; a law takes only the RuleCase, and relies on the laws before it."""
+"""The laws that every rule of flat buffers keeps, a tuple of functions law(rule_case) that raise AssertionError if
+broken; each relies on the laws before it."""
 
 
 def check_rule(
@@ -396,7 +399,7 @@ def check_rule(
     start: int = 1,
     **options: object,
 ) -> None:
-    """Check a custom `rule` against RULE_LAWS, with `params` in forward order and `options`.
+    """Check that a custom `rule` of flat buffers, called with `params` in forward order and `options`, obeys RULE_LAWS.
 
     `shards` is the number of shards of every bucket, by default `data_parallel_world_size` if given;
     parameters begin at multiples of `start`. Raises AssertionError, which names the case.

@@ -111,4 +111,5 @@ LAWS: tuple[Law, ...] = (
     _on(any_change_is_found, st.data(), layouts()),
     _on(replicas_are_compared, st.data(), layouts()),
 )
-"""Every law with its cases: `given(law.cases)(lambda case: law.check(*case))`."""
+"""A tuple of the Laws of layouts, plans and digests; `given(law.cases)(lambda case: law.check(*case))` is a test of
+one."""

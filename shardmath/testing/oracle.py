@@ -20,7 +20,8 @@ Array: TypeAlias = NDArray[Any]
 
 
 def addends(layout: Layout, seed: int = 0) -> list[Array]:
-    """Draw a random global array for each addend (partial value) of the layout: integers in floats, for exact sums."""
+    """Return a list of random global arrays, one per addend (partial value) of the layout, made from `seed`: small
+    integers as floats, so that sums are exact."""
     rng = np.random.default_rng(seed)
     count = _count_addends(layout)
     out = []
@@ -56,7 +57,8 @@ def _index_both(layout: Layout, rank: int) -> tuple[Any, Any]:
 
 
 def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[int, Array]:
-    """Return the local array of each rank, cut from `values` (one global array per addend), with `hole` in holes."""
+    """Return a dict, by rank, of local arrays cut by `layout` from `values` (one global array per addend), with `hole`
+    at positions without an element."""
     out = {}
     for rank, addend in _list_addends(layout):
         local = np.full(layout.local_shape(rank), hole)
@@ -67,7 +69,8 @@ def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[i
 
 
 def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
-    """The global array that the local arrays `shards` stand for: addends reduced in mesh order, averages divided."""
+    """Return the global array that the local arrays `shards` stand for under `layout`: addends reduced in mesh order,
+    averages divided."""
     count = _count_addends(layout)
     values = [np.zeros(layout.shape) for _ in range(count)]
     for rank, addend in _list_addends(layout):
@@ -83,5 +86,6 @@ def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
 
 
 def run(plan: Plan | Transposed, shards: Mapping[int, Array]) -> dict[int, Array]:
-    """Run `simulate` on a plan between two Layouts; return the destination's local arrays by rank."""
+    """Run `simulate` on a plan between two Layouts, with the source's local arrays `shards` by rank; return the
+    destination's by rank."""
     return cast(dict[int, Array], simulate(plan, shards))

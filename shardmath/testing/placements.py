@@ -143,11 +143,12 @@ def _require_kept(placement: Placement, n: int, count: int, src: Layout, dst: La
 
 
 PLACEMENT_LAWS = (in_bounds, disjoint, covering, hashable, composes, moves)
-"""The laws that every placement keeps."""
+"""The laws that every placement keeps, a tuple of functions law(placement, n, parts) that raise an error if one is
+broken; `check_placement` calls all."""
 
 
 def check_placement(placement: Placement, n: int, parts: int) -> None:
-    """Check a custom placement against all laws of placements, for a length `n` in `parts` parts.
+    """Check that a custom placement, which divides a length `n` into `parts` parts, obeys PLACEMENT_LAWS.
 
     Raises PlacementError if no Layout can be made of it, AssertionError if it breaks another law.
     """

@@ -103,8 +103,8 @@ _block_sizes = st.integers(1, 3)
 
 @st.composite
 def runs(draw: Draw, most: int = 12) -> Runs:
-    """Draw a Runs (the positions of a dimension in the order in which a rank holds them): ranges below `most`, in any
-    order, some after a hole."""
+    """A hypothesis strategy for Runs (positions of a dimension in the order in which a rank holds them): ranges below
+    `most`, in any order, some after a hole."""
     positions = st.integers(0, most)
     any_cuts = st.sets(positions, max_size=6)
     cuts = sorted(draw(any_cuts))
@@ -121,8 +121,8 @@ def runs(draw: Draw, most: int = 12) -> Runs:
 
 @st.composite
 def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
-    """Draw a mesh of up to three axes and at most `most` ranks: consecutive from `first` (drawn if not given), but in
-    any order."""
+    """A hypothesis strategy for meshes of up to three axes and `most` ranks: consecutive from `first` (drawn if not
+    given), but in any order."""
     any_sizes = st.lists(_axis_sizes, max_size=3)
     few_ranks = any_sizes.filter(lambda sizes: math.prod(sizes) <= most)
     sizes = draw(few_ranks)
@@ -138,8 +138,8 @@ def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
 
 @st.composite
 def placements(draw: Draw, dim: int, n: int, count: int, overlap: bool = True) -> Placement:
-    """Draw a placement that divides dimension `dim` of length `n` into `count` parts, which may overlap if
-    `overlap`."""
+    """A hypothesis strategy for placements that divide dimension `dim` of length `n` into `count` parts, which may
+    overlap if `overlap`."""
     kinds: list[Callable[[], Placement]] = [
         lambda: Shard(dim),
         lambda: Balanced(dim),
@@ -208,8 +208,8 @@ def layouts(
     dtype: str = "float64",
     overlap: bool = True,
 ) -> Layout:
-    """Draw a layout, of a drawn `shape` and `mesh` unless given, in which every element is on some rank; sometimes
-    local tensors have holes (positions without an element).
+    """A hypothesis strategy for layouts, of drawn `shape` and `mesh` unless given, that put every element on some rank;
+    some have holes (positions without an element).
 
     Some axes are Partial(op) if op is given.
     """
@@ -291,8 +291,8 @@ OPERATIONS = (None, None, None, "sum", "max", "avg")
 def pairs(
     draw: Draw, ops: tuple[str | None, ...] = OPERATIONS, count: int = 2, overlap: bool = True
 ) -> tuple[Layout, ...]:
-    """Draw `count` layouts of one shape, on equal, overlapping or disjoint meshes; axes may be Partial, all by one
-    reduction drawn from `ops` (None: no axis is Partial)."""
+    """A hypothesis strategy for tuples of `count` layouts of one shape, on equal, overlapping or disjoint meshes; axes
+    may be Partial, by one of `ops` (None: none is)."""
     shape = draw(shapes())
     op = draw(st.sampled_from(ops))
     first = draw(meshes(first=0))
@@ -344,7 +344,7 @@ def _copied(draw: Draw, src: Mesh, original: Mesh, count: int) -> Mesh:
 
 @st.composite
 def trees(draw: Draw) -> tuple[dict[str, Layout], dict[str, Layout]]:
-    """Draw two dicts from the same tensor names to layouts, one for a source and one for a destination; several names
+    """A hypothesis strategy for two dicts from the same tensor names to layouts, source and destination; several names
     may have the same layouts."""
     drawn = draw(st.lists(pairs(), min_size=1, max_size=3))
     count = draw(st.integers(1, 5))
@@ -358,7 +358,8 @@ def trees(draw: Draw) -> tuple[dict[str, Layout], dict[str, Layout]]:
 
 @st.composite
 def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
-    """Draw a box inside a tensor of this `shape`, possibly empty: (start, stop) for each dimension."""
+    """A hypothesis strategy for boxes inside a tensor of this `shape`, possibly empty: tuples of one (start, stop) per
+    dimension."""
     box = []
     for n in shape:
         positions = st.integers(0, n)
@@ -370,8 +371,8 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
-    """Cut the tensor of `layout` in two at a drawn position of every dimension; return, for each resulting box, the
-    layout in which ranks hold only the elements in the box."""
+    """A hypothesis strategy that cuts the tensor of `layout` in two along every dimension, and draws a tuple of
+    layouts, one per box, with only its elements."""
     sides = []
     for n in layout.shape:
         cut = draw(st.integers(0, n))

@@ -118,7 +118,8 @@ TRANSFORM_LAWS = (
     moving_is_transforming,
     outside_is_kept,
 )
-"""The laws that every transform keeps; `check_transform` checks all."""
+"""The laws that every transform keeps, a tuple of functions law(transform, src, dst, seed) that raise AssertionError if
+broken; `check_transform` calls all."""
 
 
 def _transform_whole_and_parts(
@@ -199,9 +200,9 @@ def transform_cases(
     dst: str,
     dst_shape: tuple[int, ...] | None = None,
 ) -> Case:
-    """Draw arguments for `check_transform`: `transform`, a source and a destination layout that cut none of its blocks
-    (elements computed together), and a seed. The layouts have `shape` (at the destination `dst_shape`, if given), and
-    the dtypes `src` and `dst`.
+    """A hypothesis strategy for arguments of `check_transform`: `transform`, two layouts that cut no block (elements
+    computed together) unless it spans a dimension, and a seed. The layouts have `shape` (at the destination
+    `dst_shape`, if given), and the dtypes `src` and `dst`.
 
     Parts may be strided, block-cyclic, permuted, empty, held by several ranks, and next to holes.
     """

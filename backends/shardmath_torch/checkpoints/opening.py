@@ -56,7 +56,8 @@ _DAMAGE = (
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open the checkpoint at `path`, and return the shapes, dtypes and places of its tensors, without their data.
+    """Open the checkpoint at `path`, and return a Checkpoint: the shapes, dtypes and places (file and bytes) of its
+    tensors, without their data.
 
     It may be one by `save` or torch.distributed.checkpoint, or safetensors as in `weights` and `hf_sharded`; a URL is
     one that fsspec serves.

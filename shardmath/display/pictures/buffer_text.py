@@ -260,7 +260,8 @@ def read_arguments(
 
 
 def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, most: int = 8) -> str:
-    """A text about a buffer: a summary, and for its first `most` buckets a bar of about `width` signs and a list.
+    """Return text about a flat buffer: a summary, and for its first `most` buckets a bar of about `width` characters
+    and a list of the largest parameters.
 
     The list has up to `most` of the bucket's largest parameters. The share of padding is of all buckets; the first
     `most` buckets are drawn. A buffer that every rank holds whole has one shard. Raises ParamLayoutError if ranks do

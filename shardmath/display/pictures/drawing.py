@@ -40,7 +40,7 @@ def svg(
     tensor: str | None = None,
     inline: bool = False,
 ) -> str:
-    """A picture of `value` as SVG: a document, or an element for a web page if `inline`.
+    """A picture of a mesh, a layout, a plan or a program as SVG: a document, or an element for a web page if `inline`.
 
     `topology` marks the nodes of a mesh, a plan or a program; `tensor` is the tensor of a plan whose layouts are drawn.
     Raises ShardError for values of other types.

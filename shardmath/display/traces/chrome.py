@@ -63,7 +63,8 @@ _Numbers: TypeAlias = dict[tuple[Place, str], int]
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write the trace to the file `path` as JSON for trace viewers. Raises ShardError if that fails."""
+    """Write the trace to the file `path` as JSON for trace viewers such as Perfetto. Raises ShardError if that
+    fails."""
     write_text(spell(trace), path)
 
 
@@ -174,7 +175,7 @@ def _count_us(seconds: float) -> float:
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """The trace that `write` wrote to the file `path`. Raises ShardError for any other file."""
+    """Return the Trace that `write` wrote to the file `path`. Raises ShardError for any other file."""
     name = os.fspath(path)
     try:
         with open(path, encoding="utf-8") as file:

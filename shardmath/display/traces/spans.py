@@ -64,7 +64,8 @@ class Span(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """The `name` of a vote (on a move), and the time, `at_s` seconds, when one rank had all other ranks' answers."""
+    """The `name` of a vote (of all ranks, on a move), and the time, `at_s` seconds, when one rank had all other ranks'
+    answers."""
 
     name: str
     at_s: float
@@ -72,7 +73,8 @@ class Vote(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The clock of a measured rank: when its trace began, in ns since 1970, and `votes`, events that align clocks.
+    """The clock of a traced rank: when its trace began, in ns since 1970, and `votes`, events that align the clocks of
+    several ranks.
 
     Ranks of one `machine` share a clock.
     """

@@ -52,7 +52,8 @@ Segment: TypeAlias = tuple[int, int, int]
 @public
 @dataclass(frozen=True, slots=True, repr=False, init=False)
 class Runs:
-    """The global position of each local position of one dimension, or a hole; no global position occurs twice.
+    """A map from each local position along one dimension to its global position, or to none (a hole); no global
+    position occurs twice.
 
     `Runs(segments, length)` takes segments in any order and canonicalizes them; `length` counts
     holes and defaults to the end of the last segment. Raises RunsError if segments overlap on
@@ -222,7 +223,8 @@ def identity(n: int) -> Runs:
 
 
 def from_ranges(ranges: Iterable[tuple[int, int] | int]) -> Runs:
-    """Make a Runs of global ranges [start, stop), one after the other; an integer n is a hole of n positions.
+    """Make a Runs that holds the global ranges [start, stop) one after the other; an integer n is a hole: n local
+    positions that hold nothing.
 
     >>> print(from_ranges([(4, 6), 2, (0, 1)]))
     [4:6 -2 0:1]

@@ -50,7 +50,8 @@ SHOWN = 5
 @public_in("storage")
 @dataclass(frozen=True, slots=True)
 class RecordedSide:
-    """A trainer or engine given by the recorded storage of each rank. Raises StoreError if there are no ranks."""
+    """A trainer or engine, given by a Recorded (recorded storage) of each of its ranks. Raises StoreError if there are
+    no ranks."""
 
     ranks: Mapping[int, Recorded]
 

@@ -36,8 +36,8 @@ _T = TypeVar("_T")
 
 
 def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tuple[Refit, ...]:
-    """Divide the refit `planned` into refits, one per group of tensor names in `groups` (default: layers) or joined
-    groups.
+    """Divide the Refit `planned` into a tuple of Refits, one per group of tensor names in `groups` (default: layers);
+    groups that share an engine's module are joined.
 
     All tensors in one module of an engine's rank move together: groups that share a module are joined. Raises PlanError
     for groups that omit a tensor that moves, name one that does not, or name one twice, and for a refit that engines

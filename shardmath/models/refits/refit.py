@@ -60,7 +60,8 @@ ENGINE = "engine"
 @public
 @dataclass(frozen=True, slots=True, repr=False)
 class Refit:
-    """A plan that moves a trainer's tensors to engines, with the storage of each side; made by `refit`.
+    """A plan that moves a trainer's weights to inference engines, with a description of how each side stores them; made
+    by `refit`.
 
     `transforms` convert between the tensors that sides hold and those that the plan moves; None if these are the same.
     `whole` is the refit before any engine left; None if none has left.
@@ -238,7 +239,8 @@ def refit(
     served: Shapes | Vocabulary | None = None,
     rules: Mapping[str, Transform] | None = None,
 ) -> Refit:
-    """Plan how tensors of these `shapes` move from a trainer to an engine, or to several engines given by name.
+    """Return a Refit: a plan that moves weights (`shapes`: shape and dtype by name) from a trainer to an inference
+    engine, or to several given by name.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` returns for a module
     under FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Shapes in a Vocabulary are

@@ -63,7 +63,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A trainer or engine with its rows (declarations) matched to tensors: their layouts, and where ranks have them."""
+    """A trainer or engine whose declared storage is matched to tensors: the layout of each, and where each rank stores
+    it; made by `bind`."""
 
     stored: Stored
     layouts: Mapping[str, Layout]
@@ -153,7 +154,8 @@ def _list_slots(
 
 
 def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = ()) -> Bound:
-    """Match the rows (declarations) of `stored`, a trainer or engine, to `tensors`; return the result as a Bound.
+    """Match the rows of `stored`, the storage of a trainer or engine, to `tensors` (shapes and dtypes by name); return
+    a Bound, which has their layouts.
 
     Tensors that match a glob in `unused` need no row. Raises StoreError with everything that does not fit.
     """

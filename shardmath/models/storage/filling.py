@@ -34,7 +34,8 @@ _Native: TypeAlias = tuple[int, str]
 def fill(
     bound: KnownSide, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
 ) -> dict[_Native, NDArray[Any]]:
-    """The tensors that `rank` stores, by (virtual stage, name), filled from logical `arrays`; the rest is `empty`."""
+    """Return the arrays that `rank` stores, by (virtual stage, name), filled from the logical (checkpoint) tensors
+    `arrays`; the rest is `empty`."""
     kinds: dict[_Native, set[np.dtype[Any]]] = {}
     for name, slot, _ in bound.visit(rank):
         native = slot.chunk, slot.native
@@ -57,7 +58,8 @@ def fill(
 def gather(
     bound: KnownSide, stored: Mapping[int, Mapping[_Native, NDArray[Any]]], ranks: Iterable[int]
 ) -> dict[str, NDArray[Any]]:
-    """The logical arrays, by name, assembled from the tensors that `ranks` store; elements that no rank has are 0."""
+    """Return the logical (checkpoint) arrays, by name, assembled from the arrays that `ranks` store; elements that no
+    rank has are 0."""
     arrays: dict[str, NDArray[Any]] = {}
     for rank in ranks:
         cells_of = _CellFinder(bound, rank)

@@ -63,7 +63,8 @@ class AxisPlace:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a storage table: a stored name, the logical tensors in it, and how ranks divide its dimensions."""
+    """One line of a storage table: a stored tensor's name, the logical (checkpoint) tensors in it, and how ranks divide
+    its dimensions."""
 
     native: Name
     logical: Name
@@ -115,7 +116,8 @@ class _Head:
 
 @memo(64)
 def parse(text: str) -> tuple[Row, ...]:
-    """Parse a storage table into Rows, whose names include the prefixes in the lines [NATIVE = LOGICAL] above them.
+    """Parse the text of a storage table into a tuple of Rows; prefixes in a line [NATIVE = LOGICAL] are put before the
+    names in the rows below it.
 
     A row below several such lines becomes one Row for each of them. Raises NotationError with a caret in the line.
     """

@@ -47,7 +47,8 @@ Shapes: TypeAlias = Mapping[str, Entry]
 
 
 class Spot(NamedTuple):
-    """The location of a layer (or other numbered part): mesh coordinates, chunk (virtual stage), and number there."""
+    """The location of a layer (or other numbered part) of a model: mesh coordinates, chunk (virtual stage), and its
+    number in that chunk."""
 
     coords: Mapping[str, int]
     chunk: int
@@ -55,7 +56,8 @@ class Spot(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The location of a logical tensor on a rank: the slices `cut` of the stored tensor `native`, in the order `order`.
+    """The location of a logical (checkpoint) tensor on a rank: the slices `cut` of the stored tensor `native`, with
+    dimensions in the order `order`.
 
     Dimension i of `native[cut]` is logical dimension `order[i]`. `function` is applied to the logical tensor before it
     is stored; "" if none is.
@@ -107,7 +109,8 @@ class KnownSide(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A declaration of how a trainer or engine stores its tensors: the rows of a storage table, with meshes and sizes.
+    """A declaration of how a trainer or engine stores its tensors: the Rows of a storage table, with meshes, and sizes
+    such as the head dimension.
 
     `indices` has the Spots of each index (such as a layer). With `exact`, axes must divide what they cut; otherwise
     parts are ceil-chunks. Raises StoreError for meshes over different ranks, for no mesh, and for rows that are not
@@ -297,7 +300,8 @@ def _read_shape(given: tuple[object, ...]) -> tuple[int, ...]:
 
 
 class Vocabulary:
-    """Logical tensors, with their shapes, grouped by template: the name with {} for each of its numbers.
+    """Logical (checkpoint) tensors, with shapes and dtypes, grouped by template: the name with {} for each number
+    between dots (layers.3.fc1 has layers.{}.fc1).
 
     Several sides (trainers or engines) share one Vocabulary, and so its groups.
     """

@@ -34,7 +34,7 @@ __all__ = [
 
 Entry: TypeAlias = tuple[tuple[int, ...], str]
 Shapes: TypeAlias = Mapping[str, Entry]
-"""Global shape and dtype of each tensor, by name."""
+"""The type of `shapes` arguments: a mapping from the name of each tensor of a model to (global shape, dtype)."""
 
 LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")

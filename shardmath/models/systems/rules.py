@@ -51,7 +51,11 @@ RULE_FIX = "write a kind or a name pattern, then a layout: column (tp n) ..."
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule for layouts: tensors that match `pattern` have the `layout`, in shardmath's notation."""
+    """A rule of a Side: a tensor whose name or kind (such as "column") matches `pattern`, and no earlier rule, has the
+    layout `layout`, given as text.
+
+    Scalars are replicated, whatever matches their names.
+    """
 
     pattern: str
     layout: str
@@ -89,7 +93,8 @@ DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
         Rule("*", "(dp n) ..."),
     ),
 }
-"""The rules of a mesh without rules; the key says which of the axes dp and tp the mesh has."""
+"""A dict from the axes among dp and tp that a mesh has, as a tuple, such as ("dp", "tp"), to the Rules that apply on it
+if none are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +254,8 @@ def _format_ranks(ranks: tuple[int, ...]) -> str:
 
 
 def parse(text: str, *, first_rank: int = 0) -> Side:
-    """Parse the text of a side (a mesh and rules); ranks count from `first_rank` if the text does not list them.
+    """Parse text such as "dp=2 tp=2: column (tp dp n) ..." into a Side (a mesh and rules); ranks count from
+    `first_rank` if the text does not list them.
 
     Raises NotationError, with a caret, for text that is not a side; whether rules fit tensors is checked later.
     """
@@ -261,7 +267,7 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Parse the text of a mesh; ranks count from 0 if the text does not list them.
+    """Parse text such as "dp=2 tp=4" into a Mesh; ranks count from 0 if the text does not list them.
 
     Raises NotationError, with a caret, for text that is not a mesh.
     """

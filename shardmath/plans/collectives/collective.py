@@ -129,7 +129,8 @@ def _has_same_ranks(src: Layout, dst: Layout) -> bool:
 
 
 def recognize(src: Layout, dst: Layout) -> Collective | None:
-    """Find the collective operation, such as an all-gather, that moves `src` to `dst`; None if no single one does.
+    """Return the one collective operation, such as an all-gather, that moves a tensor from layout `src` to `dst`, as a
+    Collective; None if there is none.
 
     The sides have the same ranks, or a broadcast's source some of the destination's. Raises
     PlanError for two tensors of different shape or dtype, and for reductions that do not exist.

@@ -34,7 +34,8 @@ class Witness(NamedTuple):
 @public
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """A comparison of a plan's time with a bound that no schedule can beat; made by `make_certificate`.
+    """A comparison of the estimated time of a plan or program with a bound that no schedule can beat; made by
+    `certify`.
 
     `plan_s` is the plan's time in seconds, `bound_s` a time that no plan can beat, and `witness`
     names the ranks and links that prove it. `ratio` is `plan_s / bound_s`; it is 1.0 if nothing

@@ -28,7 +28,8 @@ __all__ = ["H100", "H200", "Topology", "checked"]
 @public
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A cluster: nodes of `ranks_per_node` ranks, speeds within and between nodes, and a latency per message.
+    """A description of a cluster: nodes of `ranks_per_node` ranks, speeds within and between nodes, and a latency per
+    message.
 
     The default rates are the hardware's. Software reaches less; measure the rates of your cluster.
     Raises PlanError unless all are from 1e-18 to 1e18; `latency_s` may be 0.

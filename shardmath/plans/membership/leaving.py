@@ -45,7 +45,8 @@ __all__ = ["without"]
 
 
 def without(plan: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
-    """Return the plan without the destination `ranks`, which have left; the other transfers are unchanged.
+    """Return `plan` without the destination ranks `ranks`, which have left, for example because they died; the other
+    transfers are unchanged.
 
     `window=True` says that the destination may hold less of the tensors than before, as in `plan`: tensors that no rank
     asks for any longer are then dropped from the plan.

@@ -61,7 +61,7 @@ def _find_least(plan: Plan, lines: Demands, topology: Topology) -> tuple[float, 
 
 
 def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None = None) -> int:
-    """Count the bytes that ranks send to ranks of other nodes when a plan or a program runs.
+    """Return the number of bytes that ranks send to ranks of other nodes when a plan or a program runs.
 
     A byte that crosses twice counts twice. Arguments and errors are as in `certify`. An adjoint has
     the same number as its plan, in the other direction.

@@ -51,7 +51,7 @@ __all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", 
 @public
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Program:
-    """A plan divided into rounds of messages, some of them relayed; made by `schedule`.
+    """A plan divided into rounds of messages between ranks, which other ranks may relay; made by `schedule`.
 
     Each rank-to-rank stream is cut into `slots` slices, so that a relay forwards one slice while it
     receives the next; the peers of a rank take `turns` turns. No rank has more than

@@ -92,7 +92,8 @@ def schedule(
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
-    """Divide a plan into rounds of messages, a Program, for a `topology` (default: the plan's own).
+    """Divide `plan` into rounds of messages for the cluster `topology` (default: the plan's own), and return them as a
+    Program.
 
     Without either it assumes nodes of 8 ranks: its repr and `show` say so, and it has no certificate.
     Compiling the program runs it as it is; compiling the plan itself runs `as_planned(plan)`.

@@ -113,7 +113,8 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 
 def relabel(src: Side, dst: Side) -> Relabeling:
-    """Find the renumbering of the destination's ranks that lets a plan move the fewest bytes without moving addends.
+    """Return the renumbering of the ranks of `dst`, a Relabeling, with which a plan from `src` moves the fewest bytes;
+    addends (Partial) are not moved.
 
     `src` and `dst` are as in `plan`. Where the destination is Partial, only renamings that leave its
     addends in place are considered. `saving`, in bytes, is exact. The search takes 16 bytes

@@ -93,8 +93,8 @@ class AmaxPiece(NamedTuple):
 @public_in("formats")
 @dataclass(frozen=True, slots=True)
 class Amaxes:
-    """A plan to quantize ranks' parts of a tensor with equal scales, even if blocks (numbers that share a scale) are
-    divided among ranks; made by `plan_amaxes`.
+    """A plan to quantize ranks' parts of a tensor just as the whole tensor, even if ranks divide blocks (numbers that
+    share a scale); made by `plan_amaxes`.
 
     `src` and `dst` are the sides of the slots, under the tensor's `name`; they are empty if no block is cut. `layouts`
     has the layouts of data and scales: the scale of a block is on every rank that holds some of it.
@@ -302,8 +302,8 @@ def _make_empty(layout: Layout, rank: int) -> Array:
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
-    """Plan, as an Amaxes, how ranks quantize their parts of the tensor `name` to `format`, even if `layout` divides
-    blocks (numbers that share a scale) among them.
+    """Return an Amaxes: a plan to quantize ranks' parts of the tensor `name` to `format` just as the whole tensor, even
+    if `layout` divides blocks (numbers that share a scale).
 
     Raises FormatError as `format.layouts` does, for a Partial layout and for a cut byte of two numbers; PlanError for
     a tensor without dimensions, and for a block of which ranks hold some positions but not all.

@@ -123,8 +123,8 @@ def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
 def find_difference(
     src: Held, src_arrays: Given, dst: Held, dst_arrays: Given, *, seed: int = 0
 ) -> Difference | None:
-    """Find the first tensor that differs between the sides `src` and `dst`, and the smallest box that contains all its
-    differences.
+    """Return a Difference, the first tensor that differs between `src` and `dst` (layouts with arrays) and the smallest
+    box of its differences; None if none differs.
 
     Returns None if the sides are equal. Takes arrays as `digest_of` does. Raises DigestError as `digest_of` does, and
     if the sides cannot be compared.

@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 @former_attributes(quantise="quantize", dequantise="dequantize")
 class Format(ABC):
-    """A quantized format, such as MXFP8 or NVFP4: how data and scales represent float32 numbers."""
+    """The base class of quantized formats, such as MXFP8 or NVFP4: how data and scales represent float32 numbers."""
 
     __slots__ = ()
 

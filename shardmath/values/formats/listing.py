@@ -33,7 +33,7 @@ FORMATS: tuple[Format, ...] = (
 
 
 class Row(NamedTuple):
-    """A line in the table of formats: how one format quantizes a matrix of M rows and K columns.
+    """A line in the table of formats that `listing` returns: how one format quantizes a matrix of M rows and K columns.
 
     Parts can be quantized separately if they begin at multiples of `row_cuts` and `column_cuts`, and end there or at
     the end of a dimension.
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 def listing() -> tuple[Row, ...]:
-    """Return the table of quantized formats, one Row per format."""
+    """Return the table of quantized formats as a tuple, one Row per format."""
     return tuple(map(_make_row, FORMATS))
 
 
@@ -84,6 +84,6 @@ def _write_cuts(block: int | None) -> str:
 
 
 def show_listing() -> str:
-    """Return the table of quantized formats as text."""
+    """Return the table of quantized formats as text, one line per format."""
     head = "format", "data", "scales", "shape", "block", "cuts of M", "cuts of K"
     return make_table(head, listing())

@@ -45,7 +45,8 @@ SUBNORMAL = 0x40_0000
 
 @dataclass(frozen=True, slots=True)
 class MXFP8(Format):
-    """The format MXFP8: 8-bit `data`, and a power-of-two scale per 32 numbers along `axis`, chosen by `rounding`.
+    """The format MXFP8: 8-bit floats of the type `data`, and a power-of-two scale per 32 numbers along `axis`, chosen
+    by `rounding`.
 
     Raises FormatError for anything else.
     """

@@ -66,8 +66,8 @@ def _count_tiles(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def swizzle(scales: Array) -> Array:
-    """Return `scales`, padded with zeros to tiles of 128 x 4, as a flat array in the order in which tensor cores read
-    them, tile by tile.
+    """Return the two-dimensional `scales`, padded with zeros to tiles of 128 x 4, as a flat array in the order in which
+    tensor cores read them, tile by tile.
 
     Raises FormatError unless scales have two dimensions.
     """
@@ -82,8 +82,8 @@ def swizzle(scales: Array) -> Array:
 
 
 def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
-    """Undo `swizzle`: return the scales of this `shape`, without padding, from `storage`. Raises FormatError for
-    storage of another size."""
+    """Undo `swizzle`: return the scales as an array of this `shape`, without padding, from the flat array `storage`.
+    Raises FormatError for storage of another size."""
     down, across = _count_tiles(shape)
     size = down * across * ROWS * COLUMNS
     if storage.shape != (size,):
@@ -109,7 +109,8 @@ def swizzle_runs(shape: tuple[int, int]) -> Runs:
 
 
 def flattened(layout: Layout) -> Layout:
-    """Return the one-dimensional layout in which each rank stores its local array of `layout`, flattened.
+    """Return the layout of the tensor, flattened to one dimension, in which each rank holds its local array of
+    `layout`, flattened.
 
     Raises FormatError for a Partial layout.
     """
@@ -117,8 +118,8 @@ def flattened(layout: Layout) -> Layout:
 
 
 def swizzled(layout: Layout) -> Layout:
-    """Return the one-dimensional layout in which each rank stores its local array of `layout` (scales), in the order of
-    `swizzle`.
+    """Return the layout of scales, flattened to one dimension, in which each rank holds its local array of `layout`, in
+    the order of `swizzle`.
 
     Raises FormatError for a Partial layout, and unless scales have two dimensions.
     """

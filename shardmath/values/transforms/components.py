@@ -56,8 +56,8 @@ class Form(NamedTuple):
 
 
 class AsHeld(NamedTuple):
-    """Two flags: whether a tensor is sent unchanged from the source (`source`), and kept unchanged at the destination
-    (`destination`)."""
+    """A transform's two flags for a tensor: whether it is sent just as the source holds it (`source`), and arrives just
+    as the destination holds it (`destination`)."""
 
     source: bool
     destination: bool
@@ -69,7 +69,7 @@ Grain: TypeAlias = tuple[int, ...] | Blocks
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A tensor that a transform sends instead of another one: its name, its dtype, and the block of the other's
+    """A description of a tensor that is sent instead of another one: its name, its dtype, and the block of the other's
     positions that each of its elements stands for.
 
     `grain` gives those counts for the last dimensions; earlier dimensions have 1. It holds at both ends, unless
@@ -155,7 +155,8 @@ def _write_grain(grain: Grain) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A tensor that goes with another one, such as its scales; its name is the other's name followed by `suffix`.
+    """A description of a tensor that goes with another one, such as its scales; its name is the other's name followed
+    by `suffix`.
 
     `grain` means the same as in a Component. Raises PlanError for an empty suffix, and for a grain below 1.
     """

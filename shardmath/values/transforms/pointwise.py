@@ -85,7 +85,8 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class NegativeExp:
-    """A transform that computes -exp of each number, rounded to float32 and then to the destination's dtype.
+    """A transform that computes -exp of each number, rounded to float32 and then to the destination's dtype, at the
+    source or at the destination.
 
     Engines store A of a state-space model, trainers store A_log. Raises PlanError for tensors that are not floats.
     """

@@ -271,7 +271,8 @@ class Dequantize:
 
 @dataclass(frozen=True, slots=True)
 class Requantize:
-    """A transform of quantized data and scales from one format to another, by way of float32, at either end.
+    """A transform of quantized data and scales from one format to another, by way of float32, at the source or at the
+    destination.
 
     `suffixes` are the suffixes of scales at the source, and at the destination. Raises PlanError for equal formats,
     which need no rule; `transformed` raises it for sides that do not fit.

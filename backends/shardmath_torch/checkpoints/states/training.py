@@ -181,7 +181,8 @@ def save_state(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save a module's weights and its optimizer's state at `path`, to be loaded under any parallelism.
+    """Save a module's and its optimizer's state as a checkpoint at `path`, which `load_state` restores under any
+    parallelism.
 
     This is `save` of `state_of`. Collective over the group, by default all ranks.
 
@@ -240,8 +241,8 @@ def load_state(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> Unmatched:
-    """Restore a module and its optimizer in place from what `save_state` wrote, under the same or another parallelism;
-    return the names that only one side has (`Unmatched`).
+    """Restore a module and its optimizer in place from what `save_state` wrote, even under another parallelism; return
+    the names that only one side has (Unmatched).
 
     The optimizer may be fresh. Its groups take the options of the groups that their parameters were in. Parameters may
     be grouped otherwise than before, if all of a group that are on this rank had the same options. Without an

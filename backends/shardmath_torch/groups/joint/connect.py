@@ -68,7 +68,8 @@ def connect(
     name: str = "",
     run: str = "",
 ) -> JointGroup:
-    """Connect `size` processes of any jobs, this one as `rank`, into a group to pass as `group=`. Collective.
+    """Connect `size` processes of any jobs, this one as `rank`, and return their process group, to pass as `group=` to
+    functions of this module. Collective.
 
     `where` is "host:port", where the process of rank 0 serves a key-value store (a TCPStore) until it disconnects, or
     a store. `backend` is "gloo" or "nccl". `timeout` is the time to wait for all ranks to come, in seconds, and then
@@ -235,7 +236,8 @@ def _leave(store: Store, met: Met, rank: int, size: int) -> None:
 
 
 def disconnect(group: dist.ProcessGroup) -> None:
-    """End a group that `connect` returned: release connections and store, even if movers still hold the group.
+    """End a process group that `connect` returned: release its connections and store, even if movers still hold the
+    group.
 
     Not collective: this rank leaves, whatever the others do. A group that has ended is left as it is. Waits for
     background moves. The last rank to disconnect removes the group's notes from the store.

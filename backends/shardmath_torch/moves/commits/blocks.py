@@ -171,7 +171,8 @@ def block_of(group: compat.Group) -> CommitBlock | None:
 
 @contextmanager
 def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Iterator[None]:
-    """Put all moves of the `with` block in place together at its end, on all ranks or on none. Collective.
+    """Put the results of all moves in the `with` block in place together at its end, on all ranks or on none; for
+    movers compiled with commit="all". Collective.
 
     `what` lists the movers that move in the block, compiled with commit="all", or is their group (default: all ranks),
     for any of its movers. `timeout` is the time to wait for all ranks at the end, in seconds (default: the longest

@@ -91,7 +91,8 @@ def compile(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> Mover:
-    """Return a mover, which moves tensors by the plan or program. Collective over `group` (default: all ranks).
+    """Return a Mover, which moves this rank's tensors by the plan or program, together with all other ranks, each time
+    it is called. Collective over `group` (default: all ranks).
 
     - `timeout`: in seconds.
     - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its

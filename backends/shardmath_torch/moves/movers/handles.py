@@ -31,7 +31,8 @@ __all__ = ["Handle", "find_objection", "start"]
 
 @public
 class Handle:
-    """A move that runs in the background, as returned by `move(..., async_op=True)`.
+    """A move that runs in the background, as returned by `move(..., async_op=True)`; `wait()` returns when it has
+    ended.
 
     If it fails and nobody waits for it, there is a RuntimeWarning.
     """

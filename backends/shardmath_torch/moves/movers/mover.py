@@ -56,7 +56,8 @@ __all__ = ["Mover", "ask_again", "forget", "move_by", "replan_by"]
 
 @public
 class Mover(Leaving):
-    """A compiled plan or program: `move(src_tensors, out=dst_tensors)`, collective, any number of times.
+    """A compiled plan or program: `move(src_tensors, out=dst_tensors)`, called on all ranks, any number of times, moves
+    tensors.
 
     A side is a tensor for a plan of two layouts, a dict by local buffer key for a plan of mappings,
     and None if this rank is not on that side. Padding in a destination is left as it is. `plan` is

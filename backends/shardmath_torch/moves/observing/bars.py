@@ -154,7 +154,8 @@ def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def progress_bar(
     description: str = "moving", *, console: Console | None = None
 ) -> Iterator[Progress]:
-    """Show a progress bar in the `with` block, on a terminal only; yield a function to pass to a call as `progress=`.
+    """Show a progress bar in the `with` block, on a terminal only; yield a function to pass as `progress=` to a move,
+    `save` or `load`.
 
     The console is stderr by default. Ranks that share a terminal draw over each other: let only one show the bar.
     """

@@ -51,11 +51,11 @@ __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
 
 @public
 class Changes(Mover):
-    """A compiled plan whose first call sends all elements, and each later call those changed since the last one:
-    `send(src_tensors, out=dst_tensors)`.
+    """A compiled plan: the first `send(src_tensors, out=dst_tensors)` sends all elements, later ones those changed
+    since; a message is sent whole unless its changes take fewer bytes.
 
-    A message is sent whole unless its changed elements take fewer bytes. `last` is what this rank sent in the last
-    call, `snapshot_bytes` the size of its snapshots. Calls are collective. Raises ExchangeError.
+    `last` is what this rank sent in the last call, `snapshot_bytes` the size of its snapshots. Calls are collective.
+    Raises ExchangeError.
     """
 
     @property
@@ -123,13 +123,13 @@ def compile_changes(
     agree: str = EVERY,
     snapshots: bool = True,
 ) -> Changes:
-    """Compile a mover that sends all elements in its first move, and in later ones those changed since the last move.
-    Collective.
+    """Compile `plan` into a Changes, a mover whose first call sends all elements, and later calls those changed since;
+    a message is sent whole unless its changes take fewer bytes. Collective.
 
-    A message is sent whole unless its changed elements take fewer bytes. Other arguments are as in `compile`.
-    `snapshots=False` keeps none: every call except whole ones must then pass `positions`. With `commit="all"` a whole
-    move needs additional memory of the destination's size, a move of changes as much as it receives. Raises
-    ExchangeError on every rank if ranks pass different plans or settings, for a plan that reduces, and for a program.
+    Other arguments are as in `compile`. `snapshots=False` keeps none: every call except whole ones must then pass
+    `positions`. With `commit="all"` a whole move needs additional memory of the destination's size, a move of changes
+    as much as it receives. Raises ExchangeError on every rank if ranks pass different plans or settings, for a plan
+    that reduces, and for a program.
     """
     settings = Settings(timeout, max_inflight_bytes, "auto", thread, commit, agree)
     return make_changes(plan, group, settings, snapshots)

@@ -32,7 +32,7 @@ SHAPELESS = "has no shape yet; run its lazy module once"
 
 
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
-    """Return the layout of every parameter of `module`, by the names of `named_parameters`.
+    """Return a dict with the layout of every parameter of `module`, by the names of `named_parameters`.
 
     A shared parameter has an entry under each of its names.
 

@@ -59,12 +59,12 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """Return the tensor moved to the layout `target`; in the backward pass, gradients move the other way.
+    """Move a DTensor, or a local tensor of `layout`, to the layout `target`; return a DTensor if DTensor has placements
+    for it, otherwise the local tensor. In the backward pass, gradients move the other way.
 
     `target` is a Layout, the text of one, or DTensor placements; text and placements are on
     `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is determined
-    (`reading` decides if it has two), or this rank's local tensor of the Layout `layout`. Returns a
-    DTensor if DTensor has placements for the target, otherwise the local tensor. `grad` is the form
+    (`reading` decides if it has two), or this rank's local tensor of the Layout `layout`. `grad` is the form
     of a replicated input's gradient: "replicate", the same on all ranks, or "partial", partial sums.
 
     A rank outside the source's mesh passes an empty tensor. A rank outside the target's mesh gets an

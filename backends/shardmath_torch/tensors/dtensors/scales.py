@@ -25,7 +25,8 @@ __all__ = ["amax"]
 
 
 def amax(module: nn.Module) -> dict[str, Tensor]:
-    """Return the largest absolute value of each whole parameter placed by `set_device_mesh`: float32 scalars, by name.
+    """Return a dict, by name, of the largest absolute value of each whole (unsharded) parameter placed by
+    `set_device_mesh`, as float32 scalars.
 
     Shared parameters are listed under each of their names. Collective over the ranks of
     weight_mesh: one all-reduce for all parameters, along each of its axes. Empty shards count as 0;

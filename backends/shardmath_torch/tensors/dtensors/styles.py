@@ -66,7 +66,8 @@ STYLES: dict[str, TorchStyle] = {
 @public
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A tensor-parallel style for a fused weight, such as QKV, that divides each component of dimension 0 separately.
+    """A style for `set_device_mesh` of a fused weight, such as QKV: each of its components along dimension 0 is divided
+    among ranks separately.
 
     `components` are the components' sizes in the whole weight, or the number of equal components.
 

@@ -62,8 +62,8 @@ def set_device_mesh(
     styles: Mapping[str, AnyStyle],
     local: bool = False,
 ) -> None:
-    """Make every parameter of `module` a DTensor on `tp_mesh`, divided by the style whose pattern in `styles` matches
-    its name, or else replicated.
+    """Make every parameter of `module` a DTensor on `tp_mesh`, divided by the style, such as "column", whose pattern in
+    `styles` matches its name, or else replicated.
 
     During a forward, modules see local tensors instead. `styles` maps patterns to "column", "row", "replicate",
     "vocabulary", "row_norm", "softmax_offset" or a Fused. `weight_mesh` has the ranks over which `amax` reduces: shards

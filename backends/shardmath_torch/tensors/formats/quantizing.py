@@ -66,7 +66,8 @@ def quantize(
     out: Sequence[Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Return the tensor quantized to `format`: its data, scales, and any further tensor of `format.parts`, in order.
+    """Quantize `tensor` to `format`, and return a tuple of its data, its scales, and any further tensor of
+    `format.parts`, in order.
 
     The data have the tensor's shape; NVFP4 stores two numbers per byte of the last dimension. `out` are the tensors to
     write to and return, in that order: of bytes, or of the dtype that the part's `kind` names. `amax` are the largest
@@ -143,7 +144,8 @@ def dequantize(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the numbers that data and scales (`parts`) stand for, computed in float32 and rounded to `dtype`.
+    """Return the tensor of numbers that `parts` (data and scales, quantized to `format`) stand for, computed in float32
+    and rounded to `dtype`.
 
     `parts` are as `quantize` gives them, of bytes or of the dtypes that the parts' `kind` name, strided ones too. `out`
     is the tensor to write to, which is returned. Every NaN of bfloat16 and float16 has the same bits. Raises

@@ -48,7 +48,8 @@ class Quantized(NamedTuple):
 
 
 def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quantized:
-    """Return the format of a quantized TransformerEngine or torchao tensor, and its data and scales as plain tensors.
+    """Return the Format of a quantized TransformerEngine or torchao tensor, and a dict of its data and scales as plain
+    tensors.
 
     TransformerEngine's `MXFP8Tensor`, `Float8Tensor` and `Float8BlockwiseQTensor`, torchao's `MXTensor` (MXFP8) and
     `Float8Tensor`. `columnwise` chooses between the two copies that some have. Raises FormatError for other tensors,
@@ -63,7 +64,8 @@ def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quanti
 
 
 def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a parameter as a plain tensor without autograd: dequantized if quantized, and of a DTensor the local part.
+    """Return a parameter as a plain tensor without autograd: dequantized if it is quantized, and the local part if it
+    is a DTensor.
 
     Recognized quantized tensors are dequantized to `dtype`, by default the dtype that they report. Other tensors share
     memory with the result, and `dtype` is ignored. Plain float8 tensors, which mean nothing without their scales, are

@@ -218,7 +218,8 @@ def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, LocalRuns]) -> L
 
 
 def checkpointable(local: Tensor, layout: Layout) -> Tensor:
-    """Mark `local` as this rank's part of a tensor of that layout, for `dcp.save` and `dcp.load`, and return it.
+    """Mark `local` as this rank's part of a tensor with the layout `layout`, for save and load of
+    torch.distributed.checkpoint, and return it.
 
     Sets the attributes of torch's CheckpointableTensor, which `save_state`, `layout_of` and `export` read too. The
     tensor has the layout's local shape on this rank. Raises LayoutError for another shape, for a Partial layout, and

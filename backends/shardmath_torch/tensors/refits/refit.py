@@ -100,7 +100,8 @@ class _RefitStage(Stage):
 
 @public
 class Refit(Leaves):
-    """A planned refit (update of engines' weights) on this rank: `prepare` binds its tensors, and each call moves them.
+    """A mover for one rank of the planned refit (a trainer's weights to engines): `prepare` binds the rank's tensors,
+    and each call moves them.
 
     `timeout`, `max_inflight_bytes`, `commit` and `agree` are as in `compile`; ranks vote in every `prepare`. With
     `changes=True` a call sends the elements that have changed since the last call, as in `compile_changes`; the mover

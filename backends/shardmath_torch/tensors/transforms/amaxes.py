@@ -194,7 +194,8 @@ def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> di
 
 @public
 class Quantizer:
-    """A compiled quantization of a sharded tensor, made by `compile_quantize`: call it with the local tensor.
+    """A compiled quantization of a sharded tensor, made by `compile_quantize`: call it with the local tensor to get
+    this rank's data and scales.
 
     Calls are collective; it can be called any number of times.
 
@@ -246,7 +247,8 @@ def compile_quantize(
     group: compat.Group | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Quantizer:
-    """Compile the quantization of a tensor with this layout, even if it cuts blocks that share a scale. Collective.
+    """Return a Quantizer, which quantizes a tensor of the layout `layout` to `format`, even if ranks hold parts of
+    blocks that share a scale. Collective.
 
     The layout may cut blocks that share a scale: each rank gets its part of the whole tensor's data and scales, bit by
     bit. The layout has the tensor's dtype: float32, bfloat16 or float16. Raises ExchangeError on every rank if ranks

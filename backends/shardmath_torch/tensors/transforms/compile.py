@@ -312,7 +312,8 @@ def compile_transformed(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> TransformedMover:
-    """Compile a mover that applies `transforms` to tensors before sending and after receiving. Collective.
+    """Return a TransformedMover, which moves tensors and applies `transforms`, such as casts, before sending and after
+    receiving. Collective.
 
     `plan` is a plan from `transforms.src` to `transforms.dst`, or a program of it; by default it is made. The other
     arguments are the same as for `compile`. Raises ExchangeError on every rank if ranks pass different transforms, if
