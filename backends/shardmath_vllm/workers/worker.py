@@ -90,7 +90,8 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         if worker >= init_info.workers or init_info.workers % replica:
             raise ExchangeError(
                 f"TrainerInfo has workers={init_info.workers} for engine {init_info.engine}, but this is its worker "
-                f"{worker}, counted from 0, and a replica of it has {plural(replica, 'worker')}; pass TP times PP times DP"
+                f"{worker}, counted from 0, and a replica of it has {plural(replica, 'worker')}; pass "
+                f"TP times PP times DP"
             )
 
         def record(told: Told) -> sm.storage.Recorded:
