@@ -6,6 +6,7 @@ worker raises comes back as a Failure; a worker that is gone comes back as a Los
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -65,6 +66,8 @@ def free_port() -> int:
 def _work(rank: int, size: int, port: int, host: int | None, channel: Connection) -> None:
     """A worker's life: join the group, then do tasks until the channel closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Collections would visit, and so copy, all that this process shares with the one that it was forked from.
+    gc.freeze()
     # A shell has what it runs in the background ignore Ctrl-C, which some tasks press.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     import torch

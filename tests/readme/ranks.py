@@ -6,6 +6,7 @@ With the profile `deep` one page's go through torch's own, so what that sets is 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import runpy
@@ -26,6 +27,7 @@ def _run_script(
     """A rank's life: the script as `__main__`, printing into the files."""
     import torch
 
+    gc.freeze()  # as a worker of a pool does
     torch.set_num_threads(1)  # the variable is read when torch is imported
     os.environ.update(env)
     os.chdir(folder)
