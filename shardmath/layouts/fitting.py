@@ -191,7 +191,7 @@ def from_holdings(
     shape: Sequence[int], held: Mapping[int, Sequence[Runs]], *, dtype: str = "float32"
 ) -> Layout | tuple[Layout, ...]:
     """Return the layout in which each rank holds `held[rank]`, one Runs (positions) per dimension; or, if no single
-    layout can, several as a tuple.
+    layout can, a tuple of layouts, each of some of the ranks.
 
     The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
     without Partial. Raises LayoutError without ranks, for another number of dimensions, and for Runs outside the shape.

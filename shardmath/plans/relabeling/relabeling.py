@@ -113,10 +113,9 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 
 def relabel(src: Side, dst: Side) -> Relabeling:
-    """Return the renumbering of the ranks of `dst`, a Relabeling, with which a plan from `src` moves the fewest bytes;
-    addends (Partial) are not moved.
+    """Return the renumbering of the ranks of `dst`, a Relabeling, with which a plan from `src` moves the fewest bytes.
 
-    `src` and `dst` are as in `plan`. Where the destination is Partial, only renamings that leave its
+    `src` and `dst` are as in `plan`. If the destination is Partial, only renumberings that leave its
     addends in place are considered. `saving`, in bytes, is exact. The search takes 16 bytes
     of memory per pair of destination ranks. Raises PlanError if names, shapes, dtypes or reductions
     differ, and if scipy is needed and not installed.

@@ -68,8 +68,8 @@ def record(
     functions: Mapping[str, str] | None = None,
     ways: tuple[Ways, ...] = ("views", "numbers"),
 ) -> Recorded:
-    """Run the weight loader `load` repeatedly, and return a Recorded: which elements of the tensors in `shapes` it
-    writes to each position of the tensors in `into`.
+    """Run the weight loader `load`, once or several times, and return a Recorded: which elements of the tensors in
+    `shapes` it writes to each position of the tensors in `into`.
 
     These are restored after each run. `shapes` are global shape and dtype by logical name; `load` takes such tensors as
     a mapping, or as `pairs` of name and tensor. `into` is the module, or mutable mapping from name to tensor, into
