@@ -115,8 +115,8 @@ def read_bucket_size(bucket_size: object) -> int | None:
 def pad_bucket_end(
     end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False
 ) -> int:
-    """The position to which Megatron-Core's distributed optimizers pad a bucket whose parameters end at `end`: a multiple
-    of 128 and of the data-parallel size, and of 65536 if `pad_for_high_nccl_busbw`. In elements."""
+    """The position, in elements, to which Megatron-Core's distributed optimizers pad a bucket whose parameters end at
+    `end`: a multiple of 128 and of the data-parallel size, and of 65536 if `pad_for_high_nccl_busbw`."""
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     return pad_to_divisor(end, divisor)
 

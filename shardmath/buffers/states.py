@@ -207,8 +207,8 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return the layouts (windows) by name of the optimizer state of `params`, which `layouts` divide by model parallelism
-    and flat buffers divide along the data-parallel `axis`; and a Store (offsets in the buffers).
+    """Return the layouts (windows) by name of the optimizer state of `params`, which `layouts` divide by model
+    parallelism and flat buffers divide along the data-parallel `axis`; and a Store (offsets in the buffers).
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

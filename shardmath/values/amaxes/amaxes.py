@@ -93,8 +93,8 @@ class AmaxPiece(NamedTuple):
 @public_in("formats")
 @dataclass(frozen=True, slots=True)
 class Amaxes:
-    """A plan to exchange the amaxes (largest magnitudes) of blocks that ranks divide, so that each rank can quantize its
-    part just as in the whole tensor; made by `plan_amaxes`. A block is numbers that share a scale.
+    """A plan to exchange the amaxes (largest magnitudes) of blocks that ranks divide, so that each rank can quantize
+    its part just as in the whole tensor; made by `plan_amaxes`. A block is numbers that share a scale.
 
     `src` and `dst` are the sides of the slots, under the tensor's `name`; they are empty if no block is cut. `layouts`
     has the layouts of data and scales: the scale of a block is on every rank that holds some of it.
