@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -104,15 +104,22 @@ class Board:
         read the result.
 
         `find_failure()` returns at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not
-        in time.
+        in time, or has left.
         """
         self.relay(what, act)
         self._confirm(what)
         if self.place == 0:
-            late = self._await_heard(what, range(self.trainers), self.timeout, find_failure)
+            has_read = partial(self._has_read, what)
+
+            def word_failure() -> str:
+                return find_failure() or self._word_left(has_read)
+
+            late = _await(
+                has_read, range(self.trainers), self.timeout, lambda: word_failure() != ""
+            )
             if late:
                 fix = "start those again that have ended, or pass TrainerInfo a longer timeout"
-                raise ExchangeError(find_failure() or f"{self._word_late(what, late)}; {fix}")
+                raise ExchangeError(word_failure() or f"{self._word_late(what, late)}; {fix}")
 
     def vote(self, what: str, fault: str) -> None:
         """Post this rank's vote on the step `what`: `fault`, the error that prevents it, or "" if it is ready."""
@@ -157,7 +164,7 @@ class Board:
                 for place in sorted(votes)
                 if votes[place]
             ]
-            return "\n".join(faults) or fail_early() or self._word_left(votes)
+            return "\n".join(faults) or fail_early() or self._word_left(has_voted)
 
         with self._telling(what):
             late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
@@ -225,13 +232,15 @@ class Board:
         """The places that have left the group, as after an update that failed there. Called at place 0."""
         return set(map(int, notes.read_lines(self.store, LEFT)))
 
-    def _word_left(self, votes: Collection[int]) -> str:
-        """Words for the trainer's places that have left the group without a vote; "" if none has."""
+    def _word_left(self, has_answered: Callable[[int], bool]) -> str:
+        """Words for the trainer's places that have left the group without an answer; "" if none has."""
         # Why a worker has left, its engine says.
-        left = sorted(self._find_left() & set(range(self.trainers)) - set(votes))
-        if not left:
+        left = sorted(self._find_left() & set(range(self.trainers)))
+        # Only now: a rank may answer, and then leave.
+        silent = [place for place in left if not has_answered(place)]
+        if not silent:
             return ""
-        places = ", ".join(map(str, left))
+        places = ", ".join(map(str, silent))
         why = "by shutdown() or after an update that failed"
         return f"place {places} has left the group, {why}; connect again by trainer_init"
 
@@ -290,24 +299,20 @@ class Board:
         """Call the store, within `seconds` except at place 0, which serves it and must keep the order of calls."""
         return threads.within(max(ANSWER_S, seconds), act) if self.place else act()
 
-    def _await_heard(
-        self,
-        what: str,
-        places: Iterable[int],
-        seconds: float,
-        find_failure: Callable[[], str] = str,
-    ) -> set[int]:
-        """Wait until places have read a result; return those that have not in time, or once one has failed."""
+    def _await_heard(self, what: str, places: Iterable[int], seconds: float) -> None:
+        """Wait, at most `seconds`, until `places` have read a result, or have left."""
 
         def has_heard(place: int) -> bool:
-            if notes.read(self.store, f"{what}/heard/{place}") is not None:
-                return True
-            if place in self._find_left():
-                return True
-            # Once all have left, the store has nothing of the group; before they left they heard.
-            return notes.read(self.store, f"{what}/heard/{self.place}") is None
+            return self._has_read(what, place) or place in self._find_left()
 
-        return _await(has_heard, places, seconds, lambda: find_failure() != "")
+        _await(has_heard, places, seconds)
+
+    def _has_read(self, what: str, place: int) -> bool:
+        """Whether a place has read the result of the step `what`. Called at place 0."""
+        if notes.read(self.store, f"{what}/heard/{place}") is not None:
+            return True
+        # Once all have left, the store has nothing of the group; before they left they heard.
+        return notes.read(self.store, f"{what}/heard/{self.place}") is None
 
 
 def _try(act: Callable[[], None]) -> str:

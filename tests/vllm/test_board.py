@@ -43,13 +43,16 @@ def test_a_rank_that_has_failed_is_not_waited_for() -> None:
 
 
 def test_a_rank_that_has_left_is_not_waited_for() -> None:
-    """Neither for its vote, nor until it has read the decision: others would wait for their whole time limit."""
-    first, _ = make_boards(timeout=60.0)
+    """Neither for its vote, nor until it has read a result: others would wait for their whole time limit."""
+    first, second = make_boards(timeout=60.0)
+    second.excuse("finish update 1")
     notes.add_line(first.store, LEFT, "1")
     first.vote("begin update 2", "")
     began = time.monotonic()
+    first.finish("finish update 1", do_nothing)
     assert first.decide("begin update 2").startswith("place 1 has left the group")
-    first.finish("finish update 2", do_nothing)
+    with pytest.raises(ExchangeError, match="place 1 has left the group"):
+        first.finish("finish update 2", do_nothing)
     assert time.monotonic() - began < 2.0
 
 
