@@ -60,7 +60,7 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the estimated bytes of a call's `arguments` and `result` to the total of all caches.
+        """Add the estimated bytes of a call's `arguments` and `result` to the total of all caches; it took `seconds`.
 
         If the total would exceed the limit, all caches are emptied first. Weighing takes a share of `seconds`, the
         call's time; a call for which no time is left counts as the last one weighed.

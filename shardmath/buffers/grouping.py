@@ -102,11 +102,12 @@ def full_layout(
     expert_data_parallel_world_size: int | None = None,
     **options: object,
 ) -> FullParamLayout:
-    """The layouts of all flat buffers of a model, or of one virtual stage, by BufferKey; `params` are in forward order.
+    """The layout of each flat buffer of a model, or of one virtual stage, by BufferKey (dtypes and kind).
 
-    `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters that `rule` does not manage;
-    for `layer_wise`, even with options bound by functools.partial, it is `distributed_optimizer` if not given.
-    `expert_data_parallel_world_size` replaces `data_parallel_world_size` for experts.
+    `params` are in forward order. `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters
+    that `rule` does not manage; for `layer_wise`, even with options bound by functools.partial, it is
+    `distributed_optimizer` if not given. `expert_data_parallel_world_size` replaces `data_parallel_world_size` for
+    experts.
 
     Raises ParamLayoutError for a parameter given twice, and any error of the rule.
     """

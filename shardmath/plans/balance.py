@@ -176,7 +176,7 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """A finder of the bytes at which messages may be cut, as a Cutter is, for whole arrays of byte positions.
+    """A finder, for arrays of (block, byte) at once, of the last byte up to each at which a message may be cut.
 
     It is fast if the elements between two ranks form one box.
 

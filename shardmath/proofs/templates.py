@@ -216,9 +216,10 @@ def _check_units(t: Template, what: str) -> None:
 
 
 class End(NamedTuple):
-    """One end of a move, per dimension: the part at each position, and the parts that hold each unit (moved together).
+    """One end (source or destination) of a move: the part that each mesh position holds, and the parts that hold each
+    unit (elements that move together), per dimension.
 
-    A unit is elements that move together. `sets[d]` are sets of parts, `held[d]` is the part that each position holds,
+    `sets[d]` are sets of parts, `held[d]` is the part that each position holds,
     and `set_numbers[:, d]` the set of each unit. Units with the same `code` have the same sets in every dimension.
     """
 
@@ -228,7 +229,7 @@ class End(NamedTuple):
     code: Ints
 
     def has(self, units: Ints, at: Ints) -> Bools:
-        """Return, for each i, whether mesh position `at[i]` holds unit `units[i]` (moved together); False at -1."""
+        """Return, for each i, whether mesh position `at[i]` holds unit `units[i]`; False if `at[i]` is -1."""
         out: Bools = at >= 0
         for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
             set_numbers = self.set_numbers[units, d]

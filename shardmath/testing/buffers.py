@@ -388,7 +388,7 @@ RULE_LAWS = (
     names_mean_nothing,
 )
 """The laws that every rule of flat buffers keeps, a tuple of functions law(rule_case) that raise AssertionError if
-broken; each relies on the laws before it."""
+broken. Call them in this order: some rely on laws before them."""
 
 
 def check_rule(

@@ -169,9 +169,11 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove what saves that crashed, failed or were replaced have left in `folder`; with `share` (i, n), only the data
-    files whose names fall to rank number i of n. In an object store, the files of a save that still has a draft
-    stay."""
+    """Remove the drafts and other files that saves that crashed, failed or were replaced have left in `folder`.
+
+    With `share` (i, n), of the other files only those whose names fall to rank number i of n. In an object store, the
+    files of a save that still has a draft stay.
+    """
     files = _list_ours(folder)
     saves = {save for _, save in files}
     # Locks are held until all is removed. A running save whose draft was removed before the save had locked it waits

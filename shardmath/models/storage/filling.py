@@ -35,7 +35,7 @@ def fill(
     bound: KnownSide, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
 ) -> dict[_Native, NDArray[Any]]:
     """Return the arrays that `rank` stores, by (virtual stage, name), filled from the logical (checkpoint) tensors
-    `arrays`; the rest is `empty`."""
+    `arrays`; elements that none of them fills, such as padding, are the number `empty`."""
     kinds: dict[_Native, set[np.dtype[Any]]] = {}
     for name, slot, _ in bound.visit(rank):
         native = slot.chunk, slot.native

@@ -121,7 +121,10 @@ class Owners:
         return stacked[0] if stacked else None
 
     def place_stacked(self) -> int | None:
-        """Return which index (0, 1, ...) of the logical name has stacked tensors, such as {e}; None if none has."""
+        """Return which of the logical name's placeholders (0, 1, ...) numbers tensors that are stacked, such as {e}.
+
+        None if none does.
+        """
         return None if self.stacked is None else self.indices.index(self.stacked)
 
     def _choose_mesh(self) -> Mesh:

@@ -42,7 +42,10 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """Return the Spot (stage, chunk, number in it) of each layer; chunk c of stage s has `counts[c * pp + s]` layers.
+    """Return the Spot (stage, chunk, number) of each layer, whose number is that in the model, or in the chunk with
+    `renumber`.
+
+    Chunk c of stage s has `counts[c * pp + s]` layers.
 
     A chunk is a virtual stage. Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises
     StoreError, with this fix, when `counts` have another length than pp times `chunks`, another sum than `layers`, or a

@@ -55,8 +55,8 @@ Held: TypeAlias = Mapping[str, LayoutOrWindows]
 @public_in("transforms")
 @dataclass(frozen=True, slots=True, repr=False)
 class Transformed:
-    """Layouts of tensors that source and destination may hold in different forms, such as quantized, and layouts of the
-    tensors to send; made by `transformed`.
+    """The tensors of a source and of a destination, as layouts, with the transforms between their forms (such as a
+    quantized one), and the layouts of the tensors to send; made by `transformed`.
 
     `held_src` and `held_dst` are the sides as ranks hold them; `src` and `dst` are the sides of wire tensors, which
     `plan` takes; `wired` has the transformed tensors. Equal values have equal layouts and equal transforms.

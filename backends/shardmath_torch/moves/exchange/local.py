@@ -64,7 +64,7 @@ class Wanted(NamedTuple):
 
 
 def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
-    """Return the tensors that `rank` must pass to a move of the plan: for the source, and for the destination."""
+    """Return the names, shapes and layouts of the tensors that `rank` must pass to a move: source, and destination."""
     sides = []
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):
         tensors = {}

@@ -147,10 +147,8 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """Return two arrays by position: the number of the element whose values, cast to `dtype`, are `words`, and
-        whether there is one.
-
-        `words` has the values in each run.
+        """Return two arrays by position: the number of the element that has the bits `words[r]` (an array) there in
+        each run r, cast to `dtype`; and whether there is one.
         """
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)
