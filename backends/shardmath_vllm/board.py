@@ -229,7 +229,7 @@ class Board:
         return reason
 
     def _find_left(self) -> set[int]:
-        """The places that have left the group, as after an update that failed there. Called at place 0."""
+        """The places that have left the group, as after an update that failed there."""
         return set(map(int, notes.read_lines(self.store, LEFT)))
 
     def _word_left(self, has_answered: Callable[[int], bool]) -> str:
@@ -240,9 +240,7 @@ class Board:
         silent = [place for place in left if not has_answered(place)]
         if not silent:
             return ""
-        places = ", ".join(map(str, silent))
-        why = "by shutdown() or after an update that failed"
-        return f"place {places} has left the group, {why}; connect again by trainer_init"
+        return _word_gone(", ".join(map(str, silent)))
 
     def _word_late(self, what: str, late: set[int]) -> str:
         places = ", ".join(map(str, sorted(late)))
@@ -268,7 +266,7 @@ class Board:
         seconds = self.timeout + LATER_S
         until = time.monotonic() + seconds
         try:
-            while (report := self._read(what, until - time.monotonic())) is None:
+            while (report := self._look(what, until - time.monotonic())) is None:
                 if time.monotonic() > until:
                     fix = "start it again if it hangs, or pass TrainerInfo a longer timeout"
                     raise ExchangeError(f"place 0 did not {what} in {seconds:g} s; {fix}")
@@ -279,6 +277,21 @@ class Board:
             ) from error
         if report:
             self._confirm(what)
+        return report
+
+    def _look(self, what: str, seconds: float) -> str | None:
+        """Return place 0's result of a step, or None.
+
+        Raises ExchangeError if place 0 has left without one, RuntimeError if the store does not answer.
+        """
+
+        def look() -> tuple[bool, str | None]:
+            # In this order: place 0 may report, and then leave.
+            return 0 in self._find_left(), notes.read(self.store, what)
+
+        has_left, report = self._ask(look, seconds)
+        if has_left and report is None:
+            raise ExchangeError(_word_gone("0"))
         return report
 
     def _confirm(self, what: str) -> None:
@@ -313,6 +326,11 @@ class Board:
             return True
         # Once all have left, the store has nothing of the group; before they left they heard.
         return notes.read(self.store, f"{what}/heard/{self.place}") is None
+
+
+def _word_gone(places: str) -> str:
+    why = "by shutdown() or after an update that failed"
+    return f"place {places} has left the group, {why}; connect again by trainer_init"
 
 
 def _try(act: Callable[[], None]) -> str:

@@ -56,6 +56,18 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
     assert time.monotonic() - began < 2.0
 
 
+def test_place_0_that_has_left_is_not_waited_for() -> None:
+    """Where its process still serves the store; what it said before it left is heard."""
+    first, second = make_boards(timeout=1.0)
+    first.relay("end update 1", do_nothing)
+    notes.add_line(first.store, LEFT, "0")
+    began = time.monotonic()
+    second.relay("end update 1", do_nothing)
+    with pytest.raises(ExchangeError, match="place 0 has left the group"):
+        second.relay("start update 2", do_nothing)
+    assert time.monotonic() - began < 2.0
+
+
 def test_a_rank_that_says_nothing_is_named_in_time() -> None:
     first, _ = make_boards(timeout=0.2)
     with pytest.raises(ExchangeError, match=r"1 rank did not finish update 1 in 0\.2 s: place 1"):

@@ -95,6 +95,14 @@ def test_engines_of_a_refit(pool: Pool, changes: bool) -> None:
         assert len(told) == 1 and "got NoneType" in told[0]
 
 
+def test_a_refit_whose_tensors_were_bound_in_part(pool: Pool) -> None:
+    """Moves no mixture of these and of those that were bound before."""
+    for wrong, without, move in pool.run(replans.refit_bound_in_part):
+        assert "stores 'w' as (4,), the rank has (3,)" in wrong
+        assert "the rank has no such tensor" in without
+        assert "has not prepared the refit" in move
+
+
 def test_who_is_left_in_the_middle_of_a_replan_breaks_the_group() -> None:
     """No rank moves by another plan than the others; in another group all go on."""
     found = alone(2, replans.interrupted)

@@ -321,6 +321,31 @@ def refit_on(rank: int, changes: bool) -> list[Any]:
     return found
 
 
+def refit_bound_in_part(rank: int) -> list[Said]:
+    """An engine is back in a refit, and rank 0 binds a source, but cannot bind a destination: what is said of moves of
+    what was bound before, if that is asked for, or if the engine leaves again."""
+    held = sm.Layout((4,), sm.Mesh(), "n")
+    engine = sm.Layout((4,), sm.Mesh(ranks=[1]), "n")
+    planned = sm.refit(
+        {"w": held}, {"a": {"w": held}, "b": {"w": engine}}, {"w": ((4,), "float32")}
+    )
+    rest = planned.without("b")
+    refit = smt.Refit(planned, timeout=30.0)
+    out = {"w": torch.zeros(4)}
+    dst = {0: {"a": out}, 1: {"b": out}}.get(rank, {})
+    refit.prepare(src={"w": torch.ones(4)} if rank == 0 else None, dst=dst)
+    refit.replan(rest)
+    refit.replan(planned)
+    other = {"src": {"w": torch.full((4,), 9.0)}, "dst": {"a": {"w": torch.zeros(3)}}}
+    # Who has come back gives all again.
+    again = {"dst": dst} if rank == 1 else {}
+    said = [ends(lambda: refit.prepare(**(other if rank == 0 else again)))]
+    said.append(ends(lambda: refit.prepare(**again)))
+    refit.replan(rest)
+    said.append(ends(refit))
+    return said
+
+
 # Deaths
 
 

@@ -276,11 +276,12 @@ class Refit(Leaves):
             if src is None and dst is None and self._rebindable is not None:
                 self._watched = self._rebindable
                 return
+            # First: if this fails, some of the tensors that were bound have been replaced.
+            self._rebindable = None
             watched = self._bind(src, dst, own, functions or {})
             self._modules = None if modules is None else tuple(modules)
             find_owners(watched, self._modules)
             self._watched = watched
-            self._rebindable = None
 
         self._party.together(
             lambda: self._agree(bind), lambda failure, rank: "tensors were prepared"
