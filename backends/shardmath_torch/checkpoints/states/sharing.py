@@ -29,13 +29,16 @@ from torch.distributed.tensor import DTensor
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states.index import Entries, Origin
-from shardmath_torch.checkpoints.states.memory import find_meetings, spot_of
+from shardmath_torch.checkpoints.states.memory import MemorySpot, find_meetings, spot_of
 from shardmath_torch.checkpoints.states.values import list_tensors
 
 __all__ = ["check_apart", "find_origins", "mark_shared"]
 
 _Item: TypeAlias = tuple[str, str]
 """A parameter's name, and a key of its state."""
+
+_Found: TypeAlias = dict[MemorySpot | None, tuple[str, Tensor]]
+"""Tensors by spot, with words for each."""
 
 
 def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, Any]]) -> None:
@@ -79,8 +82,17 @@ def check_apart(
     `others` are tensors outside of the state, with words for each; `states` maps a parameter's name to its state.
     """
     outside = {spot_of(tensor): (what, tensor) for what, tensor in others}
+    found = _find_apart(outside, states)
+    for spot, other in find_meetings(tensor for _, tensor in found.values()):
+        if spot not in outside or other not in outside:
+            raise _explain_shared(found[spot][0], found[other][0])
+
+
+def _find_apart(outside: _Found, states: Mapping[str, Mapping[Any, Any]]) -> _Found:
+    """The tensors `outside` and those of the state, by spot. Raises CheckpointError if one of the state is `outside`,
+    or if one inside an item is in the state again."""
     found = dict(outside)
-    # A second item with one of these would be loaded as a separate tensor.
+    # A second tensor of one of these would be loaded as a separate tensor.
     single = set(outside)
     for what, tensor, is_item in _list_tensors(states):
         spot = spot_of(tensor)
@@ -91,9 +103,7 @@ def check_apart(
         found.setdefault(spot, (what, tensor))
         if not is_item:
             single.add(spot)
-    for spot, other in find_meetings(tensor for _, tensor in found.values()):
-        if spot not in outside or other not in outside:
-            raise _explain_shared(found[spot][0], found[other][0])
+    return found
 
 
 def _list_tensors(states: Mapping[str, Mapping[Any, Any]]) -> Iterator[tuple[str, Tensor, bool]]:
