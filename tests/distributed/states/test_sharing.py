@@ -140,6 +140,43 @@ def test_state_in_the_memory_of_a_parameter(tmp_path: Path, view: Callable[[Any]
         training.save_state(tmp_path, module, optimizer)
 
 
+def put_in_buffer(module: nn.Module, optimizer: optim.Optimizer, step: Tensor) -> None:
+    module.register_buffer("steps", step)
+
+
+def put_in_frozen(module: nn.Module, optimizer: optim.Optimizer, step: Tensor) -> None:
+    module.register_parameter("frozen", nn.Parameter(step, requires_grad=False))
+
+
+def put_in_option(module: nn.Module, optimizer: optim.Optimizer, step: Tensor) -> None:
+    optimizer.param_groups[0]["steps"] = {"all": [step]}
+
+
+def put_in_list(module: nn.Module, optimizer: optim.Optimizer, step: Tensor) -> None:
+    first, _ = optimizer.state.values()
+    first["steps"] = [1, {"all": step[None]}]
+
+
+def put_in_two_lists(module: nn.Module, optimizer: optim.Optimizer, step: Tensor) -> None:
+    for state in optimizer.state.values():
+        state["step"] = [step]
+
+
+@pytest.mark.parametrize(
+    "put", [put_in_buffer, put_in_frozen, put_in_option, put_in_list, put_in_two_lists]
+)
+def test_state_in_memory_that_is_saved_elsewhere(tmp_path: Path, put: Callable[..., None]) -> None:
+    """Also a tensor inside a list or dict; a load would make separate tensors, of which the next step changes one."""
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    step = torch.zeros(())
+    optimizer.state |= {p: {"step": step} for p in module.parameters()}
+    training.save_state(tmp_path, module, optimizer)
+    put(module, optimizer, step)
+    with pytest.raises(CheckpointError, match=r"'step' of '.* are views of the same memory"):
+        training.save_state(tmp_path, module, optimizer)
+
+
 def test_state_that_is_equal_stays_separate(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
     optimizer = optim.SGD(module.parameters(), lr=0.1)

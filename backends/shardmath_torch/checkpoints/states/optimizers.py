@@ -251,24 +251,34 @@ def describe_optimizers(
     slots: dict[tuple[str, str], ModuleSlot] = {}
     groups: list[SavedGroup] = []
     entries: dict[str, Entries] = {}
-    parameters: dict[str, Tensor] = {}
     local: dict[str, Mapping[Any, Any]] = {}
     reported = elsewhere.options()
-    for group in find_all_groups(model, optimizer, elsewhere):
+    all_groups = find_all_groups(model, optimizer, elsewhere)
+    for group in all_groups:
         groups += _split_by_options(model, group, reported)
         for name, parameter, state in group.states():
             layout = model.slots[name].layout
             if is_here(model, name):
-                parameters[name] = parameter
                 local[name] = state
                 entries[name] = _describe_state(state, parameter, name)
                 slots |= _list_slots(name, state, entries[name], layout)
             else:
                 entries[name] = elsewhere.entries.get(name, {})
                 slots |= _list_empty(name, entries[name], layout)
-    check_apart(parameters, local)
+    check_apart(_list_outside(model, all_groups), local)
     mark_shared(entries, local)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
+
+
+def _list_outside(model: Model, groups: Iterable[ParameterGroup]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that are saved besides the optimizers' state: the module's, and options; with words for
+    each."""
+    for name, slot in model.slots.items():
+        yield f"{name!r} of the module", slot.local
+    for group in groups:
+        for key, value in group.options.items():
+            if key not in UNVALUED:
+                yield from ((f"the option {key!r}", tensor) for tensor in list_tensors(value))
 
 
 def _split_by_options(

@@ -3,8 +3,9 @@
 1. The entry of such state names its origin: the first parameter that has it, and the key there; or the key alone if
    only one parameter has it.
 2. Tensors of one spot (`memory`) are one object, such as a tensor and what its `detach` returns.
-3. Tensors that share only a part of their memory, or view it with another shape, or share a parameter's, would be
-   loaded as separate tensors, of which later steps change only one. They raise.
+3. Tensors that share only a part of their memory, or view it with another shape, would be loaded as separate tensors,
+   of which later steps change only one. So would tensors that share memory with a tensor of the module or an option, or
+   with a tensor in a list, tuple or dict. They raise.
 
 >>> import torch
 >>> step, moment = torch.zeros(()), torch.zeros(2)
@@ -19,7 +20,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -28,12 +29,16 @@ from torch.distributed.tensor import DTensor
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states.index import Entries, Origin
-from shardmath_torch.checkpoints.states.memory import find_meetings, spot_of
+from shardmath_torch.checkpoints.states.memory import MemorySpot, find_meetings, spot_of
+from shardmath_torch.checkpoints.states.values import list_tensors
 
 __all__ = ["check_apart", "find_origins", "mark_shared"]
 
 _Item: TypeAlias = tuple[str, str]
 """A parameter's name, and a key of its state."""
+
+_Found: TypeAlias = dict[MemorySpot | None, tuple[str, Tensor]]
+"""Tensors by spot, with words for each."""
 
 
 def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, Any]]) -> None:
@@ -68,24 +73,52 @@ def _identify(value: object) -> object:
     return id(value) if spot is None else (spot, isinstance(value, DTensor))
 
 
-def check_apart(parameters: Mapping[str, Tensor], states: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Raise CheckpointError if a tensor of the optimizer's state shares memory with a parameter, or with another tensor
-    of the state without being the same one. `parameters` and `states` are by parameter's name."""
-    stored = {spot_of(tensor): f"the parameter {name!r}" for name, tensor in parameters.items()}
-    items = dict(stored)
-    tensors = list(parameters.values())
+def check_apart(
+    others: Iterable[tuple[str, Tensor]], states: Mapping[str, Mapping[Any, Any]]
+) -> None:
+    """Raise CheckpointError if a tensor of the optimizer's state shares memory with another tensor that is saved,
+    unless both are items of the state and the same tensor.
+
+    `others` are tensors outside of the state, with words for each; `states` maps a parameter's name to its state.
+    """
+    outside = {spot_of(tensor): (what, tensor) for what, tensor in others}
+    found = _find_apart(outside, states)
+    for spot, other in find_meetings(tensor for _, tensor in found.values()):
+        if spot not in outside or other not in outside:
+            raise _explain_shared(found[spot][0], found[other][0])
+
+
+def _find_apart(outside: _Found, states: Mapping[str, Mapping[Any, Any]]) -> _Found:
+    """The tensors `outside` and those of the state, by spot. Raises CheckpointError if one of the state is `outside`,
+    or if one inside an item is in the state again."""
+    found = dict(outside)
+    # A second tensor of one of these would be loaded as a separate tensor.
+    single = set(outside)
+    for what, tensor, is_item in _list_tensors(states):
+        spot = spot_of(tensor)
+        if spot is None:
+            continue
+        if spot in single or (spot in found and not is_item):
+            raise _explain_shared(what, found[spot][0])
+        found.setdefault(spot, (what, tensor))
+        if not is_item:
+            single.add(spot)
+    return found
+
+
+def _list_tensors(states: Mapping[str, Mapping[Any, Any]]) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield the tensors of the state, with words for each, and whether it is an item itself rather than inside one; an
+    item of several keys is searched once."""
+    searched: dict[int, object] = {}
     for name, held in states.items():
         for key, value in held.items():
-            spot = spot_of(value) if isinstance(value, Tensor) else None
-            if spot is None:
-                continue
-            if spot in stored:
-                raise _explain_shared(f"{key!r} of {name!r}", stored[spot])
-            tensors.append(value)
-            items.setdefault(spot, f"{key!r} of {name!r}")
-    for spot, other in find_meetings(tensors):
-        if spot not in stored or other not in stored:
-            raise _explain_shared(items[spot], items[other])
+            what = f"{key!r} of {name!r}"
+            if isinstance(value, Tensor):
+                yield what, value, True
+            elif isinstance(value, list | tuple | dict) and id(value) not in searched:
+                searched[id(value)] = value
+                for tensor in list_tensors(value):
+                    yield what, tensor, False
 
 
 def _explain_shared(one: str, other: str) -> CheckpointError:
