@@ -192,6 +192,8 @@ def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
 
 def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:
     """Whether the placements label a fused weight whose layout they do not express."""
+    if not _labels:
+        return False
     by_axis = dict(zip(mesh.shape, placements, strict=False))
     dims = [p.dim for p in by_axis.values() if isinstance(p, theirs.Shard | theirs._StridedShard)]
     for axis, p in by_axis.items():
