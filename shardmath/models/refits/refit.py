@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from shardmath.base.arguments import text
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
@@ -134,7 +135,7 @@ class Refit:
         """
         staying = dict(self.engines)
         ranks: set[int] = set()
-        for engine in dict.fromkeys(engines):
+        for engine in dict.fromkeys(text(engine, "an engine", PlanError) for engine in engines):
             ranks |= set(self._find(engine).ranks)
             del staying[engine]
         if not staying:

@@ -266,6 +266,8 @@ def test_engines_that_cannot_leave() -> None:
     moved = sm.refit(trainer(), engines(), shapes())
     with pytest.raises(PlanError, match="no engine 'two'; pass one of one, other, copy"):
         moved.without("two")
+    with pytest.raises(PlanError, match=r"an engine is \[1\]; give a str"):
+        moved.without([1])  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="no engine 'one'; pass one of other, copy"):
         moved.without("one").without("one")
     with pytest.raises(PlanError, match="leave, which are all engines of the refit"):
