@@ -35,7 +35,7 @@ class _Source(NamedTuple):
 
 class Broadcast:
     """The engine "broadcast", which broadcasts to all ranks each source tensor that the plan sends; each rank keeps
-    what it needs."""
+    the elements of its destination."""
 
     def __init__(self, task: Task) -> None:
         assert isinstance(task.wire, GlooWire), "an engine of gloo's"

@@ -205,8 +205,6 @@ class Board:
         then call `leave`.
 
         Both are under the name of the step `what`. `why` is "" for an error that other ranks have caused.
-
-        `why` is what is wrong here, "" where it is what others have done.
         """
         reason = ""
         try:

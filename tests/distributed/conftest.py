@@ -29,6 +29,7 @@ def pool() -> Pool:
     return POOLS[0]
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """End the pool before tests elsewhere, beside which its threads would go on looking."""
     if POOLS and not (nextitem and nextitem.nodeid.startswith("tests/distributed/")):

@@ -57,7 +57,7 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
 
 
 def test_place_0_that_has_left_is_not_waited_for() -> None:
-    """Where its process still serves the store; what it said before it left is heard."""
+    """Where its process still serves the store; its report from before it left is heard."""
     first, second = make_boards(timeout=1.0)
     first.relay("end update 1", do_nothing)
     notes.add_line(first.store, LEFT, "0")

@@ -62,7 +62,7 @@ def from_slices(index: Sequence[slice]) -> Box:
 
 
 def row_size(dims: Sequence[int]) -> int:
-    """Return the product of the dimensions in `dims` after the first one longer than 1; 1 if there is none.
+    """Return the product of the dimensions in `dims` after the first one longer than 1; 1 if all are 1.
 
     This is the number of elements at each index of that dimension.
     """

@@ -92,7 +92,7 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The index that also names mesh axes in the stored name, such as {ep e}; None if there is none."""
+        """The index that also names mesh axes in the stored name, such as {ep e}; None if no index does."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index

@@ -130,7 +130,7 @@ def _has_same_ranks(src: Layout, dst: Layout) -> bool:
 
 def recognize(src: Layout, dst: Layout) -> Collective | None:
     """Return the one collective operation, such as an all-gather, that moves a tensor from layout `src` to `dst`, as a
-    Collective; None if there is none.
+    Collective; None if no single operation does.
 
     The sides have the same ranks, or a broadcast's source some of the destination's. Raises
     PlanError for two tensors of different shape or dtype, and for reductions that do not exist.

@@ -216,7 +216,7 @@ class Amaxes:
 
     def list_local(self, end: str, rank: int) -> list[str]:
         """Return the names under which `rank` sends (`end` "source") or receives (`end` "destination") arrays of
-        amaxes; [] if there are none."""
+        amaxes; [] for a rank without any."""
         side = self.src if end == "source" else self.dst
         if self.name not in side:
             return []

@@ -322,8 +322,8 @@ def refit_on(rank: int, changes: bool) -> list[Any]:
 
 
 def refit_bound_in_part(rank: int) -> list[Said]:
-    """An engine is back in a refit, and rank 0 binds a source, but cannot bind a destination: what is said of moves of
-    what was bound before, if that is asked for, or if the engine leaves again."""
+    """An engine is back in a refit, and rank 0 binds a source, but cannot bind a destination: the errors of moves of
+    the tensors bound before, if they are asked for, or if the engine leaves again."""
     held = sm.Layout((4,), sm.Mesh(), "n")
     engine = sm.Layout((4,), sm.Mesh(ranks=[1]), "n")
     planned = sm.refit(

@@ -89,7 +89,7 @@ def check_apart(
 
 
 def _find_apart(outside: _Found, states: Mapping[str, Mapping[Any, Any]]) -> _Found:
-    """The tensors `outside` and those of the state, by spot. Raises CheckpointError if one of the state is `outside`,
+    """The tensors `outside`, and the state's tensors, by spot. Raises CheckpointError if one of the state is `outside`,
     or if one inside an item is in the state again."""
     found = dict(outside)
     # A second tensor of one of these would be loaded as a separate tensor.

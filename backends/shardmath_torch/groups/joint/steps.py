@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 
 
 class Read(NamedTuple):
-    """A request (step) to read the text stored under `key`; the answer is that text, or None if there is none."""
+    """A request (step) to read the text stored under `key`; the answer is the text, or None if the key is absent."""
 
     key: str
 

@@ -39,8 +39,8 @@ class Record:
     former: int | None = None
 
     def ask(self, proposal: Event, limit: float) -> Event:
-        """Propose `proposal` (COMMIT or ABORT), and return the first proposal of any rank; LOSE if there is no store,
-        or it does not answer within `limit` seconds."""
+        """Propose `proposal` (COMMIT or ABORT), and return the first proposal of any rank; LOSE without a store, or
+        if it does not answer within `limit` seconds."""
         answers: list[bytes] = []
 
         def propose() -> None:

@@ -54,7 +54,7 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """Return, for each of `messages`, what is sent for it: all of it, a Packet of its changed elements, or None if
+    """Return, for each of `messages`, the Parcel to send: all of it, a Packet of its changed elements, or None if
     nothing changed.
 
     `element_sizes` are the sizes of its elements in bytes, `changed_counts` how many of each have changed, or None for

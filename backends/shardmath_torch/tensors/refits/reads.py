@@ -86,7 +86,7 @@ class Reads(TorchDispatchMode):
         """The names of tensors that share memory with one of these."""
         names = set()
         for one in given:
-            # A sparse tensor has no memory of its own: operations on its parts are seen one by one.
+            # A sparse tensor's memory is in its parts: operations on them are seen one by one.
             if one.layout != torch.strided:
                 continue
             for name, tensor in self._tensors.get(key_of(one), ()):
