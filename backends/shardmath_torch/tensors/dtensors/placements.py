@@ -65,7 +65,7 @@ def layout_like(
 def layout_of_placements(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading
 ) -> Layout | ShardError:
-    """Return the layout that `placements` mean in `reading` ("placement" or "order"), or the error that prevents one."""
+    """Return the layout that `placements` mean in `reading` ("placement" or "order"), or the error instead."""
     try:
         spec = tuple(_translate(placement) for placement in placements)
     except PlacementError as error:
