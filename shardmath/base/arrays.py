@@ -141,6 +141,11 @@ class Offsets:
         """The index of the owner of each item, as an array."""
         return np.arange(len(self)).repeat(self.counts())
 
+    def owners_of(self, items: Ints) -> Ints:
+        """The index of the owner of each of the given items, as an array."""
+        owners: Ints = self.first.searchsorted(items, "right") - 1
+        return owners
+
     def spread(self, values: NDArray[_Scalar]) -> NDArray[_Scalar]:
         """For each item, the entry of its owner in `values`, which has one entry per owner."""
         return values.repeat(self.counts())

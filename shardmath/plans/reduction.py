@@ -21,17 +21,15 @@ reductions: *each destination replica receives each source addend of each elemen
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
-
 from shardmath.base.errors import PlanError
 from shardmath.base.operations import OPERATIONS
-from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
 
-__all__ = ["Reduction", "check_arithmetic", "find_reduction", "identity_of", "ranks_along"]
+__all__ = ["Reduction", "check_arithmetic", "find_reduction", "identity_of"]
 
 Axes: TypeAlias = tuple[str, ...]
 """Axes of one mesh, flattened into one coordinate if there are several."""
@@ -73,21 +71,19 @@ class Reduction:
         """Return a key that is equal for equal reductions over ranks, whatever the names and order of mesh axes."""
         if not (self.matched or self.folded or self.chosen):
             return ()
-        folded = _list_coordinates(src.mesh, self.folded)
-        chosen = _list_coordinates(dst.mesh, self.chosen)
+        folded = _list_coordinates(src.mesh.ranks_along(self.folded))
+        chosen = _list_coordinates(dst.mesh.ranks_along(self.chosen))
         matched = []
         for axes, _ in self.matched:
-            groups = ranks_along(src.mesh, axes)
+            groups = src.mesh.ranks_along(axes)
             ascending = tuple(map(sorted, groups))
             matched.append(ascending)
         return self.op, self.addends, folded, chosen, repr(sorted(matched))
 
 
-def _list_coordinates(mesh: Mesh, axes: Axes) -> tuple[tuple[int, int], ...]:
-    """(rank, coordinate along the flattened axes), by rank."""
-    coordinates = mesh.coordinate(axes).tolist()
-    pairs = zip(mesh.ranks, coordinates, strict=True)
-    return tuple(sorted(pairs))
+def _list_coordinates(groups: Iterable[frozenset[int]]) -> tuple[tuple[int, int], ...]:
+    """(rank, number of its group), by rank."""
+    return tuple(sorted((rank, i) for i, ranks in enumerate(groups) for rank in ranks))
 
 
 def find_reduction(src: Layout, dst: Layout) -> Reduction:
@@ -153,27 +149,16 @@ def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
     dst_axes = _addend_axes(dst)
     if src.op != dst.op or not src_axes or not dst_axes:
         return ()
-    if ranks_along(src.mesh, src_axes) == ranks_along(dst.mesh, dst_axes):
+    if src.mesh.ranks_along(src_axes) == dst.mesh.ranks_along(dst_axes):
         return ((src_axes, dst_axes),)
-    by_ranks = {ranks_along(dst.mesh, (name,)): name for name in dst_axes}
+    by_ranks = {dst.mesh.ranks_along((name,)): name for name in dst_axes}
     pairs = []
     for name in src_axes:
-        ranks = ranks_along(src.mesh, (name,))
+        ranks = src.mesh.ranks_along((name,))
         other = by_ranks.get(ranks)
         if other is not None:
             pairs.append(((name,), (other,)))
     return tuple(pairs)
-
-
-def ranks_along(mesh: Mesh, axes: Axes) -> tuple[frozenset[int], ...]:
-    """Flatten `axes` of `mesh` into one axis; return, for each coordinate along it, the set of ranks that have it."""
-    coordinate = mesh.coordinate(axes)
-    ranks = np.array(mesh.ranks)
-    count = math.prod(map(mesh.axis_size, axes))
-    groups = []
-    for i in range(count):
-        groups.append(frozenset(ranks[coordinate == i].tolist()))
-    return tuple(groups)
 
 
 def check_arithmetic(op: str, dtype: str) -> None:

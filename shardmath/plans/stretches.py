@@ -21,7 +21,6 @@ from shardmath.plans.demands import Demands, Ranks, list_receivers
 __all__ = [
     "Stretch",
     "block_at",
-    "find_lines",
     "list_all_receivers",
     "list_kept",
     "list_received",
@@ -55,12 +54,6 @@ def row_at(demands: Demands, block: int, at: int) -> int:
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 
-def find_lines(demands: Demands, blocks: Ints) -> Ints:
-    """Return, for each of `blocks` (bytes with equal receivers), the number of its line (bytes with equal holders)."""
-    lines: Ints = demands.first.searchsorted(blocks, "right") - 1
-    return lines
-
-
 def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> int:
     """The last of the items first..end-1 whose place is not after `at`; places ascend."""
     before = np.searchsorted(places[first:end], at, "right")
@@ -75,7 +68,7 @@ def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
     some_hold = demands.count[blocks] < lengths(receivers)
     places = np.flatnonzero(some_hold)
     some = blocks[places]
-    lines = find_lines(demands, some)
+    lines = demands.blocks.owners_of(some)
     shared = zip(places.tolist(), lines.tolist(), some.tolist(), strict=True)
     for i, line, block in shared:
         receivers[i] = list_receivers(demands, line, block)
@@ -171,7 +164,7 @@ def _asked_by(demands: Demands, rank: int) -> tuple[tuple[int, int], ...]:
     of_set = np.array(among, bool)
     is_asked = of_set[demands.receivers]
     blocks = np.flatnonzero(is_asked)
-    lines = find_lines(demands, blocks)
+    lines = demands.blocks.owners_of(blocks)
     pairs = zip(lines.tolist(), blocks.tolist(), strict=True)
     return tuple(pairs)
 

@@ -1,9 +1,10 @@
 """Batches: checks that a plan's batches move all of its tensors, as their layouts say.
 
-1. Every tensor is in one group of batches. They move each pair of its windows at most once, and
+1. The reduction of every tensor is the one that its layouts ask for.
+2. Every tensor is in one group of batches. They move each pair of its windows at most once, and
    reach every window in which something must arrive.
-2. The template of each batch has the tensor's form on both sides, on the batch's ranks, and the
-   reduction that its layouts ask for.
+3. The template of each batch has the tensor's form on both sides, on the batch's ranks, and the
+   tensor's reduction.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from shardmath.layouts.holdings import equivalent, label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
 from shardmath.plans.plan import Plan
-from shardmath.plans.reduction import find_reduction
+from shardmath.plans.reduction import Reduction, find_reduction
 from shardmath.plans.uncovered import check_disjoint, count_cells
 from shardmath.proofs.shapes import require
 
-__all__ = ["check_batches"]
+__all__ = ["check_batches", "check_rule"]
 
 
 def check_batches(plan: Plan) -> list[list[Batch]]:
@@ -33,6 +34,7 @@ def check_batches(plan: Plan) -> list[list[Batch]]:
 
     Raises PlanError unless they move what the layouts ask for.
     """
+    _check_rules(plan)
     groups = _group_batches(plan)
     held = [_find_windows(plan, batches[0].names) for batches in groups]
     _check_sides(plan, held)
@@ -155,3 +157,30 @@ def _place_form(name: str, form: Layout, mesh: Mesh, layout: Layout) -> Layout:
     fits = positions == set(range(mesh.size))
     require(fits, f"{label(name)}: {mesh} has other positions than its template's {form.mesh}")
     return relabeled(form, dict(enumerate(mesh.ranks)))
+
+
+def _check_rules(plan: Plan) -> None:
+    """Check that every tensor's reduction is the one that its layouts ask for."""
+    expected: dict[tuple[Layout, Layout], Reduction] = {}
+    # Tensors share their windows and rules: the same three objects are compared once. The plan keeps
+    # them alive, so that no id is reused.
+    compared: set[tuple[int, int, int]] = set()
+    for name, src in plan.src.items():
+        dst = plan.dst[name]
+        given = plan.rules[name]
+        objects = id(src), id(dst), id(given)
+        if objects in compared:
+            continue
+        compared.add(objects)
+        pair = src[0], dst[0]
+        if pair not in expected:
+            expected[pair] = find_reduction(*pair)
+        check_rule(name, given, expected[pair])
+
+
+def check_rule(name: str, given: Reduction | None, expected: Reduction) -> None:
+    """Raise PlanError unless a tensor's reduction is the expected one. Fills are compared as text, since -0.0 == 0."""
+    if given is expected or repr(given) == repr(expected):
+        return
+    what = f"{label(name)} is reduced by {given}, but its layouts need {expected}"
+    raise PlanError(f"{what}; make the plan again")

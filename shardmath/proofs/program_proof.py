@@ -34,11 +34,11 @@ from shardmath.plans.programs.loads import LEGS, count_messages, sum_pairs, sum_
 from shardmath.plans.programs.program import Program
 from shardmath.plans.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
 from shardmath.plans.programs.streams import list_bundles
-from shardmath.plans.stretches import find_lines, list_all_receivers, row_at
+from shardmath.plans.stretches import list_all_receivers, row_at
 from shardmath.plans.units import is_legal_cut
 from shardmath.proofs.plan_proof import prove
 from shardmath.proofs.shapes import check_program_shapes
-from shardmath.proofs.tables import check_numbers_of_sets, find_misfit_of_bands
+from shardmath.proofs.tables import find_misfit_of_bands
 
 __all__ = ["prove_program"]
 
@@ -58,7 +58,6 @@ def _prove(prog: Program) -> None:
     _check_bands(prog)
     misfit = find_misfit_of_bands(prog.legs)
     _require(not misfit, prog, misfit)
-    check_numbers_of_sets(demands)
     prove(replace(prog.plan, lines=_send_from_first(demands)))
     for bundle in list_bundles(prog.legs):
         streams = bundle.streams
@@ -275,7 +274,7 @@ def _is_held(demands: Demands, lines: Ints, streams: Streams) -> Bools:
     """Whether the sender of each stream is among the holders of its line."""
     holders = list(map(demands.held_by, lines.tolist()))
     held = lines.repeat(lengths(holders)), join(holders)
-    sent = find_lines(demands, streams.block), streams.sender
+    sent = demands.blocks.owners_of(streams.block), streams.sender
     known, asked = _code_pairs(held, sent)
     return np.isin(asked, known)
 

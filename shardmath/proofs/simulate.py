@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shardmath.plans.programs.messages import Step
     from shardmath.plans.programs.program import Program
 
-__all__ = ["Array", "Shards", "as_program", "simulate"]
+__all__ = ["Array", "Shards", "simulate"]
 
 Array: TypeAlias = NDArray[Any]
 Shards: TypeAlias = Mapping[int, Array] | Mapping[int, Mapping[str, Array]]
@@ -64,7 +64,7 @@ def simulate(
     array does not have the layout's local shape.
     """
     if not isinstance(plan, Plan | Transposed):
-        plan = as_program(plan)
+        plan = _as_program(plan)
     if not isinstance(shards, Mapping):
         raise PlanError(
             f"source arrays are {shards!r}; give a mapping from rank to array, or to arrays by name"
@@ -82,8 +82,8 @@ def simulate(
     return {rank: arrays[""] for rank, arrays in out.items()}
 
 
-def as_program(given: object) -> Program:
-    """Return `given` if it is a Program. Raises PlanError if it is not.
+def _as_program(given: object) -> Program:
+    """The value, if it is a Program. Raises PlanError if it is not.
 
     The class is imported here because few programs that import this module have one.
     """

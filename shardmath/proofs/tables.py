@@ -25,7 +25,7 @@ from shardmath.plans.template import unit_addends
 from shardmath.plans.units import is_legal_cut
 from shardmath.proofs.shapes import check_integers, require
 
-__all__ = ["MemberTable", "Places", "check_lines", "check_numbers_of_sets", "find_misfit_of_bands"]
+__all__ = ["MemberTable", "Places", "check_lines", "find_misfit_of_bands"]
 
 
 def check_lines(demands: Demands, batches: Sequence[Batch]) -> None:
@@ -102,8 +102,8 @@ def _are_owned(owners: Ints, first: Ints, owned: Iterable[Ints]) -> bool:
     return set(map(len, owned)) == {int(first[-1])}
 
 
-def check_numbers_of_sets(demands: Demands) -> None:
-    """Raise PlanError unless all holders and receivers in `demands` are numbers of existing sets of ranks."""
+def _check_numbers_of_sets(demands: Demands) -> None:
+    """Check that all holders and receivers are numbers of existing sets of ranks."""
     for column in (demands.holders, demands.receivers):
         _check_known(column, len(demands.sets))
 
@@ -119,7 +119,7 @@ def _check_numbers(demands: Demands, batches: Sequence[Batch]) -> None:
     for ranks in demands.sets:
         ascending = ranks and all(map(operator.lt, ranks, ranks[1:]))
         require(ascending, f"ranks {ranks[:8]} are not ascending")
-    check_numbers_of_sets(demands)
+    _check_numbers_of_sets(demands)
     _check_known(demands.batch, len(batches))
     _check_units(demands, batches)
 
@@ -293,11 +293,13 @@ def find_misfit_of_bands(legs: Legs) -> str:
     """Return an error message if a program's bands (parts of blocks of bytes) do not fit its plan; "" if they do.
 
     This comes before anything is expanded from the bands, so that the cost of a proof is in proportion to the
-    lengths of the tables, whatever they contain. Raises PlanError if lines and cuts do not fit each other.
+    lengths of the tables, whatever they contain. Raises PlanError if lines and cuts do not fit each other, or if
+    lines are of ranks that do not exist.
     """
     demands = legs.lines
     bands = legs.bands
     _check_tables(replace(demands, cut_first=bands.cut_first, cuts=bands.cuts))
+    _check_numbers_of_sets(demands)
     if not _fit_blocks(bands, demands.receivers):
         return "tables of bands are not of one length"
     classes = Offsets(bands.first).spread(bands.classes)

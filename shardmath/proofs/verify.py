@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from shardmath.base.errors import PlanError
 from shardmath.base.text import shown
@@ -20,15 +19,12 @@ from shardmath.layouts.holdings import Windows, label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed, adjoint, flip_digest
 from shardmath.plans.plan import Movable, Plan, digest_of
-from shardmath.plans.reduction import Reduction, find_reduction
+from shardmath.plans.programs.program import Program, digest_program
 from shardmath.plans.transfers import Transfer
 from shardmath.plans.uncovered import find_not_whole
+from shardmath.proofs.batches import check_rule
 from shardmath.proofs.claims import check_claim
 from shardmath.proofs.shapes import check_sides, require
-from shardmath.proofs.simulate import as_program
-
-if TYPE_CHECKING:
-    from shardmath.plans.programs.program import Program
 
 __all__ = ["verify"]
 
@@ -44,9 +40,10 @@ def verify(
     with which ranks tell plans apart, is the digest of its layouts. Without `transfers` it also covers the
     plan's own tables, fills and divisors. With `transfers` the error names the first wrong element.
     """
-    if not isinstance(plan, Plan | Transposed):
-        plan = as_program(plan)
-    promised = plan if isinstance(plan, Plan | Transposed) else plan.plan
+    promised: object = plan.plan if isinstance(plan, Program) else plan
+    if not isinstance(promised, Plan | Transposed):
+        what = "pass what plan(src, dst) or schedule(plan) returns"
+        raise PlanError(f"{plan!r} is not a Plan; {what}")
     check_sides(promised)
     _check_in_part(promised)
     _check_left(promised.forward if isinstance(promised, Transposed) else promised)
@@ -140,22 +137,19 @@ def _prove(plan: Plan | Transposed | Program) -> None:
     from shardmath.proofs.program_proof import prove_program
 
     if isinstance(plan, Plan):
-        _check_rules(plan)
         prove(plan)
     elif isinstance(plan, Transposed):
-        _check_transposed(plan)
         prove(plan.forward)
+        _check_transposed(plan)
     else:
-        _check_rules(plan.plan)
         prove_program(plan)
 
 
 def _check_transposed(plan: Transposed) -> None:
-    """Check that a transposed plan is the adjoint of its forward plan, and that the latter's rules are right."""
-    _check_rules(plan.forward)
+    """Check that a transposed plan is the adjoint of its forward plan, which is proved."""
     expected = adjoint(plan.forward)
     for name, rule in expected.rules.items():
-        _check_rule(name, plan.rules.get(name), rule)
+        check_rule(name, plan.rules.get(name), rule)
     if plan.flip != expected.flip:
         what = f"{plan!r} does not list the transfers of {plan.forward!r} with their ends swapped"
         raise PlanError(f"{what}; transpose the plan again")
@@ -172,37 +166,8 @@ def _check_digest(plan: Plan | Transposed | Program) -> None:
         _check_digest(plan.forward)
         found = flip_digest(plan.forward.digest)
     else:
-        from shardmath.plans.programs.program import digest_program
-
         _check_digest(plan.plan)
         found = digest_program(plan)
     if plan.digest != found:
         what = f"{plan!r} has the digest {plan.digest!r}, but its content has {found!r}"
         raise PlanError(f"{what}; make it again")
-
-
-def _check_rules(plan: Plan) -> None:
-    """Check that every tensor's reduction is the one that its layouts ask for."""
-    expected: dict[tuple[Layout, Layout], Reduction] = {}
-    # Tensors share their windows and rules: the same three objects are compared once. The plan keeps
-    # them alive, so that no id is reused.
-    compared: set[tuple[int, int, int]] = set()
-    for name, src in plan.src.items():
-        dst = plan.dst[name]
-        given = plan.rules[name]
-        objects = id(src), id(dst), id(given)
-        if objects in compared:
-            continue
-        compared.add(objects)
-        pair = src[0], dst[0]
-        if pair not in expected:
-            expected[pair] = find_reduction(*pair)
-        _check_rule(name, given, expected[pair])
-
-
-def _check_rule(name: str, given: Reduction | None, expected: Reduction) -> None:
-    """Check that a tensor's reduction is the expected one. Fills are compared as text, since -0.0 == 0."""
-    if given is expected or repr(given) == repr(expected):
-        return
-    what = f"{label(name)} is reduced by {given}, but its layouts need {expected}"
-    raise PlanError(f"{what}; make the plan again")

@@ -176,6 +176,18 @@ class Mesh:
             out = out * n + self._steps[name] % n
         return out
 
+    def ranks_along(self, names: Iterable[str]) -> tuple[frozenset[int], ...]:
+        """Return, for each coordinate on the axes `names` merged into one, the first slowest, the set of ranks there.
+
+        >>> Mesh(dp=2, tp=2).ranks_along(["tp"])
+        (frozenset({0, 2}), frozenset({1, 3}))
+        """
+        axes = _read_names(names)
+        coordinate = self.coordinate(axes)
+        ranks = np.array(self.ranks)
+        count = math.prod(map(self.axis_size, axes))
+        return tuple(frozenset(ranks[coordinate == i].tolist()) for i in range(count))
+
     def axis_size(self, name: str) -> int:
         """Return the number of coordinates on the axis `name`. Raises MeshError if there is no such axis."""
         if isinstance(name, str):

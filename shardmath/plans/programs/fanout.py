@@ -34,7 +34,6 @@ from shardmath.plans.programs.legs import (
     measure_bands,
 )
 from shardmath.plans.programs.streams import bundle_lines, list_straight
-from shardmath.plans.stretches import find_lines
 
 __all__ = ["find_legs"]
 
@@ -377,7 +376,7 @@ def _snap_cuts(plan: Plan, legs: Legs) -> Ints:
 def _snap_places(plan: Plan, legs: Legs, lines: Ints, base: Ints, at: Ints) -> Ints:
     """Places inside lines end to end, snapped to cuts of contents; `lines[i]` begins at place `base[i]`."""
     straight = list_straight(legs, lines)
-    numbers = find_lines(legs.lines, straight.block)
+    numbers = legs.lines.blocks.owners_of(straight.block)
     line = np.searchsorted(lines, numbers)
     begin_of_item = base[line] + straight.place
     item = np.searchsorted(begin_of_item, at, "right") - 1

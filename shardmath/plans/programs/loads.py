@@ -28,7 +28,6 @@ from shardmath.plans.flows.topology import Topology
 from shardmath.plans.programs.legs import Bundle, Streams
 from shardmath.plans.programs.program import Program, Slices, cut_streams, turn_of
 from shardmath.plans.programs.streams import list_bundles, list_streams
-from shardmath.plans.stretches import find_lines
 
 __all__ = [
     "LEGS",
@@ -236,7 +235,7 @@ def _list_ends(
     `codes` are the places of the streams in the first slot, and `slot_offset` the distance of each slot from it.
     """
     slices = cut_streams(prog, streams)
-    line = find_lines(prog.legs.lines, streams.block)
+    line = prog.legs.lines.blocks.owners_of(streams.block)
     # A line begins one slot later than the line before.
     slot = (slices.slot + line[slices.stream]) % prog.slots
     nbytes = slices.hi - slices.lo

@@ -42,7 +42,7 @@ from shardmath.plans.programs.messages import Message, Round, gather_rounds
 from shardmath.plans.programs.spelling import spell_parts
 from shardmath.plans.programs.streams import list_bundles
 from shardmath.plans.programs.stretch_parts import Stretches, StretchParts, list_parts
-from shardmath.plans.stretches import find_lines, list_kept
+from shardmath.plans.stretches import list_kept
 from shardmath.plans.transfers import Transfer
 
 __all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", "turn_of"]
@@ -250,7 +250,7 @@ class Slices(NamedTuple):
 def list_slices(prog: Program, streams: Streams) -> Slices:
     """Cut `streams` (bytes from rank to rank) into nonempty Slices, each with the time slot in which it is sent."""
     slices = cut_streams(prog, streams)
-    line = find_lines(prog.legs.lines, streams.block)
+    line = prog.legs.lines.blocks.owners_of(streams.block)
     # Each line begins one slot later than the line before, each leg one later than the leg before.
     slot = (slices.slot + line[slices.stream]) % prog.slots
     slot += streams.leg[slices.stream] - 1
@@ -263,7 +263,7 @@ def cut_streams(prog: Program, streams: Streams) -> Slices:
     The delay depends on the hop and the line (bytes with equal holders) of a stream.
     """
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
-    line = find_lines(prog.legs.lines, streams.block)
+    line = prog.legs.lines.blocks.owners_of(streams.block)
     most = streams.root.max(initial=0) + 1
     roots = line * most + streams.root
     _, first, root = np.unique(roots, return_index=True, return_inverse=True)

@@ -20,7 +20,6 @@ import numpy as np
 from shardmath.base.arrays import Ints, Offsets, join, lengths, ranges
 from shardmath.base.memo import memo
 from shardmath.plans.programs.legs import Bands, Bundle, Legs, Nodes, Streams, bundle, list_nodes
-from shardmath.plans.stretches import find_lines
 
 __all__ = ["Straight", "bundle_lines", "list_bundles", "list_straight", "list_streams"]
 
@@ -215,7 +214,7 @@ def _find_bundle(legs: Legs, number: int) -> Bundle:
     """The streams of a bundle of lines, line by line, and in each line leg by leg."""
     lines = _divide_lines(legs)[number]
     found = _find_streams(legs, lines)
-    line = find_lines(legs.lines, found.block)
+    line = legs.lines.blocks.owners_of(found.block)
     order = np.argsort(line, kind="stable")
     in_order = line[order]
     end = lines[-1] + 1
@@ -246,7 +245,7 @@ def _find_streams(legs: Legs, lines: Ints) -> Streams:
 def _leave_holders(legs: Legs, lines: Ints, entries: _Entries) -> _Roots:
     """The streams of the first leg: the share of each holder of neighboring lines, by the lines' cuts."""
     items = _pick_straight(legs, entries)
-    line = find_lines(legs.lines, items.block) - lines[0]
+    line = legs.lines.blocks.owners_of(items.block) - lines[0]
     holder, item, lo, hi = _cut_items(legs, lines, items, line)
     begin = items.begin[item]
     entry = items.entry[item]

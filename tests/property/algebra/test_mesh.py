@@ -263,6 +263,17 @@ def test_groups_are_the_ranks_along_axes(mesh: Mesh) -> None:
             assert mesh.groups(names) == tuple(expected)
 
 
+def test_ranks_along_axes_are_the_groups_of_the_others() -> None:
+    mesh = Mesh(a=2, b=2, c=3, ranks=range(12, 0, -1))
+    assert mesh.ranks_along(["b"]) == tuple(map(frozenset, mesh.groups(["a", "c"])))
+    assert mesh.ranks_along(["c", "a"])[1] == {6, 3}
+    small = Mesh(a=2, b=2, ranks=(7, 5, 3, 1))
+    assert small.ranks_along("a") == (frozenset({5, 7}), frozenset({1, 3}))
+    assert small.ranks_along("b") == (frozenset({3, 7}), frozenset({1, 5}))
+    with pytest.raises(MeshError, match="axis 'pp' is not in"):
+        mesh.ranks_along(["pp"])
+
+
 def test_groups_of_any_ranks() -> None:
     mesh = Mesh(dp=2, tp=2, ranks=[9, 3, 5, 0])
     assert mesh.groups(["tp"]) == ((9, 3), (5, 0))

@@ -15,7 +15,6 @@ from shardmath.plans.reduction import (
     check_arithmetic,
     find_reduction,
     identity_of,
-    ranks_along,
 )
 
 MESH = Mesh(dp=2, tp=3)
@@ -135,12 +134,6 @@ def test_by_ranks_does_not_depend_on_spelling() -> None:
     assert find_reduction(*two).by_ranks(*two) != find_reduction(*three).by_ranks(*three)
     plain = (Layout((6,), flat, "(t n)"), Layout((6,), flat, "n"))
     assert find_reduction(*plain).by_ranks(*plain) == ()
-
-
-def test_ranks_along() -> None:
-    mesh = Mesh(a=2, b=2, ranks=(7, 5, 3, 1))
-    assert ranks_along(mesh, "a") == (frozenset({5, 7}), frozenset({1, 3}))
-    assert ranks_along(mesh, "b") == (frozenset({3, 7}), frozenset({1, 5}))
 
 
 @pytest.mark.parametrize(
