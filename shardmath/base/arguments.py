@@ -37,7 +37,8 @@ MOST = 1 << 256
 
 
 def text(value: object, what: str, error: type[ValueError]) -> str:
-    """Return the str `value` as a plain str. Raises `error`, which calls the value `what`, for other types."""
+    """Return `value`, a str or an instance of a subclass, as a plain str. Raises `error`, which calls it `what`, for
+    other types."""
     if type(value) is str:
         return value
     if isinstance(value, str):
@@ -70,10 +71,8 @@ def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]
 
 
 def mapping(value: object, what: str, of: str, error: type[ValueError]) -> Mapping[Any, Any]:
-    """Return `value` if it is a mapping; otherwise raise `error` with a message that begins with `what`.
-
-    The message asks for a mapping from `of`, such as "name to Layout".
-    """
+    """Return `value` if it is a mapping. Otherwise raise `error`, whose message begins with `what` and asks for a
+    mapping from `of`, such as "name to Layout"."""
     if isinstance(value, Mapping):
         return value
     raise error(f"{what}{shown(value)}; give a mapping from {of}")

@@ -40,7 +40,8 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
-    """All integers of the ranges [starts[i], stops[i]), end to end, and for each integer its range's index i."""
+    """Return two arrays: all integers of the ranges [starts[i], stops[i]), end to end, and for each integer its range's
+    index i."""
     counts = np.maximum(stops - starts, 0)
     owner = np.arange(len(counts)).repeat(counts)
     # The i-th integer is the start of its range plus the number of integers of that range before it.
@@ -73,9 +74,10 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Return two arrays: the first i of each distinct tuple (keys[0][i], keys[1][i], ...), and each i's tuple number.
+    """Number the distinct tuples (keys[0][i], keys[1][i], ...) in ascending order; return two arrays: the first i of
+    each tuple, and the number of the tuple at each i.
 
-    Distinct tuples are numbered in ascending order, which is also the order of the first array.
+    The first array is in the order of the numbers.
 
     >>> number_alike([np.array([1, 0, 1, 1]), np.array([5, 9, 5, 4])])
     (array([1, 3, 0]), array([2, 0, 2, 1]))

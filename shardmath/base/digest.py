@@ -59,9 +59,10 @@ def names_digest(names: Sequence[str]) -> str:
 
 
 def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) -> T:
-    """Return `read(json.loads(text))` if `text` has format `name`, this `version`, and the digest of the value read.
+    """Return `read(json.loads(text))`. Raises StoreError unless `text` has format `name`, this `version`, and the
+    digest of the value returned.
 
-    Raises StoreError for any other text, NotationError if `read` does.
+    Raises NotationError if `read` does.
     """
     what = name.removeprefix("shardmath ")
     try:

@@ -100,7 +100,8 @@ class LayoutError(ShardError):
 
 @public
 class StoreError(ShardError):
-    """Error for storage (views of buffers, recordings, or rows of text) that is invalid or does not fit its layouts.
+    """Error for invalid storage of tensors (views of buffers, recordings, or declarations in rows of text), and for
+    storage that does not fit its layouts.
 
     For example, views overlap or reach outside a buffer, or a row is wrong.
     """
@@ -108,7 +109,8 @@ class StoreError(ShardError):
 
 @public
 class ParamLayoutError(ShardError):
-    """Error for parameters or options that give no flat buffer, and for a buffer layout that contradicts itself."""
+    """Error for parameters or options from which no flat buffer can be laid out, and for a buffer layout that
+    contradicts itself."""
 
 
 @public

@@ -60,10 +60,11 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the estimated bytes of a call's `arguments` and `result` to the total of all caches; it took `seconds`.
+        """Add the estimated bytes of a call's `arguments` and `result` to the total of all caches; the call's `seconds`
+        limit the time spent on the estimate.
 
-        If the total would exceed the limit, all caches are emptied first. Weighing takes a share of `seconds`, the
-        call's time; a call for which no time is left counts as the last one weighed.
+        If the total would exceed the limit, all caches are emptied first. Weighing takes a share of `seconds`; a call
+        for which no time is left counts as the last one weighed.
         """
         self._allowed_s += seconds * SHARE
         if self._allowed_s > 0:

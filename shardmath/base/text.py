@@ -76,9 +76,8 @@ def word_error(error: BaseException) -> str:
 
 
 def plural(items: int | Sized, what: str, many: str = "") -> str:
-    """A count (`items`, or their number) with its noun: "1 rank", or "3 ranks" for `what="rank"`.
-
-    `many` is the plural, by default `what` with an s.
+    """Return a count (`items`, or their number) with its noun, such as "1 rank" or "3 ranks": `what` for 1, otherwise
+    `many` (default: `what` with an s).
 
     >>> plural(1, "tensor"), plural([3, 4], "bucket"), plural(0, "box", "boxes")
     ('1 tensor', '2 buckets', '0 boxes')
@@ -145,11 +144,11 @@ def show_ranks(
     joined_from: int | None = 2,
     most: int | None = None,
 ) -> str:
-    """Ranks as text in the given order, such as "ranks 4-5, 7"; a range in `ranks` stands for all ranks in it.
+    """Return `ranks` (numbers or ranges) as text in the given order, such as "ranks 4-5, 7"; without `noun`, "4-5, 7".
+    At least `joined_from` successive ranks are joined, and at most `most` words are listed.
 
-    Without `noun` the word "ranks" is left out. At least `joined_from` ranks, 2 or more, that follow each other are one
-    word; None: each rank is a word. Of more than `most` words, the first half of `most` and the number of all ranks are
-    shown.
+    `joined_from` is 2 or more; None: each rank is a word. Of more than `most` words, the first half of `most` and the
+    number of all ranks are shown.
 
     >>> show_ranks([3]), show_ranks([range(4, 6), 7]), show_ranks([0, 1, 3, 4, 5], noun=False, joined_from=3)
     ('rank 3', 'ranks 4-5, 7', '0, 1, 3-5')

@@ -41,17 +41,16 @@ class Draft:
         return len(self.bucket_indices)
 
     def place(self, name: str, start: int, numel: int) -> int:
-        """Place the parameter `name`, of `numel` elements, at `start` in the open bucket; return its end."""
+        """Place the parameter `name`, of `numel` elements, in the open bucket at position `start` of the buffer; return
+        the position of its end."""
         end = start + numel
         self.placed.append((name, (start, end, self.bucket)))
         self.is_filled = True
         return end
 
     def close(self, end: int, *, unpadded: int) -> int:
-        """End the open bucket at `end`, where the next bucket begins; return `end`.
-
-        `unpadded` is the number of the bucket's elements without padding.
-        """
+        """End the open bucket, which has `unpadded` elements without padding, at position `end`, where the next bucket
+        begins; return `end`."""
         self.bucket_indices.append((self.first, end))
         self.unpadded.append(unpadded)
         self.first = end
@@ -61,10 +60,8 @@ class Draft:
     def finish(
         self, params: Sequence[Param], *, ranks: int, shards: int | None = None
     ) -> PerBufferParamLayout:
-        """The layout of the finished buffer of `params`, in forward order, for `ranks` ranks.
-
-        `shards` is the number of optimizer shards, if no parameter crosses a border between them.
-        """
+        """Return the layout of the finished buffer of `params`, in forward order, for `ranks` ranks; `shards` is the
+        number of optimizer shards, if no parameter crosses their borders."""
         shape_of = {param.name: param.shape for param in params}
         kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
         return PerBufferParamLayout(

@@ -45,11 +45,12 @@ def flat_parameter(
     use_orig_params: bool = True,
     forward_dtype: object = None,
 ) -> PerBufferParamLayout:
-    """The layout of an FSDP1 unit's FlatParameter; `params` have one dtype, and are in the order of the unit's modules.
+    """Return the layout of an FSDP1 unit's FlatParameter; `params` have one dtype, in the order of the unit's modules.
+    With `use_orig_params`, they start at multiples of 16 bytes in `forward_dtype`.
 
-    With `use_orig_params` parameters start at multiples of 16 bytes of `forward_dtype`, their dtype in the forward:
-    MixedPrecision's `param_dtype`, or the parameters' dtype if not given. Raises ParamLayoutError for several dtypes
-    and for scalars, as FSDP1 does, for a parameter given twice, and for sizes below 1.
+    `forward_dtype` is the parameters' dtype in the forward: MixedPrecision's `param_dtype`, or their own if not given.
+    Raises ParamLayoutError for several dtypes and for scalars, as FSDP1 does, for a parameter given twice, and for
+    sizes below 1.
     """
     listed = read_params(params)
     ranks = read_positive(data_parallel_world_size, "data_parallel_world_size")
@@ -73,8 +74,8 @@ def flat_parameter(
 def zero(
     params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False
 ) -> PerBufferParamLayout:
-    """The layout of the flat buffer of a parameter group in DeepSpeed's ZeRO stage 1 or 2; `params` of one dtype are in
-    the optimizer's order.
+    """Return the layout of the flat buffer of a parameter group in DeepSpeed's ZeRO stage 1 or 2; `params` have one
+    dtype, and are in the optimizer's order.
 
     With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
@@ -111,8 +112,8 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """The layout of the flat buffers in which Megatron-FSDP keeps `params`, of one FSDP unit or outside all units, as
-    buckets of one buffer.
+    """Return one layout of all flat buffers in which Megatron-FSDP keeps `params` (of one FSDP unit, or all outside
+    units); each flat buffer is a bucket of it.
 
     For a unit, leave `bucket_size` at None. Without a `chunk_size_factor` parameters are sorted by the length of their
     rows, longest first, and the factor of each bucket is found as Megatron finds it; with one, they stay in forward

@@ -50,9 +50,9 @@ class BufferKey:
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
 class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
-    """A mapping from BufferKey to the layout (PerBufferParamLayout) of each flat buffer of a model, in the given order.
+    """A read-only mapping from the BufferKey of each flat buffer of a model to its layout, a PerBufferParamLayout.
 
-    `full_layout` orders it by the buffers' first parameters.
+    It keeps the order given; `full_layout` orders it by the buffers' first parameters.
     """
 
     entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
@@ -102,7 +102,8 @@ def full_layout(
     expert_data_parallel_world_size: int | None = None,
     **options: object,
 ) -> FullParamLayout:
-    """The layout of each flat buffer of a model, or of one virtual stage, by BufferKey (dtypes and kind).
+    """Return the layout of each flat buffer of a model (or of one virtual stage), by BufferKey; `rule` lays out each
+    buffer, but `beside` the buffers of parameters that `rule` does not manage.
 
     `params` are in forward order. `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters
     that `rule` does not manage; for `layer_wise`, even with options bound by functools.partial, it is

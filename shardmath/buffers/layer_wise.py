@@ -103,10 +103,10 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Whether the bucket takes a parameter of `numel` elements: it is not full, or its padded size would not grow.
+        """Whether the bucket takes a parameter of `numel` elements: it is not full (`bucket_size`), or its shards,
+        padded to multiples of `divisor`, would not grow.
 
-        It is full from `bucket_size` on, or later if its largest parameter is large. Shards are padded to multiples of
-        `divisor`.
+        It is full from `bucket_size` elements on, or later if its largest parameter is large.
         """
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
@@ -188,10 +188,8 @@ class _Shards:
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:
-        """Assign `param` to the shard with the least work (orthogonalization) that has room, or else to the emptiest.
-
-        `least` is the smallest number of elements of this and the following parameters.
-        """
+        """Assign `param` to the shard with the least work (orthogonalization) that has room, or else to the emptiest;
+        `least` is the smallest number of elements of this and all later parameters."""
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:

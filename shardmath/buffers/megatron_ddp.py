@@ -126,8 +126,8 @@ def nvfp4_packed(
     data_parallel_world_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """The layout, in bytes, of Megatron-Core's packed buffer of `params`: half a byte per element of an NVFP4
-    parameter, one byte per element of any other.
+    """Return the layout, in bytes, of Megatron-Core's packed buffer of `params`, with the buckets of `layout` (of their
+    gradients): half a byte per element of NVFP4 parameters, one per element of others.
 
     NVFP4 are the parameters with `quantized="nvfp4"`, or True. `layout` is the gradients' layout, whose buckets the
     bytes keep, by a rule that places the last parameter first; without `data_parallel_world_size` nothing is padded.

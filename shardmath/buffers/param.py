@@ -98,8 +98,8 @@ def pad_param_start(start: int) -> int:
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """The number of elements of which the end of every bucket is a multiple, after padding by Megatron-Core's
-    distributed optimizers."""
+    """Return the number of elements to whose multiples Megatron-Core's distributed optimizers pad the end of every
+    bucket."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)
@@ -115,8 +115,11 @@ def read_bucket_size(bucket_size: object) -> int | None:
 def pad_bucket_end(
     end: int, data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False
 ) -> int:
-    """The position, in elements, to which Megatron-Core's distributed optimizers pad a bucket whose parameters end at
-    `end`: a multiple of 128 and of the data-parallel size, and of 65536 if `pad_for_high_nccl_busbw`."""
+    """Return the position, in elements, to which Megatron-Core's distributed optimizers pad a bucket whose parameters
+    end at `end`.
+
+    It is a multiple of 128 and of the data-parallel size, and of 65536 if `pad_for_high_nccl_busbw`.
+    """
     divisor = bucket_end_divisor(data_parallel_world_size, pad_for_high_nccl_busbw)
     return pad_to_divisor(end, divisor)
 

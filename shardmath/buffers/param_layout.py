@@ -145,7 +145,8 @@ class PerBufferParamLayout:
         return self.padding / self.numel if self.numel else 0.0
 
     def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
-        """Return a copy of the layout with these `param_indices`: each parameter's number within its dtype."""
+        """Return a copy of the layout with `param_indices`: for each parameter, in forward order, its number among the
+        parameters of its dtype."""
         numbers = _read_integers(param_indices, "a number of param_indices")
         copy = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:

@@ -49,8 +49,8 @@ axes of the mesh."""
 def shard_ranges(
     buffer_layout: PerBufferParamLayout, shards: int, shard: int
 ) -> tuple[tuple[int, int], ...]:
-    """The ranges (start, end) of the flat buffer that shard number `shard` of `shards` holds, a tuple of one per
-    bucket.
+    """Return a tuple of (start, end), one per bucket: the positions in the flat buffer that shard number `shard` of
+    `shards` holds.
 
     One shard is all of the buffer. Raises ParamLayoutError for any other number than the buffer is laid out for, and
     if a bucket is not divided evenly.
@@ -76,9 +76,10 @@ def shard_numel(buffer_layout: PerBufferParamLayout, shards: int) -> int:
 
 
 def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis = None) -> int:
-    """The number of elements in each rank's flat array of one optimizer state, padding included.
+    """Return the number of elements, padding included, in each rank's flat array of one optimizer state; the ranks of
+    `mesh` along `axis` share the buffer.
 
-    The ranks of `mesh` along `axis` share the buffer. Raises ParamLayoutError as `state_layouts` does.
+    Raises ParamLayoutError as `state_layouts` does.
     """
     sizes = [mesh.axis_size(name) for name in axes_of(mesh, axis)]
     return shard_numel(buffer_layout, math.prod(sizes))
@@ -119,7 +120,7 @@ class Shares(NamedTuple):
     later: int
 
     def place(self, cut: ShardRange) -> int:
-        """The position in the flat array of the cut's shard at which `cut` begins."""
+        """Return the position at which `cut` begins in the flat array of its shard."""
         return self.later if cut.lo else self.at
 
 
@@ -144,10 +145,8 @@ Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
 def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
-    """Yield (name, Shares) for each parameter in `buffer`; Shares say how it is divided among `shards` shards.
-
-    Parameters with equal cuts have one tuple of cuts, which `known` keeps.
-    """
+    """Yield (name, Shares) for each parameter in `buffer`: how it is divided among `shards` shards. Parameters with
+    equal cuts share one tuple of cuts, kept in `known`."""
     check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]

@@ -88,14 +88,14 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """Return a dict from parameter name to the layout of one optimizer state kept in a flat buffer; if `shape` is "nd",
-    also a Store (offsets).
+    """Return a dict from parameter name to the layout of one optimizer state in a flat buffer, which the ranks of
+    `mesh` along `axis` share; for `shape="nd"`, also a Store (offsets).
 
-    The state lies in a flat buffer that the ranks of `mesh` along `axis` share. With `shape="flat"`, name -> Layout of
-    (numel,), Ragged along `axis`; `state_store` gives where it lies. With `shape="nd"`, name -> windows of the
-    parameter's shape, and the Store of views into each rank's flat array; local tensors are called `name`, or `name[i]`
-    if there are several windows; with `ranks`, the Store has views of these ranks only, and `buffer` names the array.
-    Without `axis` all axes of the mesh share the buffer; ranks along other axes hold replicas.
+    With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
+    `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
+    tensors are called `name`, or `name[i]` if there are several windows; with `ranks`, the Store has views of these
+    ranks only, and `buffer` names the array. Without `axis` all axes of the mesh share the buffer; ranks along other
+    axes hold replicas.
 
     State saved in the parameters' shapes can be loaded under any rule and any parallelism; state saved flat, only
     flat. A model of several buffers has the layouts of all of them, each on the mesh of its ranks, with arrays of
@@ -167,11 +167,11 @@ def state_store(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> Store:
-    """A Store that says, for each rank in `ranks` (default: all), where in its flat array each parameter's state lies.
+    """Return a Store: where each parameter's state lies in the flat array, named `buffer`, of each rank in `ranks`
+    (default: all); the ranks along `axis` share the buffer.
 
-    The local tensors are the flat ones of `state_layouts`. `buffer` names the array. There is a view per parameter and
-    rank, at 0 for local tensors without elements: give `ranks` if the mesh has many. Raises ParamLayoutError as
-    `state_layouts` does.
+    The local tensors are the flat ones of `state_layouts`. There is a view per parameter and rank, at 0 for local
+    tensors without elements: give `ranks` if the mesh has many. Raises ParamLayoutError as `state_layouts` does.
     """
     axes = axes_of(mesh, axis)
     shards = math.prod(mesh.axis_size(name) for name in axes)
@@ -207,8 +207,8 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return the layouts (windows) by name of the optimizer state of `params`, which `layouts` divide by model
-    parallelism and flat buffers divide along the data-parallel `axis`; and a Store (offsets in the buffers).
+    """Lay out one optimizer state of `params`, divided by `layouts` (model parallelism) and then, by `rule`, in flat
+    buffers along `axis`; return layouts (windows) by name, and a Store (offsets).
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

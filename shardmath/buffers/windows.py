@@ -43,7 +43,8 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window (slice of a tensor), and the window's offset `within` the rank's range, `cut`."""
+    """A rank that holds a window (slice of a tensor), which begins `within` elements after the start of `cut`, the
+    rank's range."""
 
     window: int
     group: int
@@ -79,10 +80,11 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """Divide tensors among ranks as `held` says; return a dict from name to layouts (windows), and a Store (offsets).
+    """Divide tensors of `shapes` among ranks as `held` says; return a dict from name to layouts (windows), and a Store
+    (offsets in arrays named `buffer`) for `ranks`.
 
-    The Store is for the ranks in `ranks` (None: all), whose flat arrays are called `buffer`. Raises ParamLayoutError
-    for a tensor that no rank holds, and if a window has the name of a tensor.
+    Without `ranks`, the Store is for all. Raises ParamLayoutError for a tensor that no rank holds, and if a window has
+    the name of a tensor.
     """
     known: dict[object, _Divided] = {}
     windows: dict[str, Windows] = {}

@@ -97,7 +97,8 @@ def _name_program() -> str:
 
 
 def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """An argument parser, without arguments so far, whose usage has the program as it was typed and `command`."""
+    """Return an argument parser, without arguments so far, whose usage shows the program, as the user typed it, and
+    `command`."""
     prog = f"{_name_program()} {command}"
     return argparse.ArgumentParser(prog=prog, description=description)
 

@@ -25,7 +25,7 @@ __all__ = ["cast", "relabeled", "repartialed", "sliced", "transposed", "window"]
 
 
 def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
-    """Return the layout with exactly `axes` as Partial axes, along which ranks hold addends to be reduced by `op`."""
+    """Return the layout with `axes` as its only Partial axes: ranks along them hold addends, to be reduced by `op`."""
     named = set(axes)
     mesh = layout.mesh
     partial = tuple((name, op) for name in mesh.shape if name in named)
@@ -68,8 +68,8 @@ def transposed(layout: Layout, order: Sequence[int]) -> Layout:
 
 
 def window(layout: Layout, box: Box) -> Layout:
-    """Return `layout` with holes (local positions without an element) in place of all elements outside `box`, one
-    (start, stop) per dimension.
+    """Return `layout` with only the elements inside `box`, one (start, stop) per dimension; local tensors keep their
+    shapes, with holes for other elements.
 
     Raises LayoutError for a box that is not inside the tensor.
     """

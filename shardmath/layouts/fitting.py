@@ -64,7 +64,8 @@ class Trim(NamedTuple):
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """Find the strided view (offset, step, length) with all held positions of `runs`; return it and the view's Runs."""
+    """Find the strided view (offset, step, length) that contains all held local positions of `runs`; return it, and the
+    Runs of the local positions in it."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)

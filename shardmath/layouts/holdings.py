@@ -67,7 +67,8 @@ def equivalent(a: Layout, b: Layout) -> bool:
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Return two digests, of what each rank holds and of the ranks; equivalent layouts have equal digests."""
+    """Return two digests of a layout: one of the elements held (by ranks in ascending order), one of the rank numbers;
+    equivalent layouts have equal digests."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)
@@ -158,7 +159,8 @@ LayoutOrWindows: TypeAlias = Layout | tuple[Layout, ...]
 
 
 class Windows(tuple[Layout, ...]):
-    """A tuple of the layouts (windows) of one tensor at a source or destination: one, or several that each hold a part.
+    """A tuple of one tensor's layouts on one side of a plan (source or destination): a single one, or several (windows)
+    that each hold a part of the tensor.
 
     `numbers` are the numbers in their names after other windows have left; None: their positions.
     """
@@ -167,21 +169,24 @@ class Windows(tuple[Layout, ...]):
 
     @property
     def is_single(self) -> bool:
-        """Whether there is only one layout (window), so that the local tensor has the tensor's name, without [i].
+        """Whether the tensor has had only one layout (window) from the start, so that its local tensor is named without
+        `[i]`.
 
-        A single one that is left of several does not count: it keeps its [i].
+        One that is left of several does not count: it keeps its [i].
         """
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
-        """Return the local tensor's name under the layout at index `window`: `name` for a single one, or `name[i]`."""
+        """Return the name of the local tensor under the layout at index `window`: `name` if `is_single`, else `name[i]`
+        with the layout's number i."""
         if self.is_single:
             return name
         number = window if self.numbers is None else self.numbers[window]
         return f"{name}[{number}]"
 
     def local_names(self, name: str) -> list[str]:
-        """Return the names of local tensors, one per layout, in order: `name` for a single layout, else `name[i]`."""
+        """Return the names of the local tensors, one per layout, in order: `name` if `is_single`, else `name[i]` with
+        the layout's number i."""
         return [self.local_name(name, window) for window in range(len(self))]
 
     def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:
@@ -197,9 +202,8 @@ class Windows(tuple[Layout, ...]):
         return others
 
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
-        """Keep only the windows at the keys (indices) of `layouts`, each with its new layout; return them as Windows.
-
-        Local tensors keep their names.
+        """Return Windows of only the layouts whose index is a key of `layouts`, each replaced by the value of that key;
+        local tensors keep their names.
 
         >>> from shardmath.layouts.algebra.mesh import Mesh
         >>> both = Windows(Layout((4,), Mesh(ranks=[rank]), "n") for rank in (0, 1))
@@ -237,7 +241,8 @@ def label(name: str) -> str:
 
 
 def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
-    """Return `held`, a Layout or a tuple of Layouts, as Windows. Raises `error` about tensor `name` for others."""
+    """Return `held`, a Layout or a tuple of one or more, as Windows. Raises `error`, which names the tensor `name`, for
+    any other value."""
     windows = held if isinstance(held, tuple) else (held,)
     if not windows or not all(isinstance(layout, Layout) for layout in windows):
         raise error(f"{label(name)} is {shown(held)}; give a Layout or a tuple of Layouts")

@@ -47,9 +47,10 @@ Partials: TypeAlias = tuple[tuple[str, str], ...]
 def parse(
     text: str, shape: tuple[int, ...], axes: Axes, rules: Rules
 ) -> tuple[tuple[Dimension, ...], Partials]:
-    """Read the layout `text` of a tensor of this `shape`: return its dimensions and its Partial axes.
+    """Read the layout `text` of a tensor of this `shape` on the mesh `axes` (name to size); return its dimensions and
+    its Partial axes. `rules` maps names in the text to placements.
 
-    `axes` are the mesh's axes and sizes. Raises NotationError, with a caret under the error.
+    Raises NotationError, with a caret under the error.
     """
     reader = LayoutReader(text, shape, axes, rules)
     dims = _read_dims(reader)

@@ -73,9 +73,10 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """Read the layout text `spec`: return its dimensions and Partial axes; `rules` maps names in `spec` to placements.
+    """Read the layout text `spec`: return its dimensions and Partial axes. `rules` maps names in `spec` to placements;
+    `stored` must be None or empty.
 
-    Raises LayoutError, PlacementError or NotationError. A `stored` that is not empty raises LayoutError, too.
+    Raises LayoutError, PlacementError or NotationError.
     """
     if stored is not None and len(_check_stored(stored)):
         raise LayoutError(
@@ -115,9 +116,10 @@ def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """Read placements `spec`: return how `mesh` divides each dimension of `shape`, and the Partial axes.
+    """Read placements `spec`: return how `mesh` divides each dimension of `shape`, and the Partial axes. `reading` says
+    how to read StridedShard; `stored` has padded lengths or Runs of dimensions.
 
-    `reading` tells how StridedShard is understood, and `stored` which elements each rank stores of a dimension.
+    Raises LayoutError or PlacementError.
 
     Raises LayoutError or PlacementError.
     """

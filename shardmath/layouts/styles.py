@@ -150,10 +150,10 @@ def dimension(name: str, ndim: int) -> int | None:
 def tp_text(
     name: str, shape: tuple[int, ...], *, tp: int, vocab_multiple: int = 1, axis: str = "tp"
 ) -> str:
-    """Return the layout text of the tensor `name` under tensor parallelism of size `tp` along the mesh axis `axis`.
+    """Return the layout text of the tensor `name` under tensor parallelism of size `tp` along the mesh axis `axis`; a
+    vocabulary is padded to a multiple of `vocab_multiple`.
 
-    A vocabulary is padded at its end to a multiple of `vocab_multiple`. Raises LayoutError if `tp` does not
-    divide the dimension, as every engine does.
+    The padding is at the end. Raises LayoutError if `tp` does not divide the dimension, as every engine does.
 
     >>> tp_text("mlp.experts.up_proj.weight", (8, 6, 4), tp=2)
     'd0 (tp d1) d2'

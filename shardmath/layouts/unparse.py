@@ -42,7 +42,8 @@ def free_name(d: int) -> str:
 
 
 def unparse(dims: tuple[Dimension, ...], partial: Partials, axes: Axes) -> str:
-    """Write dimensions and Partial axes as canonical layout text, which `parse` reads back."""
+    """Return dimensions and Partial axes as canonical layout text, which `parse` reads back; dimensions get names that
+    no mesh axis in `axes` has."""
     named = rule_names(dims)
     words = []
     for d, dim in enumerate(dims):

@@ -41,7 +41,8 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """Make the Field (range) of `n` positions divided by `stages`, each a list of words (cuts) in a layout's text.
+    """Make a Field: `n` positions that `stages` divide one after another; each stage is a list of words (axes, numbers)
+    from the layout's text.
 
     Raises NotationError if they cannot divide it.
     """

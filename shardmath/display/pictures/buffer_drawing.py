@@ -76,7 +76,8 @@ def buffer_svg(
     most: int = 12,
     title: str = "flat buffer",
 ) -> str:
-    """A flat buffer as a standalone SVG: one row per bucket (the first `most`), with `shards` ranks from left to right.
+    """Return a flat buffer as a standalone SVG about `width` pixels wide: a row for each of the first `most` buckets,
+    divided from left to right among `shards` ranks.
 
     The picture is `width` pixels wide, plus margins. Raises ParamLayoutError if ranks do not divide a bucket evenly.
     """

@@ -118,7 +118,8 @@ class Bucket(NamedTuple):
 
 
 def list_buckets(layout: PerBufferParamLayout, ranks: int, most: int) -> list[Bucket]:
-    """The first `most` buckets of the buffer with their spans (parameters and padding), to be drawn for its `ranks`."""
+    """Return the first `most` buckets of the buffer with their spans (parameters and padding), for a picture of their
+    division among `ranks` ranks."""
     borders = layout.bucket_indices[:most]
     params = _list_params(layout, borders)
     buckets = []
@@ -242,10 +243,8 @@ def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
 def read_arguments(
     layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
 ) -> tuple[int, int, int]:
-    """Return `shards`, `width` and `most` as ints. Raises ParamLayoutError if one is invalid for `layout`.
-
-    `narrowest` is the least width.
-    """
+    """Return `shards`, `width` and `most` as ints. Raises ParamLayoutError if one is invalid for `layout`, or if
+    `width` is below `narrowest`."""
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
             f"{type(layout).__name__} is not a PerBufferParamLayout; "
@@ -260,12 +259,11 @@ def read_arguments(
 
 
 def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, most: int = 8) -> str:
-    """Return text about a flat buffer: a summary, and for its first `most` buckets a bar of about `width` characters
-    and a list of the largest parameters.
+    """Return text about a flat buffer in `shards` shards: a summary, and for each of its first `most` buckets a bar of
+    about `width` characters and a list of the largest parameters.
 
-    The list has up to `most` of the bucket's largest parameters. The share of padding is of all buckets; the first
-    `most` buckets are drawn. A buffer that every rank holds whole has one shard. Raises ParamLayoutError if ranks do
-    not divide a bucket evenly.
+    The list has up to `most` of the bucket's largest parameters. The share of padding is of all buckets. A buffer that
+    every rank holds whole has one shard. Raises ParamLayoutError if ranks do not divide a bucket evenly.
     """
     ranks, wide, most = read_arguments(layout, shards, width, 16, most)
     lines = [*summarize(layout, ranks), KEY]

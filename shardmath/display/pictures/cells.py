@@ -89,10 +89,8 @@ _Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
 
 
 def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
-    """A layout's picture as Panels: a grid for each of its first 6 two-dimensional slices.
-
-    Middle rows and columns are left out if all grids together have more than about `most` cells.
-    """
+    """Return a layout's picture as Panels: grids for its first 6 two-dimensional slices, without middle rows and
+    columns if they have more than about `most` cells in all."""
     owned = [_divide_dimension(dim) for dim in layout.dims]
     slices = math.prod(map(len, owned[:-2]))
     shown = _keep_shown(owned, slices, most)
@@ -220,7 +218,8 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """The Holders (ranks) of a panel's cells, one tuple per row; `held` flags the ranks that hold its slice."""
+        """Return the Holders (ranks) of a panel's cells, one tuple per row; `held` flags the ranks that hold its slice,
+        `rows` and `columns` those that hold each row and column."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held
@@ -278,9 +277,10 @@ def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
 
 
 def write_holders(holders: Holders, op: str | None) -> str:
-    """A text with the ranks that hold a cell: "ranks 0, 1", "nobody", or "sum of (0) + (1)" for addends.
+    """Return text with the ranks that hold a cell: "ranks 0, 1", "nobody", or, for addends that are reduced by `op`,
+    "sum of (0) + (1)".
 
-    `op` is the reduction of the addends. A long text is shortened.
+    A long text is shortened.
     """
     if not holders:
         return "nobody"

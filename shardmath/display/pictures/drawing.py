@@ -40,10 +40,10 @@ def svg(
     tensor: str | None = None,
     inline: bool = False,
 ) -> str:
-    """A picture of a mesh, a layout, a plan or a program as SVG: a document, or an element for a web page if `inline`.
+    """Return the SVG of a mesh, a layout, a plan or a program: a document, or an element for a web page if `inline`.
+    `topology` marks nodes; of a plan or program, the layouts of `tensor` are drawn.
 
-    `topology` marks the nodes of a mesh, a plan or a program; `tensor` is the tensor of a plan whose layouts are drawn.
-    Raises ShardError for values of other types.
+    A layout has no nodes. Raises ShardError for values of other types.
     """
     where = None if topology is None else checked(topology)
     if isinstance(value, Layout):
@@ -68,7 +68,8 @@ def html(value: object) -> str:
 
 
 def grid(layout: Layout, most: int = 64) -> str:
-    """A text grid of a 1-d or 2-d tensor with the rank that holds each element; `.` for none, `+` for several.
+    """Return a text grid, of at most `most` rows and columns, with the rank that holds each element of a 1-d or 2-d
+    tensor; `.` for none, `+` for several.
 
     If there are more than `most` rows or columns, the middle ones are left out, and a line says so. Raises LayoutError
     for other numbers of dimensions, and for anything but a layout.

@@ -98,7 +98,8 @@ def number(value: float) -> str:
 
 
 def words(x: float, y: float, text: str, **attributes: object) -> str:
-    """An SVG text element at (x, y), shortened if long; in names of its XML `attributes`, `_` stands for `-`."""
+    """Return an SVG text element at (x, y) with XML `attributes`, in whose names `_` stands for `-`; a long text is
+    shortened."""
     place = f'x="{number(x)}" y="{number(y)}"'
     shown = brief(text, MOST_LETTERS)
     return f"<text {place}{_written(attributes)}>{plain(shown)}</text>"
@@ -174,10 +175,8 @@ def lines(texts: Iterable[str], **attributes: object) -> Drawing:
 
 
 def document(drawing: Drawing, title: str, about: str, *, inline: bool = False) -> str:
-    """Return `drawing` as an SVG document, or as an element for a web page if `inline`, with `title` and `about`.
-
-    `about` is a description for people who do not see the picture.
-    """
+    """Return `drawing` as an SVG document, or as an element for a web page if `inline`, with a `title` and a
+    description, `about`, for people who do not see it."""
     width = number(drawing.width + 2 * MARGIN)
     height = number(drawing.height + 2 * MARGIN)
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
@@ -244,10 +243,8 @@ def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
 def list_ticks(
     spans: Sequence[Stretch], scale: Scale, *, across: bool
 ) -> Iterator[tuple[float, int]]:
-    """Yield (pixel, position) of the borders of `spans` whose labels have room, always including the last one.
-
-    With `across` labels stand side by side, otherwise one below the other.
-    """
+    """Yield (pixel, position) of the borders of `spans` whose labels have room, side by side if `across`, else one
+    below the other; the last border is always yielded."""
     if not spans:
         return
     *inner, last = _list_borders(spans, scale)
@@ -281,7 +278,8 @@ def _half(position: int, across: bool) -> float:
 
 
 def every(ranks: int, width: float, room: float) -> int:
-    """The least power of two n such that labels on every n-th of `ranks` ranks in `width` have `room` pixels each.
+    """Return the least power of two n such that labels at every n-th of `ranks` ranks, drawn `width` pixels wide, are
+    at least `room` pixels apart.
 
     Without room for two labels, it is the least one that is not below `ranks`.
     """

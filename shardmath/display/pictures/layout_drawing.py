@@ -110,7 +110,8 @@ def _shortened(runs: Runs) -> str:
 
 
 def draw_layout(layout: Layout, cells: Panels, colors: Colors, wide: float = WIDE) -> Drawing:
-    """A drawing of the layout: heading, 2-d slices (`cells`) about `wide` pixels wide in `colors`, legend, notes."""
+    """Return a drawing of the layout: heading, legend, notes, and the 2-d slices `cells`, each about `wide` pixels wide
+    and in the `colors` of its holders."""
     panels = [_PanelDrawer(layout, panel, colors, wide) for panel in cells.panels]
     drawn = [panel.draw() for panel in panels]
     # Texts above and below a panel are not wider than the panel: plans draw a heat map next to it.

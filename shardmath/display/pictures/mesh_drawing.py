@@ -54,7 +54,8 @@ class _Look(NamedTuple):
 
 
 def mesh_svg(mesh: Mesh, *, topology: Topology | None = None, inline: bool = False) -> str:
-    """A picture of the mesh as SVG: a document, or an element for a web page if `inline`."""
+    """Return a picture of the mesh as SVG, colored by node if `topology` is given: a document, or an element for a web
+    page if `inline`."""
     title = str(mesh) if mesh.size <= 16 else f"mesh of {mesh.size:,} ranks"
     axes = ", ".join(f"{name} of {n}" for name, n in mesh.axes)
     about = f"axes {axes or 'none'}, last fastest; {plural(mesh.size, 'rank')}"

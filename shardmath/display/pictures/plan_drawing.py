@@ -67,10 +67,11 @@ def plan_svg(
     tensor: str | None = None,
     inline: bool = False,
 ) -> str:
-    """A picture of a plan or a program as SVG: a document, or an element for a web page if `inline`.
+    """Return a picture of a plan or program, with the layouts of `tensor` and the nodes of `topology`, as SVG: a
+    document, or an element for a web page if `inline`.
 
-    `topology` marks nodes (default: the value's own), `tensor` is the tensor whose layouts are drawn. Raises PlanError
-    for anything but a topology, and for a tensor that the plan does not have.
+    By default the topology is the value's. Raises PlanError for anything but a topology, and for a tensor that the plan
+    does not have.
     """
     where = _find_nodes(value) if topology is None else checked(topology)
     name = _choose_tensor(value, tensor)

@@ -104,10 +104,11 @@ class Shown(str):
 
 
 def show(value: object, most: int = 32) -> Shown:
-    """Return text about `value`, such as a layout (with each rank's elements) or a plan (with each rank's bytes).
+    """Return text about `value`, such as a layout (with each rank's elements) or a plan (with each rank's bytes),
+    listing at most `most` ranks and `most` transfers.
 
-    Lists at most `most` ranks, and as many transfers of a plan. A notebook shows meshes, layouts, plans and programs as
-    pictures. Raises ShardError for anything but a value of shardmath.
+    A notebook shows meshes, layouts, plans and programs as pictures. Raises ShardError for anything but a value of
+    shardmath.
     """
     room = as_integer(most, "most", PlanError)
     if not 0 <= room <= MOST:

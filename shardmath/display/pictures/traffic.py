@@ -41,7 +41,8 @@ ONE_NODE = 1 << 24
 
 
 class RankGroup(NamedTuple):
-    """Ranks that share a row or column of a traffic matrix, and their node; None for several or unknown nodes."""
+    """The ranks of one row or column of a traffic matrix, and their `node`, which is None if they are on several nodes
+    or nodes are unknown."""
 
     ranks: tuple[int, ...]
     node: int | None = None
@@ -63,7 +64,8 @@ class TrafficMatrix(NamedTuple):
 def traffic(
     value: Plan | Transposed | Program, topology: Topology | None = None, most: int = MOST_GROUPS
 ) -> TrafficMatrix:
-    """The bytes that a plan or program sends between ranks, in at most `most` groups of senders, and of receivers."""
+    """Return the bytes that a plan or program sends between ranks and, by `topology`, between nodes, in at most `most`
+    groups of senders and `most` of receivers."""
     if isinstance(value, Program):
         return _sum_program(value, topology, most)
     if isinstance(value, Transposed):

@@ -131,7 +131,8 @@ class _Bar(NamedTuple):
 
 
 def svg(trace: Trace, *, tracks: Iterable[str] = TRACKS, inline: bool = False) -> str:
-    """A picture of the trace's timeline as SVG: a document, or an element for a web page if `inline`.
+    """Return a picture of the trace's timeline, with the rows named in `tracks`, as SVG: a document, or an element for
+    a web page if `inline`.
 
     `tracks` are the tracks to draw, if a place has them: "moves", "phases", "rounds", "work", "to 3", "from 0".
     Raises ShardError for anything but a trace, and if it has none of the tracks.

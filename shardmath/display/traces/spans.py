@@ -64,8 +64,8 @@ class Span(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """The `name` of a vote (of all ranks, on a move), and the time, `at_s` seconds, when one rank had all other ranks'
-    answers."""
+    """A vote of all ranks on a move: its `name`, and the time `at_s`, in seconds, when the traced rank had the answers
+    of all others."""
 
     name: str
     at_s: float
@@ -132,7 +132,7 @@ def name_track(message: Message, rank: int) -> str:
 
 
 def name_step(step: Step) -> str:
-    """The text that names a round of a program by its numbers `step`, such as "phase 0, slot 1, turn 2"."""
+    """Return text for `step`, the numbers (phase, slot, turn) of a round of a program: "phase 0, slot 1, turn 2"."""
     phase, slot, turn = step
     return f"phase {phase}, slot {slot}, turn {turn}"
 

@@ -274,7 +274,8 @@ PRIME = (1 << 31) - 1
 
 
 def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
-    """Return whether `boxes` contain each element of `held` (ranges per dimension) once, and no other (almost surely).
+    """Return whether `boxes` contain each element of `held` (ranges per dimension) once and no other, checked by random
+    weights: a wrong True is extremely rare.
 
     Positions get random weights, twice: the weights of all boxes then add up to the weight of the
     product. A wrong list passes with probability (dimensions / 2^31)^2 at most (Schwartz 1980,

@@ -245,7 +245,7 @@ def _shorten(value: object) -> str:
 
 
 def parts_to_visit(cut: Cut, size: int) -> int:
-    """Return n such that only the first n parts of `cut` can hold positions of a piece of `size` positions."""
+    """Return n such that, when `cut` divides `size` positions, all parts after the first n are empty."""
     count = cut.count(size)
     if isinstance(cut, Chunks | BalancedChunks):
         return min(count, size)

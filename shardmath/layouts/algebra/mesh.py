@@ -220,7 +220,8 @@ class Mesh:
         return _make_mesh(tuple(axes), self.ranks)
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:
-        """Return the mesh with axes `names`, the first slowest, merged into one axis `into`, which replaces the first.
+        """Return the mesh with the axes `names` merged, the first slowest, into one axis `into` at the place of the
+        first.
 
         Raises MeshError if no axis is named, or one twice.
         """

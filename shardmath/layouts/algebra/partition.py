@@ -29,9 +29,10 @@ __all__ = ["Partition", "list_spans", "overlapping", "partition"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The distinct sets of positions (`parts`) that ranks hold of a dimension, and the part held at each coordinate.
+    """The distinct sets of positions (`parts`) that ranks hold of a dimension, and, in `cell`, the number of the part
+    at each combination of coordinates on `axes`.
 
-    Cells are the coordinates of the dividing `axes`, row-major.
+    The combinations are in row-major order.
     """
 
     axes: tuple[str, ...]

@@ -175,10 +175,8 @@ def _piece_runs(start: int, n: int) -> Runs:
 
 
 def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """Return the positions of 0..length-1 that the rank at `coords` keeps after the cuts of `stage`, as Runs.
-
-    The result is as by `stage_runs`, but found piece by piece: slower, and also for custom cuts.
-    """
+    """Return the same Runs as `stage_runs` (positions that the rank at `coords` keeps), found piece by piece: slower,
+    but also for custom cuts."""
     pieces = [identity(length)]
     for digit in stage:
         kept = None

@@ -26,10 +26,8 @@ MOST_BOXES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """A row of elements, `step` apart along a stored tensor's dimension `dim`, `stride` along a logical one's `of`.
-
-    There are `number` of them.
-    """
+    """One axis of a Box: `number` elements, `step` apart along dimension `dim` of the stored tensor and `stride` apart
+    along dimension `of` of the logical tensor."""
 
     number: int
     dim: int
@@ -47,10 +45,10 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """Split `piece` into Boxes (grids) with axes along dimensions of both the stored and the logical tensor.
+    """Split `piece` into Boxes (grids) with axes along dimensions of both the stored tensor, of shape `cells`, and the
+    logical tensor, of shape `elements`.
 
-    The stored tensor has shape `cells`, the logical one `elements`. Raises StoreError if the piece needs more than
-    65536 boxes.
+    Raises StoreError if the piece needs more than 65536 boxes.
     """
     stored = tuple(cells)
     logical = tuple(elements)

@@ -32,7 +32,8 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 def record_declared(bound: KnownSide, shapes: Shapes, rank: int) -> Recorded:
-    """The Recorded of `rank` (the logical element in each stored position), computed from `bound` without a loader.
+    """Return the Recorded of `rank` (the logical element in each stored position), computed from `bound` without a
+    loader; `shapes` maps logical names to shape and dtype.
 
     A stored tensor has the dtype of the first logical tensor in it.
     """

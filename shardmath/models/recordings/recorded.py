@@ -84,8 +84,8 @@ def label(chunk: int, name: str) -> str:
 @public_in("storage")
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The recorded storage of one rank: its stored tensors, and the element of a logical (checkpoint) tensor in each of
-    their cells (positions).
+    """The recorded storage of one rank: its stored tensors (`natives`), and which element of a logical (checkpoint)
+    tensor lies in each of their positions (cells).
 
     Raises StoreError if a cell, an element or a stored tensor comes twice, and if a piece reaches outside its tensors.
     `tensors` are (name, shape, dtype) of the logical tensors, `aliases` (name, stored tensor of the same memory). In

@@ -67,9 +67,10 @@ class RecordedSide:
                 raise StoreError(f"{what}; pass the result of smt.record on that rank")
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> BoundRecorded:
-        """Find each of `tensors` in the storage of the ranks; return their layouts and locations as a BoundRecorded.
+        """Find `tensors` in the ranks' storage; return their layouts and locations as a BoundRecorded. Those that match
+        a glob in `unused` may be missing.
 
-        Tensors that match a glob in `unused` may be missing. Raises StoreError with everything that does not fit.
+        Raises StoreError with everything that does not fit.
         """
         held = self._bind_ranks(tensors)
         faults = []
@@ -129,7 +130,8 @@ class BoundRecorded:
         return {name: part.slot for name, part in self._holdings(rank).parts.items()}
 
     def natives(self, rank: int) -> dict[_Key, _Shape]:
-        """The shape of each tensor that `rank` stores with a logical one in it, by (virtual stage, stored name)."""
+        """Return the shape of each tensor of `rank` in which a logical tensor is stored, by (virtual stage, stored
+        name)."""
         return dict(self._holdings(rank).shapes)
 
     def row_of(self, native: _Key, rank: int) -> str:
@@ -149,7 +151,8 @@ class BoundRecorded:
             yield name, part.slot, held.shapes[part.slot.chunk, part.slot.native]
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The name and Slot (location) of a tensor in `names` stored as a function of it, such as neg_exp; or None."""
+        """Return the name and Slot (location) of a tensor in `names` that is stored as a function of its values, such
+        as neg_exp; or None."""
         # Replicas share their holdings, which are looked at once.
         distinct = {id(held): held for held in self.held.values()}
         for held in distinct.values():
@@ -207,7 +210,8 @@ class _ViewFinder:
         self._views_by_key: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
-        """The view of the only stored tensor in `holders` that gives the elements of the tensor `name` on the rank.
+        """Return the view that stores the logical tensor `name`, of this `shape`, on a rank; `holders` lists the stored
+        tensors with elements of it, and must have only one.
 
         Raises StoreError if there are several, or if it is not one view.
         """
@@ -278,7 +282,8 @@ class _LayoutFinder:
         self._layouts_by_key: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Add the tensor's layout to `layouts` or an error to `faults`, or `name` to `missing` if no rank stores it."""
+        """Find the layout of the tensor `name`, whose shape and dtype are `entry`: add it to `layouts` or an error to
+        `faults`, or `name` to `missing` if no rank stores it."""
         parts = {}
         for rank, on_rank in self.held.items():
             if name in on_rank.parts:

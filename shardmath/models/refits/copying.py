@@ -28,7 +28,8 @@ __all__ = ["copy_bound"]
 
 
 def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
-    """Return `bound` with ranks renumbered, as the Bound of `stored`; None if the two differ in more than ranks."""
+    """Return a copy of `bound` with the ranks of `stored`, or None if the storage of `bound` differs from `stored` in
+    more than ranks."""
     ranks = _match_ranks(bound.stored.meshes, stored.meshes)
     if ranks is None or dataclasses.replace(bound.stored, meshes=stored.meshes) != stored:
         return None

@@ -33,10 +33,10 @@ def show_native(native: Native) -> str:
 
 
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
-    """Return an error text for each tensor that only one of `stored` and `has` contains, or whose two shapes differ.
+    """Compare the shapes in `stored` and `has`, by (virtual stage, name): return an error text for each missing, extra
+    or different tensor, except extra ones that match a glob in `own`.
 
-    Shapes that differ only in dimensions of 1 count as equal. A tensor that only `has` contains is left out if its name
-    matches a glob in `own`.
+    Shapes that differ only in dimensions of 1 count as equal.
     """
     faults = []
     for native, shape in stored.items():

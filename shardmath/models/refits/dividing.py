@@ -36,12 +36,11 @@ _T = TypeVar("_T")
 
 
 def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tuple[Refit, ...]:
-    """Divide the Refit `planned` into a tuple of Refits, one per group of tensor names in `groups` (default: layers);
-    groups that share an engine's module are joined.
+    """Divide the Refit `planned` into one per group of tensor names in `groups` (default: layers), after joining groups
+    that share an engine's module.
 
-    All tensors in one module of an engine's rank move together: groups that share a module are joined. Raises PlanError
-    for groups that omit a tensor that moves, name one that does not, or name one twice, and for a refit that engines
-    have left: divide the whole one.
+    All tensors in one module of an engine's rank move together. Raises PlanError for groups that omit a tensor that
+    moves, name one that does not, or name one twice, and for a refit that engines have left: divide the whole one.
     """
     if not isinstance(planned, Refit):
         raise PlanError(f"{shown(planned)} is not a Refit; pass the result of sm.refit")

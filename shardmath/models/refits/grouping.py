@@ -23,7 +23,8 @@ __all__ = ["group_by_layer", "join_modules"]
 
 
 def group_by_layer(names: Iterable[str]) -> list[list[str]]:
-    """The tensor `names` in lists, one per layer (or per module for names without a layer), ordered by first names."""
+    """Return lists of the tensor `names`, one per layer (or per module for names without a layer), in the order in
+    which layers first occur."""
     groups: dict[object, list[str]] = {}
     for name in names:
         key = _find_layer(name) or name.rpartition(".")[0]
@@ -41,7 +42,8 @@ def _find_layer(name: str) -> tuple[str, int] | None:
 
 
 def join_modules(groups: Sequence[Sequence[str]], engines: Iterable[KnownSide]) -> list[list[str]]:
-    """Merge `groups` of tensor names that have tensors in the same module on a rank of an engine; return all groups."""
+    """Merge those `groups` of tensor names that have tensors in the same module on a rank of an engine; return the
+    merged and all other groups."""
     group_of = {name: i for i, group in enumerate(groups) for name in group}
     # Union-find: each group points to an earlier one that it is joined with, or to itself.
     parents = list(range(len(groups)))

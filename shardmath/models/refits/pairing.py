@@ -25,7 +25,8 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """Two dicts by name: the trainer's layouts of tensors that engines need, the engines' layouts of all their tensors.
+    """Return two dicts of layouts by name: the trainer's, of the tensors that engines or the transforms `rules` need,
+    and the engines', of all their tensors.
 
     The second has one layout per tensor for one engine, else a tuple of layouts (windows). Raises PlanError if an
     engine stores only a part of a tensor.

@@ -38,7 +38,8 @@ class PlainSide:
         )
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> PlainSide:
-        """Return the side with only `tensors`. Raises StoreError, which lists all that are missing or that differ."""
+        """Return the side with only `tensors`; those that match a glob in `unused` may be missing. Raises StoreError,
+        which lists all others that are missing or that differ."""
         faults = []
         held = {}
         for name, (shape, dtype) in tensors.items():
@@ -59,7 +60,8 @@ class PlainSide:
         return PlainSide(held)
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """A dict from each tensor's name to the Slot (stored tensor, slices) of its part on `rank`: a whole tensor."""
+        """Return a dict from each tensor's name to the Slot (stored tensor, slices) of its part on `rank`, which is all
+        of the stored tensor."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:

@@ -163,7 +163,8 @@ class Refit:
         engine: str | None = None,
         own: Sequence[str] = (),
     ) -> None:
-        """Raise StoreError, listing all differences, unless `has` are the tensors that `rank` should store.
+        """Raise StoreError, listing all differences, unless `has` (shapes by chunk and name) are the tensors that
+        `rank` should store; extra ones that match a glob in `own` are ignored.
 
         The side is the engine that is named, otherwise the trainer or, for a rank that the trainer lacks, the first
         engine that has the rank. `has` are the shapes of all parameters and persistent buffers of the rank by
@@ -179,7 +180,8 @@ class Refit:
             raise StoreError("\n".join([f"rank {rank}:", *faults]))
 
     def explain(self, native: str, rank: int, engine: str | None = None) -> str:
-        """A text about the stored tensor `native` of `rank`: its row (declaration), and where it has logical tensors.
+        """Return text about the stored tensor `native` on `rank` of `engine` (default: found by the rank): its row
+        (declaration), and where it has logical tensors.
 
         Raises StoreError for a tensor that the rank does not store.
         """
@@ -240,8 +242,8 @@ def refit(
     served: Shapes | Vocabulary | None = None,
     rules: Mapping[str, Transform] | None = None,
 ) -> Refit:
-    """Return a Refit: a plan that moves weights (`shapes`: shape and dtype by name) from a trainer to an inference
-    engine, or to several given by name.
+    """Return a Refit: a plan that moves weights `shapes` (shape and dtype by name) from a trainer to an engine, or to
+    several by name. Engines may lack `unused` tensors (globs); they hold `served` shapes if `rules` transform weights.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` returns for a module
     under FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Shapes in a Vocabulary are

@@ -42,7 +42,8 @@ class Selected:
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
-        """The shape of each tensor that `rank` stores with a selected one in it, by (virtual stage, stored name)."""
+        """Return the shape of each tensor of `rank` in which a selected tensor is stored, by (virtual stage, stored
+        name)."""
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
@@ -56,5 +57,6 @@ class Selected:
                 yield name, slot, shape
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """Name and Slot (location) of a selected tensor in `names` stored as a function, such as neg_exp; or None."""
+        """Return the name and Slot (location) of a selected tensor in `names` that is stored as a function of its
+        values, such as neg_exp; or None."""
         return self.side.find_computed(self.names.intersection(names))

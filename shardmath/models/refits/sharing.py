@@ -33,7 +33,8 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """Join layouts of engines that store equally; return each tensor's joined layouts, and each engine's index in them.
+    """Join the layouts of engines that store equally on different ranks. Return, for each tensor, a tuple of the joined
+    layouts, and, for each engine, the index of its layout in these tuples.
 
     `held` has, for each engine, the layouts of the tensors, in the same order.
     """

@@ -36,7 +36,8 @@ __all__ = ["check_places", "check_scales", "explain_cut"]
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
-    """The error message if `side` (a trainer or engine) cuts a tensor inside a block of values with one scale, or None.
+    """Return the error message if `side` (a trainer or engine) cuts a tensor in `of` inside a block of values that
+    share a scale under the transforms `rules`, or None.
 
     A side that has other faults, or is not declared in rows, gives None too.
     """
@@ -59,7 +60,8 @@ def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) ->
 def check_scales(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if an engine stores a tensor and its scales, but a rank has values without their scales."""
+    """Raise StoreError if an engine stores a tensor in `of` and its scales (made by the transforms `rules`), but a rank
+    has values without their scales."""
     companions = _list_scales(of, rules)
     checked: set[tuple[int, int]] = set()
     for engine, side in engines.items():
@@ -87,7 +89,8 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError unless each tensor starts in its (fused) stored tensor at its scales' start times block size."""
+    """Raise StoreError unless each tensor in `of` that has scales (by the transforms `rules`) starts, in its fused
+    tensor, at the start of its scales in theirs times the block size."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

@@ -47,7 +47,8 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The stored tensors that one row (line of text) declares, with `star`, "weight" or "bias", in place of its `*`."""
+    """The stored tensors that one row (a line of text) declares; `star` is the word, "weight" or "bias", for the row's
+    `*`, if it has one."""
 
     row: Row
     star: str
@@ -94,7 +95,8 @@ class Bound:
         )
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """The name and Slot (location) of a tensor in `names` stored as a function of it, such as neg_exp; or None."""
+        """Return the name and Slot (location) of a tensor in `names` that is stored as a function of its values, such
+        as neg_exp; or None."""
         for held in self.held:
             # Few rows have functions, and only those are looked at rank by rank.
             if not held.row.function or held.names.isdisjoint(names):
@@ -108,10 +110,8 @@ class Bound:
     def visit(
         self, rank: int, rows: Sequence[Held] | None = None
     ) -> Iterator[tuple[str, Slot, _Shape]]:
-        """Yield (logical name, Slot (location), stored tensor's shape) for each tensor with a part on `rank`.
-
-        If `rows` are given, only tensors in these rows count.
-        """
+        """Yield (logical name, Slot (location), stored tensor's shape) for each tensor with a part on `rank`, or only
+        for those declared by `rows`."""
         # An axis in several meshes of a side gives a rank the same coordinate in all of them.
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:
@@ -154,10 +154,10 @@ def _list_slots(
 
 
 def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = ()) -> Bound:
-    """Match the rows of `stored`, the storage of a trainer or engine, to `tensors` (shapes and dtypes by name); return
-    a Bound, which has their layouts.
+    """Match the rows of `stored`, a declared storage, to `tensors` (shapes and dtypes by name); return a Bound, with
+    their layouts. Tensors that match a glob in `unused` need no row.
 
-    Tensors that match a glob in `unused` need no row. Raises StoreError with everything that does not fit.
+    Raises StoreError with everything that does not fit.
     """
     vocabulary = tensors if isinstance(tensors, Vocabulary) else Vocabulary(tensors)
     return _Binder(stored, vocabulary, unused).bind()

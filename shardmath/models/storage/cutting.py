@@ -80,7 +80,8 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """The positions of the dimension `group` that ranks at the mesh coordinates `coords` store, as Runs.
+    """Return the positions of the dimension `group` that ranks at the mesh coordinates `coords` store, as Runs; `frame`
+    has the values of its words.
 
     Positions count the components (q, k, v), one after the other. Raises LayoutError for unknown words, and if an axis
     or a number does not divide what it cuts.

@@ -125,7 +125,8 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 
 
 def stack_names(row: Row) -> dict[int, str]:
-    """A dict from stored dimension along which `row` stacks tensors to the name of their index, such as an expert's."""
+    """Return a dict from each stored dimension along which `row` stacks tensors, such as experts, to the name of their
+    index."""
     indices = {index.name for index in row.logical.indices}
     stacks: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
@@ -141,10 +142,10 @@ def stack_names(row: Row) -> dict[int, str]:
 
 
 def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None = None) -> Laid:
-    """The layout of the stored tensor that `row` (a text) declares, with components, such as q of qkv, of `shapes`.
+    """Return the layout of the stored tensor that `row` (a line of text) declares for components, such as q of qkv, of
+    `shapes`. `frame` has the values of its words, `stack` the stacked tensors.
 
-    `stack` describes stacked tensors. Raises StoreError if the words do not fit the shapes, LayoutError if a size does
-    not divide.
+    Raises StoreError if the words do not fit the shapes, LayoutError if a size does not divide.
     """
     ndim = _count_dims(shapes)
     order = order_of(row.transpose, ndim)
