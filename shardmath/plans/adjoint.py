@@ -61,9 +61,10 @@ class Flip:
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return the operation ("copy" or "sum") and the addend number of the adjoint's transfers of `local` at `rank`.
+        """Return the operation ("copy" or "sum") and the addend number of the adjoint's transfers from the tensor with
+        local name `local` at `rank`.
 
-        These transfers leave the tensor with local name `local` at `rank`, where the plan's transfers arrive.
+        The plan's transfers arrive there.
         """
         op, addends = self.entries[local]
         return op, addends[rank]
@@ -101,7 +102,8 @@ class Transposed:
         return describe("adjoint plan", self)
 
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
-        """Draw the adjoint as an SVG document, as `Plan.svg` draws a plan."""
+        """Draw the adjoint as an SVG document: `tensor` (default: the first) before and after, and bytes by sender and
+        receiver, with nodes marked by `topology`."""
         return svg(self, topology=topology, tensor=tensor)
 
     def _repr_html_(self) -> str:
@@ -165,8 +167,8 @@ def adjoint(plan: Plan) -> Transposed: ...
 @overload
 def adjoint(plan: Transposed) -> Plan: ...
 def adjoint(plan: Plan | Transposed) -> Plan | Transposed:
-    """Return the adjoint of `plan`, such as to move gradients backward: as linear maps, <plan(x), y> = <x,
-    adjoint(plan)(y)> for all local arrays x and y.
+    """Return the adjoint of `plan`, which moves gradients backward: <plan(x), y> = <x, adjoint(plan)(y)> for all x and
+    y, the local arrays of all ranks.
 
     The adjoint of a transposed plan is the plan itself. Raises PlanError if the plan is not
     linear (it reduces by max, min or product), if the dtype has no sum, or if addends of one
@@ -281,7 +283,8 @@ def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[
 
 
 def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
-    """Return the axes of a destination `layout` along which all ranks get the same values by the Reduction `rule`."""
+    """Return the axes of a destination `layout` along which all ranks receive the same values, given the Reduction
+    `rule` of the move."""
     differ = _find_passing(rule, 1).union(rule.chosen)
     for dim in layout.dims:
         differ.update(dim.axes)

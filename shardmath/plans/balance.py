@@ -36,14 +36,16 @@ __all__ = [
 
 
 def measure_lines(demands: Demands) -> Ints:
-    """Return an array with the length of each line (bytes with equal holders): its bytes for all receivers together."""
+    """Return an array with the length of each line (bytes with equal holders): its bytes, counted once per receiver
+    that lacks them."""
     return demands.blocks.sums(demands.nbytes * demands.count)
 
 
 def balance(
     demands: Demands, batches: tuple[Batch, ...], topology: Topology | None = None
 ) -> Demands:
-    """Return `demands` with the sender of each byte chosen among its holders, so that ranks send about equally much.
+    """Return `demands` with a sender chosen for each byte among its holders, so that ranks, and nodes of `topology`,
+    send about equally much.
 
     Bytes that stay on a node and bytes that leave it are balanced separately.
     """
@@ -77,9 +79,11 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Cut each line (bytes with equal holders) into a share per holder, to balance loads; return arrays (first, cuts).
+    """Cut each line (bytes with equal holders) into a share per holder, balanced; return (first, cuts): line i is cut
+    at bytes cuts[first[i]:first[i+1]].
 
-    Line i has `length[i]` bytes and is cut at cuts[first[i]:first[i+1]], which include 0 and `length[i]`.
+    The cuts of line i include 0 and its length, `length[i]`. With `nodes` (rank -> node), loads of nodes are balanced
+    too.
     """
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
@@ -176,7 +180,8 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """A finder, for arrays of (block, byte) at once, of the last byte up to each at which a message may be cut.
+    """A finder of the last byte, up to each given byte of a block (bytes with equal receivers), at which a message may
+    be cut; it works on arrays.
 
     It is fast if the elements between two ranks form one box.
 
@@ -280,9 +285,10 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """Return, for each row of `demands` (bytes of like tensors), the bytes of its largest piece that is never cut.
+    """Return, per row of `demands` (bytes of like tensors), the size in bytes of its largest piece that is never cut; 0
+    if unknown.
 
-    0 if that is not known, because the row is a stripe of a unit.
+    It is unknown if the row is a stripe of a unit.
     """
     size = _look_up_units(demands, batches, lambda template: template.unit_size)
     grain = _look_up_units(demands, batches, unit_grains)

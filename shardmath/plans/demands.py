@@ -67,18 +67,14 @@ class Demands:
 
     @property
     def blocks(self) -> Offsets:
-        """The range of blocks (bytes with equal receivers) of each line (bytes with equal holders), as Offsets.
-
-        Line i has the blocks first[i]..first[i+1]-1.
-        """
+        """Offsets that give each line (bytes with equal holders) its blocks (bytes with equal receivers): line i has
+        the blocks first[i]..first[i+1]-1."""
         return Offsets(self.first)
 
     @property
     def rows(self) -> Offsets:
-        """The range of rows of each block (bytes with equal receivers), as Offsets; a row is bytes of like tensors.
-
-        Block i has the rows row_first[i]..row_first[i+1]-1.
-        """
+        """Offsets that give each block (bytes with equal receivers) its rows (bytes of like tensors): block i has the
+        rows first[i]..first[i+1]-1."""
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
@@ -117,14 +113,16 @@ class _Requests(NamedTuple):
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """Return a number per request, equal for one line (equal holders; receivers all on their node, or all not)."""
+        """Return a number per request, equal if the requests' holders are equal, and their receivers all are, or all
+        are not, on the holders' node."""
         return self.holders * 2 + self.near
 
 
 def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
-    """Gather in a Demands table all bytes that `batches` (of like tensors) move, not divided among their holders yet.
+    """Make a Demands table of all bytes that `batches` (of like tensors) move, not divided yet among the ranks that
+    hold them.
 
-    With `topology`, bytes that are held on a receiver's node come from there.
+    With `topology`, bytes that are held on a receiver's node will come from there.
     """
     sets = Sets()
     requests = _stack(_list_requests(batches, sets))

@@ -63,7 +63,8 @@ Identities: TypeAlias = tuple[int, int]
 
 
 class Group(NamedTuple):
-    """Tensors with equivalent layouts on both sides, which move in the same way; `key` is all that this depends on.
+    """Tensors with equivalent layouts on both sides, which therefore move in the same way; groups with equal `key` move
+    in the same way too.
 
     `src`, `dst` and `rule` belong to the first tensor.
     """
@@ -271,7 +272,8 @@ def _make_key(src: Windows, dst: Windows) -> tuple[object, ...]:
 
 
 def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | None) -> str:
-    """Return a digest of everything that decides the transfers of a plan: names, layouts and topology."""
+    """Return a digest of everything that decides the transfers of a plan: names and layouts in `groups`, whether
+    tensors have names (`is_tree`), and `topology`."""
     names: list[str] = []
     keys = []
     for group in groups:
@@ -286,10 +288,8 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """Return the names, ascending, of the tensors of which the destination does not hold every element.
-
-    Raises PlanError for a tensor that must be whole: `window` is False, and it is not given as a tuple.
-    """
+    """Return the names, ascending, of tensors that the destination does not hold completely. Raises PlanError for one
+    if `window` is False and its value in `given` is not a tuple."""
     in_part: list[str] = []
     for group in groups:
         if holds_all(group.dst):
@@ -325,7 +325,8 @@ def _join_alike(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """Make a Batch of the tensors of each group for each pair of source and destination layouts that may overlap.
+    """Make a Batch of the tensors of each group for each pair of a source and a destination layout whose bounding boxes
+    overlap.
 
     A destination layout that overlaps no source layout is paired with the first one.
     """

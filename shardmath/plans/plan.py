@@ -160,10 +160,11 @@ class Plan:
         return describe("plan", self)
 
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
-        """Draw the plan as an SVG document: a tensor before and after, and bytes by sender and receiver.
+        """Draw the plan as an SVG document: `tensor` (default: the first) before and after, and bytes by sender and
+        receiver, with nodes marked by `topology`.
 
-        `topology` marks nodes (default: the plan's own), `tensor` is the tensor drawn (default: the first). Raises
-        PlanError if `topology` is not a Topology, or if the plan does not have the tensor.
+        `topology` is the plan's own if not given. Raises PlanError if `topology` is not a Topology, or if the plan does
+        not have the tensor.
         """
         return svg(self, topology=topology, tensor=tensor)
 

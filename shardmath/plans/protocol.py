@@ -57,7 +57,8 @@ class State(Enum):
 
 
 class Event(Enum):
-    """An event at a rank in the protocol: its own act, a message from other ranks, or the end of its call."""
+    """An event at a rank in the protocol: an act of the rank, a message from other ranks, or the end of the rank's
+    call."""
 
     VOTE = "vote"
     AGREE = "agree"

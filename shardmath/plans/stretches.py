@@ -50,7 +50,8 @@ def block_at(demands: Demands, line: int, at: int) -> int:
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """Return the number of the row (bytes of like tensors) at byte `at` of the bytes that a rank gets of `block`."""
+    """Return the number of the row (bytes of like tensors) that has byte `at` of `block`, counted in the bytes of one
+    of the block's receivers."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 
@@ -185,7 +186,8 @@ def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tup
 
 
 def sum_sent(demands: Demands) -> dict[int, int]:
-    """Return the number of bytes that each rank sends to other ranks; ranks that hold nothing are left out."""
+    """Return, by rank, the number of bytes sent to other ranks; ranks that hold nothing that any rank needs are left
+    out."""
     shares = np.diff(demands.cuts).tolist()
     first = demands.cut_first.tolist()
     out: dict[int, int] = {}

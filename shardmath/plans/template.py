@@ -130,7 +130,8 @@ class Template:
 
     @property
     def hidden(self) -> int:
-        """The number of dimensions that stand for addends (partial values), not the tensor's; first in `overlays`."""
+        """The number of leading dimensions in `overlays` that stand for addends (partial values), not for dimensions of
+        the tensor."""
         return len(self.overlays) - self.src.ndim
 
 
@@ -175,7 +176,8 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield (source Partition, destination Partition) for each extra dimension of `rule`, which counts addends."""
+    """Yield the source's and the destination's Partition (ranks' parts) of each extra dimension that a move by `rule`
+    needs to number addends (partial values)."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)

@@ -102,10 +102,10 @@ def _list_of_rank(
 def spell_transfers(
     plan: Planned, demands: Demands, stretch: Stretch, *, relayed: bool = False
 ) -> Iterator[Transfer]:
-    """Yield, tensor by tensor, the transfers that carry `stretch` (bytes from one rank to another).
+    """Yield, tensor by tensor, the transfers that carry `stretch` (bytes from one rank to another); if `relayed`, its
+    sender is a destination rank that forwards it.
 
-    If `relayed`, the sender is a rank of the destination and sends what it has received, folded
-    in already.
+    A relay sends what it has received, folded in already.
     """
     rows = _list_rows(demands)
     for row, first, last in _find_rows(rows, stretch):
@@ -235,10 +235,11 @@ Columns: TypeAlias = tuple[int, ...]
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """List, as BoxPieces, the boxes of elements lo..hi-1 of `unit` (elements that move together), between two ranks.
+    """List, as BoxPieces, the boxes of elements lo..hi-1 of `unit` (elements that move together) from mesh position
+    `sender` to `receiver`; `relayed` if a relay sends them.
 
-    `sender` and `receiver` are their positions in the meshes. lo and hi are at boxes, or at rows of a box, as `snap`
-    gives them. If `relayed`, the sender is a position of the destination too, and sends what it has received.
+    lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is a position of the
+    destination too, and sends what it has received.
     """
     find_sending = _find_columns if relayed else _find_source_columns
     sending = find_sending(t, unit, sender)

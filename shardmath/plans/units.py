@@ -132,9 +132,9 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return three lists, with an item per box of `unit` (elements that move together): its rows, its shape, its end.
+    """Return three lists by box of `unit` (elements that move together): row numbers in the dimensions' overlays
+    (tables of shared positions), shape, and number of elements up to its end.
 
-    The end is the number of elements up to there. Its rows are one of each dimension's overlay, by number.
     Boxes are row-major.
     """
     rows = []
@@ -158,7 +158,8 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
 
 
 def snap(t: Template, unit: int, at: int) -> int:
-    """Return the last element of a unit, not after `at`, at which it may be cut: where a box, or row of one, begins."""
+    """Return the last element of `unit`, not after element `at`, at which it may be cut: where a box, or a row of a
+    large box, begins."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0
@@ -172,7 +173,8 @@ def snap(t: Template, unit: int, at: int) -> int:
 
 
 def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield `count` ranges of elements (start, stop) of `unit`: even ones, borders moved back to permitted cuts."""
+    """Yield `count` ranges of elements (start, stop) that divide `unit` (elements that move together) evenly, with
+    borders moved back to permitted cuts."""
     size = int(t.unit_size[unit])
     places = []
     for i in range(count):
@@ -182,7 +184,8 @@ def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]
 
 
 def is_legal_cut(t: Template, unit: int, at: int) -> bool:
-    """Return whether the unit may be cut at element `at`: at the start of a box, or of a row of a box."""
+    """Return whether `unit` (elements that move together) may be cut at element `at`: at the start of a box, or of a
+    row of a box."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0

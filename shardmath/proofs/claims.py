@@ -147,7 +147,8 @@ class _ClaimedTensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """Note which of the destination's addends receives the transfer `t`, if the plan may choose any one of them."""
+        """Record which addend (partial value) at the destination receives the transfer `t`, aimed at `target`, if the
+        plan was free to choose it."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return

@@ -39,9 +39,10 @@ class _Pair(NamedTuple):
 
 
 def prove_parts(parts: Sequence[RankProgram], *, relays: bool = False) -> None:
-    """Raise PlanError unless `parts`, the RankPrograms of all ranks of a plan, together do what the plan says.
+    """Raise PlanError unless `parts`, the RankPrograms of all ranks, together do what their plan says; with `relays`,
+    transfers are not compared with the plan's.
 
-    With `relays`, for parts of a program, the pieces are not compared with the plan's transfers.
+    `relays` is for the parts of a program.
     """
     for part in parts:
         _check_steps(part)

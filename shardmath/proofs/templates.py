@@ -229,7 +229,8 @@ class End(NamedTuple):
     code: Ints
 
     def has(self, units: Ints, at: Ints) -> Bools:
-        """Return, for each i, whether mesh position `at[i]` holds unit `units[i]`; False if `at[i]` is -1."""
+        """Return, for each i, whether mesh position `at[i]` holds unit `units[i]` (elements that move together); False
+        if `at[i]` is -1."""
         out: Bools = at >= 0
         for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
             set_numbers = self.set_numbers[units, d]

@@ -60,11 +60,10 @@ def params(
     scalars: bool = True,
     alike: bool = False,
 ) -> list[Param]:
-    """A hypothesis strategy for lists of `least` to `most` Params in forward order; some are shared, expert or
-    quantized ones.
+    """A hypothesis strategy for lists of `least` to `most` Params in forward order, with dimensions of at most
+    `longest`. They may have no elements if `empty` and no dimensions if `scalars`, and share one dtype if `alike`.
 
-    They have up to three dimensions. Dimensions are at most `longest`; with `empty` parameters may have no elements,
-    with `scalars` no dimensions, with `alike` they share one dtype.
+    They have up to three dimensions; some are shared, expert or quantized ones.
     """
     ndim = 0 if scalars else 1
     sizes = st.sampled_from([n for n in SIZES if n <= longest and (n or empty)])
@@ -131,8 +130,8 @@ class RuleCase:
 def rule_cases(
     draw: Draw, *, shards: st.SearchStrategy[int] | None = None, most: int = 7, longest: int = 100
 ) -> RuleCase:
-    """A hypothesis strategy for RuleCases of the rules in shardmath.buffers, for a number of shards drawn from
-    `shards`.
+    """A hypothesis strategy for RuleCases of the rules in shardmath.buffers, with up to `most` parameters, dimensions
+    up to `longest`, and a number of shards drawn from `shards`.
 
     Without `shards` there are 1 to 8, and the rule may also be one that does not shard.
     """
@@ -399,7 +398,8 @@ def check_rule(
     start: int = 1,
     **options: object,
 ) -> None:
-    """Check that a custom `rule` of flat buffers, called with `params` in forward order and `options`, obeys RULE_LAWS.
+    """Check that a custom `rule` of flat buffers obeys RULE_LAWS if called with `params` in forward order and the
+    keyword arguments `options`.
 
     `shards` is the number of shards of every bucket, by default `data_parallel_world_size` if given;
     parameters begin at multiples of `start`. Raises AssertionError, which names the case.

@@ -83,7 +83,8 @@ def _draw_bits(shape: tuple[int, ...], seed: int = 0) -> Array:
 
 
 def digest_is_its_definition(layout: Layout) -> None:
-    """Check that the digest of local arrays is `define_digest` of the whole array, whatever values are in holes."""
+    """Check that the digest of local arrays is `define_digest` of the whole array, whatever values are in holes
+    (positions without an element)."""
     values = _draw_bits(layout.shape)
     held = distribute(layout, [values], hole=np.nan)
     for seed in (0, 7):
@@ -100,7 +101,8 @@ def digest_survives_moves(src: Layout, dst: Layout) -> None:
 
 
 def windows_have_the_digest(data: st.DataObject, layout: Layout) -> None:
-    """Check that a tensor held as windows has the tensor's digest, even if windows overlap."""
+    """Check that a tensor held as windows (layouts that together hold it) has the tensor's digest, even if windows
+    overlap."""
     values = _draw_bits(layout.shape)
     held = distribute(layout, [values])
     tiles = Windows((*data.draw(tilings(layout)), *data.draw(tilings(layout))))

@@ -143,7 +143,8 @@ def transpose_mesh(layout: Layout) -> Layout:
 
 
 def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
-    """Check that ranks hold the same after a mesh axis is split, or two axes that are used together are merged."""
+    """Check, for a length `n`, that ranks hold the same after a mesh axis is split into `outer` times `inner`, and
+    after these two are merged again."""
     shape = (n,)
     whole = Mesh(t=outer * inner)
     in_two = whole.split("t", x=outer, y=inner)
@@ -158,7 +159,8 @@ def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
-    """Check that the text `(a n | b n)`, and Shard(0) on both axes, give the same layout as the text `(a b n)`."""
+    """Check that `(a n | b n)`, `(a b n)` and two Shard(0) give one layout, for length `n` and axes a and b of sizes
+    `first` and `second`."""
     mesh = Mesh(a=first, b=second)
     shape = (n,)
     shards = (Shard(0), Shard(0))

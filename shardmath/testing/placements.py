@@ -48,7 +48,7 @@ def _list_positions(placement: Placement, n: int, count: int) -> Ints:
 
 
 def in_bounds(placement: Placement, n: int, count: int) -> None:
-    """Check that `split` returns one part per coordinate, inside the length `n`, in a form that layouts accept."""
+    """Check that `split` returns `count` parts, inside the length `n`, in a form that layouts accept."""
     UserCut(placement, count).split(n)
 
 

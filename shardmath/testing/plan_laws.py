@@ -111,7 +111,8 @@ def identity_moves_nothing(layout: Layout) -> None:
 
 
 def bytes_are_needed(src: Layout, dst: Layout) -> None:
-    """Check that, without Partial, every rank receives as many bytes as the elements have that it needs and lacks."""
+    """Check that, without Partial, the number of bytes that each rank receives is the size of the elements that it
+    needs and does not hold."""
     planned = plan(src, dst)
     received = planned.received_bytes()
     for rank in dst.mesh.ranks:
@@ -173,9 +174,10 @@ def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[i
 
 
 def spelling_is_not_meaning(src: Layout, dst: Layout) -> None:
-    """Check that layouts with the mesh axes in the opposite order give an equal plan with equal transfers.
+    """Check that plans and transfers stay equal if both layouts are written with the mesh axes in the opposite order
+    (except with two Partial axes).
 
-    Two Partial axes keep their order, which matters.
+    The order of two Partial axes matters.
     """
     planned = plan(src, dst)
     spelled = plan(_spell_otherwise(src), _spell_otherwise(dst))
@@ -296,7 +298,8 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
 
 
 def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """Check that a tensor held as windows arrives as its layouts say, moved from windows and to windows."""
+    """Check that a tensor held as windows (layouts that together hold it) arrives as its layouts say, moved from
+    windows and to windows."""
     values = addends(src)
     src_windows = data.draw(tilings(src))
     dst_windows = data.draw(tilings(dst))

@@ -94,10 +94,11 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """List where `component` (such as q) lies in the stored tensor: a tuple of slices per position in `numbers`.
+        """List the index tuple (mostly slices) of `component`, such as q, in the stored tensor, for each stack position
+        in `numbers`.
 
-        `numbers` are positions in a stack. `coords` are the mesh coordinates of ranks that store the tensor. If it is a
-        stack, a tuple has the position in the stack instead of a slice.
+        `coords` are the mesh coordinates of ranks that store the tensor. If it is a stack, a tuple has the position in
+        the stack instead of a slice.
         """
         spans = []
         stack_dim = None
@@ -196,7 +197,8 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """List a pair per stored dimension: how `row` writes it, and the index (such as e) stacked along it, or None.
+    """List a pair per dimension of a stored tensor: its form in `row`, and the index (such as e) that numbers it, if it
+    is a stack, or None.
 
     `ndim` is the number of dimensions that are not stacks.
     """

@@ -97,7 +97,8 @@ class Name:
         return bool(self._list_parts("rest"))
 
     def close(self, rest: str) -> Name:
-        """Return the pattern with `rest`, whose {} become {rest0}, {rest1}, ..., instead of the `...` at its end."""
+        """Replace the `...` at the pattern's end with `rest`, in which each {} becomes a named index {rest0}, {rest1},
+        ...; return the new pattern."""
         for i in range(rest.count("{}")):
             rest = rest.replace("{}", f"{{rest{i}}}", 1)
         return parse(str(self).removesuffix(REST) + rest)
@@ -134,7 +135,8 @@ def split(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def parse(text: str) -> Name:
-    """Parse a pattern of tensor names, such as `layers.{l}.[q k v].*`. Raises NotationError with a caret."""
+    """Parse a pattern of tensor names, such as `layers.{l}.[q k v].*`. Raises NotationError that marks the wrong
+    place."""
     parts: list[PatternPart] = []
     at = 0
     while at < len(text):

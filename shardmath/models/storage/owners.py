@@ -52,10 +52,8 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List the stored names of the tensors at the positions `local` in a rank's stack, in that order.
-
-        They are the name pattern of `row` with `star` for its `*`.
-        """
+        """List, in order, the stored names of the tensors at the positions `local` of a rank's stack: the name pattern
+        of `row` with `star` for its `*`."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -70,10 +68,8 @@ class Owner(NamedTuple):
         return names
 
     def list_names(self, row: Row, star: str) -> list[str]:
-        """List the names under which ranks store the tensor or stacked tensors of `row`, each name once.
-
-        `star` is the word for `*`.
-        """
+        """List the distinct names under which ranks store the tensors of `row`, with the word `star` for `*` in its
+        name pattern."""
         most = max(map(len, self.stack.held.values())) if self.stack else 1
         named = self.name(row, star, range(most))
         return list(dict.fromkeys(named))
@@ -121,10 +117,8 @@ class Owners:
         return stacked[0] if stacked else None
 
     def place_stacked(self) -> int | None:
-        """Return which of the logical name's placeholders (0, 1, ...) numbers tensors that are stacked, such as {e}.
-
-        None if none does.
-        """
+        """Return the position (0, 1, ...), among the logical name's placeholders, of the one that numbers stacked
+        tensors, such as {e}; None without a stack."""
         return None if self.stacked is None else self.indices.index(self.stacked)
 
     def _choose_mesh(self) -> Mesh:
@@ -346,11 +340,11 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """Return the OwnedTensor with the index values `numbers`, and a tuple of its layouts per component.
+        """Make the OwnedTensor with index values `numbers`, and its layouts, a tuple per component; component i has the
+        logical names `names[i]`, by stack number.
 
-        A component's layouts are in order of stack number; `numbers` leaves out the stacked index. `names[i]` are the
-        logical names of component i, by stack number. Raises StoreError if numbers of a stack are missing, or differ in
-        shape or dtype.
+        A component's layouts are in order of stack number; `numbers` leaves out the stacked index. Raises StoreError if
+        numbers of a stack are missing, or differ in shape or dtype.
         """
         ordered = tuple(
             self.vocabulary.order(by_number, self.owners.stacked) for by_number in names

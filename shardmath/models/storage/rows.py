@@ -92,7 +92,8 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The index that also names mesh axes in the stored name, such as {ep e}; None if no index does."""
+        """The index in the stored name that is written with mesh axes, such as e in {ep e}, as a PatternPart; None
+        without one."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index
@@ -191,7 +192,8 @@ class _Line:
         return repr(rest) if rest else "the end of the line"
 
     def name(self, meaning: str) -> Name:
-        """Move past a name pattern; return it as a Name. Raises NotationError, asking for `meaning`, if none comes."""
+        """Move past a name pattern and return it as a Name. Raises NotationError, which says that `meaning` was
+        expected, if none comes next."""
         start = self.at
         match = self.take(NAME)
         if match is None:

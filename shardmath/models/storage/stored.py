@@ -80,7 +80,7 @@ class KnownSide(Protocol):
 
     @property
     def ranks(self) -> Collection[int]:
-        """All ranks of this trainer or engine."""
+        """The layout of each logical (checkpoint) tensor, by name."""
         ...
 
     def slots(self, rank: int) -> dict[str, Slot]:
@@ -172,7 +172,8 @@ class Stored:
         return read_digested(text, FORMAT, VERSION, _read)
 
     def extended(self, text: str, **numbers: int) -> Stored:
-        """Return a copy of this Stored with the rows in `text` put first, and with `numbers` added to its numbers."""
+        """Return a copy of this Stored with the rows in `text` put first, and with `numbers` (name=value) added to its
+        named sizes, such as a head dimension."""
         all_rows = rows.parse(text) + self.rows
         all_numbers = {**self.numbers, **numbers}
         return Stored(all_rows, self.meshes, self.indices, all_numbers, self.exact)
@@ -317,7 +318,8 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """Return the names of `template` as {their numbers except the one at `stacked`: {number at `stacked`: name}}.
+        """Group the names of `template` in a dict: their numbers, except the one at position `stacked`, -> a dict from
+        that number to the name.
 
         `stacked` is a position among the numbers; if it is None, each name has a group with the number 0.
         """
@@ -328,10 +330,10 @@ class Vocabulary:
         return self._grouped[key]
 
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
-        """List the names in `names` (number -> name, a group from `find`) in ascending order of their numbers.
+        """List the names in `names` (number -> name, a group from `find`) by ascending number; errors call the number
+        `index`.
 
-        `index` is the numbers' name in errors. Raises StoreError if a number is missing, or if a name differs from the
-        others in shape or dtype.
+        Raises StoreError if a number is missing, or if a name differs from the others in shape or dtype.
         """
         # By identity; the names are kept too, so that nothing else gets their id.
         if id(names) not in self._ordered:

@@ -38,7 +38,8 @@ Number: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A component (q), mesh axis (tp) or number in a dimension of a storage row, with its suffixes, as in `n=vocab`."""
+    """A component (q), mesh axis (tp) or number in a dimension of a storage row, with its suffixes, such as `=vocab` in
+    `n=vocab`."""
 
     name: Number
     over: Number | None = None
@@ -100,7 +101,7 @@ def list_words(dims: Iterable[Structure]) -> Iterator[Word]:
 
 
 def parse(text: str) -> GroupedDim:
-    """Parse one dimension written in parentheses, such as (tp n). Raises NotationError with a caret."""
+    """Parse one dimension written in parentheses, such as (tp n). Raises NotationError that marks the wrong place."""
     dims = read_dims(text)
     if len(dims) != 1 or not isinstance(dims[0], GroupedDim):
         what = f"expected one dimension in parentheses, found {text!r}"

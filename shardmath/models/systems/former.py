@@ -72,11 +72,12 @@ def trainer(
     stacked: bool = False,
     vocab_multiple: int = 1,
 ) -> dict[str, Layout]:
-    """Return the layout of each tensor in `shapes`, by name, on a Megatron trainer with sizes `tp`, `pp` and `ep`.
+    """Return the layout of each tensor in `shapes`, by name, on a Megatron trainer with sizes `tp`, `pp` and `ep`, and
+    `stages[s]` layers on stage s.
 
-    `ranks` in the order pp, dp, tp, last fastest. `vocab_multiple` pads vocabularies, at their end, to a
-    multiple of it (Megatron's own is 128 tp). Raises MeshError if the ranks do not factor, LayoutError if layers do
-    not fit the stages, experts ep or a dimension tp.
+    With `stacked`, a rank's experts lie in one buffer per projection. `ranks` are in the order pp, dp, tp, last
+    fastest. `vocab_multiple` pads vocabularies, at their end, to a multiple of it (Megatron's own is 128 tp). Raises
+    MeshError if the ranks do not factor, LayoutError if layers do not fit the stages, experts ep or a dimension tp.
     """
     meshes = _make_stages(tuple(ranks), tp, pp, ep)
     counts = expert_counts(shapes)
@@ -107,7 +108,8 @@ class _Trainer:
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
-        """The mesh, layout text and shape of the tensor `name`. Raises LayoutError if ep or tp do not divide it."""
+        """Return the mesh, layout text and shape of the tensor `name`. Raises LayoutError if ep or tp do not divide
+        it."""
         stage = self._find_stage(name)
         if is_expert(name):
             return self._place_expert(name, shape, stage)
@@ -214,11 +216,13 @@ def engine(
     stacked: bool = False,
     vocab_multiple: int = 64,
 ) -> dict[str, Layout]:
-    """Return the layout of each tensor in `shapes`, by name, on a vLLM engine's `ranks` with tensor-parallel size `tp`.
+    """Return the layout of each tensor in `shapes`, by name, on a vLLM engine's `ranks` with tensor-parallel size `tp`
+    and `kv_heads` key-value heads.
 
-    `ranks` in the order dp, tp, last fastest. Without `kv_heads` there are at least tp of them. Raises
-    MeshError if tp does not divide the ranks, LayoutError if it does not divide a dimension, or if neither of tp and
-    the key-value heads divides the other.
+    With `stacked`, a rank's experts lie in common buffers. `ranks` are in the order dp, tp, last fastest. Without
+    `kv_heads` there are at least tp of them. `vocab_multiple` pads vocabularies, at their end, to a multiple of it.
+    Raises MeshError if tp does not divide the ranks, LayoutError if it does not divide a dimension, or if neither of tp
+    and the key-value heads divides the other.
     """
     ids = tuple(ranks)
     size = len(ids)
@@ -255,7 +259,7 @@ class _Engine:
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
-        """The mesh, layout text and shape of the tensor `name`. Raises LayoutError for an uneven division."""
+        """Return the mesh, layout text and shape of the tensor `name`. Raises LayoutError for an uneven division."""
         module = name.rsplit(".", 2)[-2] if "." in name else ""
         if self.kv is not None and module in KV:
             heads = self.kv.axis_size("kv")

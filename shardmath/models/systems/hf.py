@@ -51,7 +51,8 @@ def numbers(name: str) -> tuple[int | None, int | None]:
 
 
 def cell(expert: int, experts: int) -> str:
-    """Return the text of dimension 0 in the layout of a stack of `experts` experts, if only number `expert` is held.
+    """Return the layout text of the expert dimension, of size `experts`, if only expert number `expert` is held, such
+    as <-2 0:1 -5>.
 
     >>> cell(0, 1), cell(2, 8)
     ('<0:1>', '<-2 0:1 -5>')
@@ -66,7 +67,8 @@ def cell(expert: int, experts: int) -> str:
 
 
 def expert_counts(shapes: Shapes) -> Counter[int | None]:
-    """The number of experts in each layer of `shapes`, by layer: one more than the largest expert number there."""
+    """Count the experts in each layer of `shapes`, by layer number (None without one): one more than the largest expert
+    number there."""
     counts: Counter[int | None] = Counter()
     for name in shapes:
         layer, expert = numbers(name)

@@ -79,9 +79,10 @@ HEAD = {"lm_head": "colwise_gather_output"}
 
 
 def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """The tensor-parallel plan (pattern -> style) of transformers for a causal language model with this `config`.
+    """Return the tensor-parallel plan (pattern -> style) of transformers for a language model with this `config`;
+    `prefix` precedes the base model's patterns.
 
-    `prefix` is put before the patterns of the base model; rules for embedding and head are added.
+    Rules for embedding and head are added.
     """
     base = _read_plan(config, "base_model_tp_plan")
     named = {**EMBEDDING, **base} if base else {}
@@ -89,10 +90,8 @@ def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
 
 
 def ep_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """Return the expert-parallel plan (pattern -> style) of transformers for a model with this `config`; {} if none.
-
-    `prefix` is put before the patterns.
-    """
+    """Return the expert-parallel plan (pattern -> style) of transformers for a model with this `config`, with `prefix`
+    put before each pattern; {} if none."""
     base = _read_plan(config, "base_model_ep_plan")
     return {f"{prefix}{pattern}": style for pattern, style in base.items()}
 
@@ -112,12 +111,13 @@ def hf_parallel(
     experts: tuple[Mapping[str, str], Mesh] | None = None,
     unused: Sequence[str] = (),
 ) -> dict[str, Layout]:
-    """The layout of every parameter, by name, in a model that transformers has divided by its tensor-parallel `plan`.
+    """Return the layout of every parameter in `shapes`, by name, after transformers has divided the model over `axis`
+    of `mesh` by `plan` (pattern -> style). `experts` is its expert-parallel plan with a mesh; `unused` are globs of
+    patterns that may match nothing.
 
-    `plan` is a model's `tp_plan`, applied over `axis` of the mesh; `experts` are its `ep_plan` and a mesh over
-    the same ranks with an axis `ep`. Patterns that match nothing are errors unless a glob in `unused` fits them.
-    Raises LayoutError for these, for a style that transformers does not have, and for experts that `ep` does not
-    divide; MeshError for a mesh without the axis.
+    `plan` is a model's `tp_plan`; `experts` are its `ep_plan` and a mesh over the same ranks with an axis `ep`. Raises
+    LayoutError for other patterns that match nothing, for a style that transformers does not have, and for experts that
+    `ep` does not divide; MeshError for a mesh without the axis.
     """
     applied = [_AppliedPlan(dict(plan), mesh, axis)]
     if experts is not None:
@@ -141,13 +141,14 @@ class _AppliedPlan(NamedTuple):
     axis: str
 
     def find(self, name: str) -> str | None:
-        """The style that the plan gives the parameter `name`, or else its module; None if it gives none."""
+        """Return the style that the plan gives the parameter `name`, or else its module; None if it gives none."""
         generic = _generalize(name)
         module = generic.rpartition(".")[0]
         return self.plan.get(generic, self.plan.get(module))
 
     def lay_out(self, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
-        """Return the layout of the parameter `name`. Raises LayoutError and MeshError as `hf_parallel` does."""
+        """Return the layout of the parameter `name` by its style. Raises LayoutError for experts that the axis does not
+        divide, MeshError if the mesh lacks the axis."""
         style = STYLES[self.find(name) or "replicate"]
         if self.axis not in self.mesh.shape:
             axes = ", ".join(self.mesh.shape) or "none"

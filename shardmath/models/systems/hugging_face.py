@@ -36,10 +36,10 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
 
 
 def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
-    """Return a Stored that says how a Hugging Face checkpoint, as one rank, stores a model with this `config`.
+    """Return a Stored that says how a Hugging Face checkpoint (taken as one rank) stores a model with this `config`;
+    `names`, its tensors' names, select the rows.
 
-    `names` are the names of the checkpoint's tensors: rows with other names are omitted. Without names, only fused
-    tensors that belong to the kind of model are included.
+    Rows with other names are omitted. Without names, only fused tensors that belong to the kind of model are included.
     """
     fields = Config(config)
     templates = {split(name)[0] for name in names}

@@ -278,10 +278,10 @@ BY_KIND |= {plain(kind): ROWS[other] for kind, other in SAME.items()}
 
 
 def table(kind: str, *, fused: bool = False) -> str:
-    """Return, as text, the storage rows of a `kind` of model in a Hugging Face checkpoint.
+    """Return, as text, the storage rows of a `kind` of model in a Hugging Face checkpoint; with `fused`, also rows for
+    tensors that any kind may have fused.
 
-    `kind` is written as `plain` returns it. The last row stores all other tensors under their own names. With `fused`
-    there are also rows of tensors that any kind may have fused.
+    `kind` is written as `plain` returns it. The last row stores all other tensors under their own names.
     """
     # Join rows that are written over several lines above: a table has one line per row.
     of_kind = BY_KIND.get(kind, "").replace(":\n    (", ": (")

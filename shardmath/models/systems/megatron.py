@@ -76,11 +76,13 @@ def megatron(
     vocab_multiple: int = 128,
     unknown: str = "refuse",
 ) -> Stored:
-    """Return a Stored that says how the `ranks` of a Megatron trainer store a model with this TransformerConfig.
+    """Return a Stored that says how the `ranks` of a Megatron trainer store a model with the TransformerConfig
+    `config`, given its parallel sizes and the options below.
 
-    `etp` is tp if not given, `vpp` the virtual stages of a rank, `spec` "te" or "local", `experts` "grouped",
-    "sequential" or "legacy", by the configuration if not given, `vocab` the vocabulary before padding, `unknown`
-    "refuse" or "replicate". Raises MeshError if ranks do not factor, StoreError if layers do not fit the stages.
+    `etp` is tp if not given, `order` the order of the axes, first fastest, `vpp` the virtual stages of a rank, `spec`
+    "te" or "local", `experts` "grouped", "sequential" or "legacy", by the configuration if not given, `vocab` the
+    vocabulary before padding, `unknown` "refuse" or "replicate". Raises MeshError if ranks do not factor, StoreError if
+    layers do not fit the stages.
     """
     fields = MegatronConfig(config)
     etp = tp if etp is None else etp

@@ -137,10 +137,10 @@ UNKNOWN = """
 
 
 def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = False) -> str:
-    """Return, as text, Megatron's storage rows for a layer `spec`, "te" or "local", and a form of routed `experts`.
+    """Return, as text, Megatron's storage rows for the layer `spec` ("te" or "local") and the form of routed `experts`;
+    with `unknown`, also for all other tensors.
 
-    `experts` is "grouped", "sequential" or "legacy"; `unknown` adds rows for all other tensors. Raises StoreError for
-    an unknown spec or form.
+    `experts` is "grouped", "sequential" or "legacy". Raises StoreError for an unknown spec or form.
     """
     known_spec = known(spec, tuple(SPECS))
     known_experts = known(experts, tuple(EXPERTS))

@@ -56,7 +56,7 @@ class MegatronConfig:
         self.fields = given if isinstance(given, Mapping) else vars(given)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of the field `name`; Megatron's default, or else `default`, if it is missing or None."""
+        """Return the value of the field `name`; Megatron's default, or else `default`, if it is missing or None."""
         value = self.fields.get(name)
         return DEFAULTS.get(name, default) if value is None else value
 
@@ -115,9 +115,10 @@ def logical_shapes(
     pattern: str | None = None,
     dtype: str = "float32",
 ) -> Shapes:
-    """Return the shape and dtype of every tensor, by logical name, of a Megatron model with this `config`.
+    """Return the shape and dtype of every tensor, by logical name, of a Megatron model with this `config` and `vocab`
+    words; if `tied`, without the output layer. `positions` is the number of learned positions, `pattern` a hybrid
+    model's modules, one letter per layer.
 
-    `positions` is the number of learned positions, `pattern` the modules of a hybrid model, one letter per layer.
     Raises StoreError for a letter that does not stand for a module.
     """
     return {

@@ -21,9 +21,8 @@ __all__ = ["divide_layers", "fill_sizes", "place_layers"]
 
 
 def divide_layers(layers: int, pp: int, *, spared: int = 0) -> list[int]:
-    """The number of layers on each of `pp` stages: equal, with one more on the last stages if some are left over.
-
-    The last `spared` stages never get one more; the stages before them do.
+    """List the number of layers on each of `pp` stages: equal, with a remainder added one by one to the last stages
+    before the final `spared` ones.
 
     >>> divide_layers(7, 4), divide_layers(7, 4, spared=1)
     ([1, 2, 2, 2], [2, 2, 2, 1])
@@ -42,14 +41,11 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """Return the Spot (stage, chunk, number) of each layer, whose number is that in the model, or in the chunk with
-    `renumber`.
+    """Return the Spot (stage, chunk, number) of each layer, if stage s has `counts[c * pp + s]` layers in its chunk
+    (virtual stage) c. Layers keep their numbers in the model or, with `renumber`, are numbered from 0 in each chunk.
 
-    Chunk c of stage s has `counts[c * pp + s]` layers.
-
-    A chunk is a virtual stage. Layers keep their numbers, or are numbered from 0 in each chunk (`renumber`). Raises
-    StoreError, with this fix, when `counts` have another length than pp times `chunks`, another sum than `layers`, or a
-    negative number.
+    Raises StoreError, with `fix` as advice, when `counts` have another length than pp times `chunks`, another sum than
+    `layers`, or a negative number.
 
     >>> place_layers([1, 0, 0, 2], layers=3, pp=2, chunks=2, renumber=True)[-1]
     Spot(coords={'pp': 1}, chunk=1, number=1)
@@ -69,9 +65,10 @@ def place_layers(
 
 
 def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -> dict[str, int]:
-    """Return the axis `sizes`, with the one that is None replaced by the size that makes their product `total`.
+    """Return the axis `sizes`, with None, if there is one, replaced by the size that makes their product `total`;
+    errors call the total's items `of`.
 
-    Raises MeshError if the others do not divide the total; `of` says in the message what it counts.
+    Raises MeshError if the others do not divide the total.
 
     >>> fill_sizes(8, {"pp": 2, "dp": None, "tp": 2})
     {'pp': 2, 'dp': 2, 'tp': 2}

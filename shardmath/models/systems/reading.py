@@ -34,7 +34,8 @@ _Named: TypeAlias = tuple[str, dict[str, int], _Shape]
 
 
 def read_logical(stored: Stored, natives: Shapes) -> dict[str, _Entry]:
-    """The shape and dtype of each logical tensor, by name, computed from `natives`, the tensors that one rank stores.
+    """Compute the shape and dtype of each logical (checkpoint) tensor, by name, from `natives`, the tensors that one
+    rank stores as `stored` declares.
 
     Raises StoreError for shapes that do not fit the side's numbers.
     """
@@ -54,7 +55,7 @@ class _Reader:
         self.found: dict[str, _Entry] = {}
 
     def read(self) -> dict[str, _Entry]:
-        """Return the shape and dtype of every logical tensor, by name. This uses the reader up."""
+        """Return the shape and dtype of every logical (checkpoint) tensor, by name. This uses the reader up."""
         conditional = [row for row in self.stored.rows if row.needs or row.lacks]
         reserved = {row.native.template(star=star) for row in conditional for star in STARS}
         # Until conditions are known, the open row at the end must not take what a conditional row may need.

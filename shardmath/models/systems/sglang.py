@@ -50,14 +50,14 @@ def sglang(
     stages: Sequence[int] | None = None,
     unknown: str = "refuse",
 ) -> Stored:
-    """Return a Stored that says how the `ranks` of an SGLang engine store a model with this `config`, once loaded.
+    """Return a Stored that says how the `ranks` of an SGLang engine store a loaded model with this Hugging Face
+    `config`, given its parallel sizes and the options below.
 
-    `config` is a Hugging Face configuration. `dp` are replicas, `attn_dp` the data parallelism of attention within tp
-    (`--dp-size` with `--enable-dp-attention`), `moe_dense_tp` and `dp_lm_head` as in SGLang's arguments, `whole_shared`
-    for an all-to-all backend with shared experts on each rank, `fused_shared` unless `--disable-shared-experts-fusion`,
-    `stages` the layers of each pipeline stage, SGLang's own choice if not given; `unknown` is "refuse" or "replicate".
-    Raises MeshError if ranks do not factor, StoreError if layers do not fit the stages, and for options that rows
-    cannot describe.
+    `dp` are replicas, `attn_dp` the data parallelism of attention within tp (`--dp-size` with `--enable-dp-attention`),
+    `moe_dense_tp` and `dp_lm_head` as in SGLang's arguments, `whole_shared` for an all-to-all backend with shared
+    experts on each rank, `fused_shared` unless `--disable-shared-experts-fusion`, `stages` the layers of each pipeline
+    stage, SGLang's own choice if not given; `unknown` is "refuse" or "replicate". Raises MeshError if ranks do not
+    factor, StoreError if layers do not fit the stages, and for options that rows cannot describe.
     """
     fields = Config(config)
     _check_options(fused_shared, moe_dense_tp, tp)

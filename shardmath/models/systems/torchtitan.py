@@ -127,7 +127,8 @@ def torchtitan(
     names: str = "0.3",
     unknown: str = "refuse",
 ) -> Stored:
-    """Return a Stored that says how the `ranks` of a torchtitan trainer store a model with this Hugging Face `config`.
+    """Return a Stored that says how the `ranks` of a torchtitan trainer store a model with this Hugging Face `config`,
+    given its parallel sizes and the options below.
 
     Sizes are as in torchtitan's ParallelDims; `stages` are the layers of each pipeline stage, `expert_dim` is the
     dimension of experts that FSDP2 cuts, 0 or 1, the version's choice if not given, `names` the version whose names
@@ -193,7 +194,8 @@ def _write(expert_dim: int, ep: int, names: str) -> str:
 
 
 def checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
-    """Return a Stored that says how a Hugging Face checkpoint, as one rank, stores the tensors that torchtitan has."""
+    """Return a Stored that says how a Hugging Face checkpoint (taken as one rank) stores torchtitan's tensors; `names`,
+    its tensors' names, select the rows."""
     side = hugging_face(config, names)
     return side.extended(HALVES) if Config(config).kind in TURNED else side
 

@@ -72,7 +72,8 @@ def vllm(
     draft: bool = False,
     unknown: str = "refuse",
 ) -> Stored:
-    """Return a Stored that says how the `ranks` of a vLLM engine store a model with this Hugging Face `config`.
+    """Return a Stored that says how the `ranks` of a vLLM engine store a model with this Hugging Face `config`, given
+    its parallel sizes and the options below.
 
     `ep` deals experts whole, by `placement`, with `redundant` copies of the first ones; `backend` is the experts'
     backend; `stages` are the layers of each pipeline stage, vLLM's own choice if not given; `processed` is the storage

@@ -243,7 +243,8 @@ def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
 
 @memo()
 def draft_table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """The storage rows of the draft model that predicts further tokens (MTP), in vLLM with the options in `form`."""
+    """Return the storage rows of the draft model that predicts further tokens (MTP), in vLLM with the options in
+    `form`, for a `kind` of model."""
     names = "model.layers.{m}.mtp_block.", "mtp.{m}."
     text = DRAFT + _write_layer(*names, kind, form)
     if form.unknown:
@@ -272,10 +273,8 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
-    """Return a storage table as text: the rows `attention` and `mlp`, under every name that models give such modules.
-
-    `native` and `logical` are prefixes of these names. With `scales`, the rows of block scales follow.
-    """
+    """Return a storage table as text: the rows `attention` and `mlp` for all names of such modules, with the prefixes
+    `native` (stored) and `logical`. With `scales`, the rows of block scales follow."""
     text = ""
     for modules, module_rows in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
@@ -295,10 +294,8 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """Return, as text, a `... = ...` row for each kind of module in a layer, for tensors that no other row describes.
-
-    `native` and `logical` are the layer's prefixes.
-    """
+    """Return, as text, a `... = ...` row for each kind of module in a layer, for tensors without another row; `native`
+    (stored) and `logical` are the layer's prefixes."""
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 

@@ -31,17 +31,18 @@ Found: TypeAlias = tuple[tuple[int, ...], dict[Members, Members]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CollectiveSide:
-    """The elements (box) and the local array (buffer) of each class of ranks, before or after a collective.
+    """The elements (a box) and the local array (a buffer) of each class of ranks, which hold the same, before or after
+    a collective.
 
-    The ranks of a class hold the same. Ranks outside the mesh hold `NOTHING`, as do those that hold no position of some
-    dimension.
+    Ranks outside the mesh hold `NOTHING`, as do those that hold no position of some dimension.
     """
 
     held: list[Holding]
     buffers: list[Buffer | None]
 
     def boxes(self, group: Members) -> list[Holding]:
-        """List the box of elements of each class of ranks (which hold the same) in `group`, a tuple of classes."""
+        """List the box of elements of each class of ranks (which hold the same) in `group`, a tuple of class
+        numbers."""
         return [self.held[member] for member in group]
 
 

@@ -26,7 +26,8 @@ Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """The boxes that ranks hold before and after a move, by class: ranks of a class hold the same before and after.
+    """The boxes of elements that ranks hold before and after a move, by class: ranks with equal boxes before, and equal
+    boxes after, are in one class.
 
     `number` is the class of each rank.
     """

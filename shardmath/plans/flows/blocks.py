@@ -72,7 +72,8 @@ class NumberedSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """The blocks of a plan as columns: holders, receivers, bytes, and a key (number of group and addend).
+    """The blocks of bytes of a plan as columns of a table: sets of holders and of receivers, bytes, and a number
+    (`key`) for group and addend.
 
     `key` numbers (group, addend), ascending; `group` has the group of each key. `wanted` sums the
     blocks by receivers and key: (set, key, bytes).

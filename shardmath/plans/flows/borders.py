@@ -67,7 +67,8 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """Return arrays (labels, blocks): pairs so that ranks with the label hold the block, and ranks with it need it."""
+    """Return arrays (labels, blocks): each pair of a label below `count` and a block that some rank with the label
+    holds and some rank with it needs."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
@@ -181,7 +182,8 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield Cuts around ranks of one label, such as a node: per direction, the worst one among labels with equal links.
+    """Yield the worst Cut in each direction (bytes enter, or leave) among sets of ranks with one `label`, such as a
+    node, whose links are equal.
 
     The worst Cut has the most bytes that must enter, or leave.
     """

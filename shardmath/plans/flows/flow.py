@@ -59,9 +59,8 @@ class Level(NamedTuple):
 def shares(
     lengths: Sequence[int], holders: Sequence[Holders], nodes: Mapping[int, int] | None = None
 ) -> list[list[int]]:
-    """Return, for each line i of `lengths[i]` bytes, how many each of `holders[i]` sends, so that loads are balanced.
-
-    Returns, for each line, the bytes that each of its holders sends.
+    """Return how many bytes each holder sends, so that loads are balanced: item i lists, for the ranks `holders[i]`,
+    their shares of `lengths[i]` bytes. With `nodes` (rank -> node), loads of nodes are balanced too.
 
     `lengths` are bytes, 0 or more; `holders` are one or more distinct ranks, ascending. A rank's
     load is its load in `find_levels`, rounded down or up, and no integer loads, sorted from the largest,

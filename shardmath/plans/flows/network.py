@@ -51,10 +51,8 @@ class Subnetwork(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Sinks (takers) of one load, `nbytes / weight`, and what each takes of lines that several share, times `weight`.
-
-    `sent[sink][line]` is the amount that the sink takes of the line.
-    """
+    """Sinks (takers) of one load, `nbytes / weight`; of a line of bytes that several sinks share, a sink takes
+    `sent[sink][line] / weight` bytes."""
 
     nbytes: int
     weight: int
@@ -63,7 +61,8 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """Share the bytes of `network` among its sinks (takers) as evenly as possible; yield a Leaf per set of equal load.
+    """Share the bytes of `network` among its sinks (takers) as evenly as possible; yield a Leaf per set of equal load;
+    with `top`, only for the highest loads.
 
     If `top`, only the highest load of each connected part. Uses the network up.
     """

@@ -33,10 +33,10 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """List, for each line (bytes of the same holders), how many others relay, so that a holder sends about `target`.
+    """List how many of the `copies[i]` bytes of each line (bytes with equal holders) others must send, so that the
+    holders `held[i]` send about `target` each.
 
-    A holder may send more if its lines cannot be shortened. Line i sends `copies[i]` bytes and cannot go below
-    `once[i]`.
+    A holder may send more if its lines cannot be shortened. At least `once[i]` bytes of line i are left to its holders.
     """
     remaining = list(copies)
     for _ in range(CORRECTIONS):

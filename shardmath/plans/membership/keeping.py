@@ -44,10 +44,10 @@ class MembershipChange(NamedTuple):
 
 
 def compare(part: RankProgram, plan: object) -> MembershipChange | None:
-    """Find which ranks have left, and which have come back, between the plan of `part` and `plan`; None if unrelated.
+    """Find which ranks left, and which came back, between the plan of `part` and `plan`; None if the plans are
+    unrelated, or if the part's rank had left.
 
-    None, too, if the part's own rank had left. A program is not related to a plan: a rank that leaves may have relayed
-    bytes for others.
+    A program is not related to a plan: a rank that leaves may have relayed bytes for others.
     """
     before = part.plan
     if part.pace is None or not isinstance(before, Plan) or not isinstance(plan, Plan):
@@ -83,10 +83,8 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
 
 
 def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
-    """Adapt one rank's `part` to `plan`, the same plan after ranks left or came back; None if nothing can be kept.
-
-    `pace` has the limits of messages in the new plan.
-    """
+    """Adapt one rank's `part` to `plan`, its plan after ranks left or came back, with the message limits `pace`; None
+    if nothing can be kept."""
     change = compare(part, plan)
     if change is None or part.pace is None or not part.pace.is_like(pace):
         return None

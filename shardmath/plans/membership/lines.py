@@ -30,9 +30,10 @@ __all__ = ["drop_receivers"]
 
 
 def drop_receivers(demands: Demands, left: frozenset[int], batches: Sequence[int]) -> Demands:
-    """Return `demands` without the bytes for the ranks `left`, which hold nothing that other ranks need.
+    """Return `demands` without the bytes for the ranks `left`, which send nothing to others; batches with a number in
+    `batches` stay, renumbered from 0.
 
-    `batches` are the numbers, ascending, of the batches that stay; they are renumbered from 0.
+    `batches` is ascending.
     """
     staying = [_drop_ranks(ranks, left) for ranks in demands.sets]
     size = lengths(staying)

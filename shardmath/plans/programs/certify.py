@@ -40,7 +40,8 @@ __all__ = ["certify", "crossing_bytes", "find_running", "list_blocks"]
 
 
 def certify(plan: Plan | Program, topology: Topology | None = None) -> Certificate:
-    """Compare the estimated time of a plan or program with a bound that no schedule can beat; return a Certificate.
+    """Compare the estimated time of a plan or program on `topology` (default: its own) with a bound that no schedule
+    can beat; return a Certificate.
 
     The certificate has the bound, the time, their ratio, and the ranks that force the bound. A plan has the
     time of the program that runs when it is compiled. A program runs on its own topology, a plan on the given
@@ -61,7 +62,8 @@ def _find_least(plan: Plan, lines: Demands, topology: Topology) -> tuple[float, 
 
 
 def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None = None) -> int:
-    """Return the number of bytes that ranks send to ranks of other nodes when a plan or a program runs.
+    """Return the number of bytes that ranks send to ranks of other nodes of `topology` (default: its own) when a plan
+    or a program runs.
 
     A byte that crosses twice counts twice. Arguments and errors are as in `certify`. An adjoint has
     the same number as its plan, in the other direction.
@@ -75,7 +77,8 @@ def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None 
 
 
 def find_running(plan: object, topology: Topology | None) -> Program:
-    """Return `plan` if it is a Program, else a Program that sends the plan's transfers straight from their senders.
+    """Return `plan` if it is a Program, else a Program for `topology` that sends the plan's transfers straight from
+    their senders.
 
     Limits of such a Program are not computed. Raises PlanError as `certify` does.
     """

@@ -49,7 +49,8 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Return whether this Pace and `other` cut the same transfers into the same messages, between common ranks."""
+        """Return whether this Pace and `other` are sure to cut the transfers between common ranks into the same
+        messages."""
         if self == other:
             return True
         # If all streams go in one turn, the other ranks make no difference.
@@ -74,7 +75,8 @@ def most_peers(transfers: Iterable[Transfer]) -> int:
 def set_pace(
     ranks: tuple[int, ...], *, peers: int, max_inflight_bytes: int, by_addend: bool
 ) -> Pace:
-    """Choose a Pace (message size, and peers at once) that keeps every rank within `max_inflight_bytes`.
+    """Choose a Pace (message size, and peers at once) that keeps each of `ranks`, with at most `peers` peers, within
+    `max_inflight_bytes`. With `by_addend`, addends are sent one after the other.
 
     `ranks` are the plan's ranks; `peers` is the largest `most_peers` of any rank. Raises ExchangeError
     if the limit has no room for a message of `ALIGNMENT` bytes in each direction.

@@ -41,10 +41,10 @@ __all__ = ["find_legs"]
 def find_legs(
     plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
-    """Yield one Legs (the bytes that ranks send in each hop) for `plan`, or nothing if `relays` makes no difference.
+    """Yield the Legs (bytes that ranks send in each hop) of `plan` on nodes of `per_node` ranks; nothing if `relays` is
+    true but would change nothing. With `by_node`, the ranks of a node share the bytes that enter it.
 
-    With `by_node`, the ranks of a node share the bytes that enter it. Yields nothing if `relays` would shed nothing:
-    the legs would equal those without relays.
+    Relays that shed nothing change nothing: the legs would equal those without relays.
     """
     empty = np.zeros(0, np.int64)
     no_bands = Bands(*[empty] * 10)

@@ -34,7 +34,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """Parts (bands) of blocks of bytes, which reach nodes on different routes, and holders' shares in the first hop.
+    """Parts (bands) of blocks of bytes, each with its route to the nodes, and the shares of bytes that holders send in
+    the first hop.
 
     Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
     node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight
@@ -105,10 +106,8 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """Count, for each band i (a part of block number `block[i]`), the nodes that get it straight from holders.
-
-    `groups[b]` has an entry for each node of block b.
-    """
+    """Count, for each band i (a part of block number `block[i]`), the nodes that get it straight from holders;
+    `groups[b]` has an item per node of block b."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]

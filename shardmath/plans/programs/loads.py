@@ -170,7 +170,8 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
 
 
 def sum_round_loads(prog: Program) -> Loads:
-    """Return bytes per round as an array: (phase, slot, turn) of the round, rank, link (in or out, near or far).
+    """Return an array of bytes by round (three axes: addend, slice, group of peers), rank, and link (in or out, inside
+    or between nodes).
 
     Bytes are exact, slice by slice. The latest loads are cached with the legs: a program that is scheduled is often
     certified and proved next.
@@ -313,7 +314,8 @@ def _code_ends(
 
 
 def estimate_seconds(where: Topology, loads: Loads) -> float:
-    """Estimate the seconds of rounds in sequence, with bytes `loads`: each takes its fullest link's time and a latency.
+    """Estimate the seconds that rounds with bytes `loads` take one after the other on the cluster `where`: each takes
+    its fullest link's time plus a latency.
 
     `loads` are bytes by (..., rank, link).
     """
@@ -333,9 +335,10 @@ def _time_links(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
-    """Return an array (phase, slot, turn, 2): the seconds when each round begins and ends; empty rounds take no time.
+    """Return when each round begins and ends, in seconds: an array with the axes addend, slice and group of peers,
+    which number the round, and (begin, end).
 
-    The last round ends at the time of `estimate_seconds`.
+    Empty rounds take no time. The last round ends at the time of `estimate_seconds`.
     """
     by_round = _time_links(where, loads)
     lasting = by_round + where.latency_s * (by_round > 0)
@@ -344,7 +347,8 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
-    """Estimate the seconds if each hop is cut into `slots` equal parts, and hop i + 1 runs one part behind hop i."""
+    """Estimate the seconds that `loads` take if each hop is cut into `slots` equal parts, and hop i + 1 runs one part
+    behind hop i."""
     total = 0.0
     few = min(slots, LEGS)
     for slot in range(few + LEGS - 1):

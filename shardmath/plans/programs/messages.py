@@ -141,10 +141,8 @@ def itemsize_of(t: Transfer) -> int:
 def make_message(
     step: Step, src_rank: int, dst_rank: int, leg: int, pieces: Sequence[Transfer]
 ) -> Message:
-    """Make a Message of `pieces`, one after the other, each aligned to the size of its elements.
-
-    `step` and `leg` say in which round and hop it is sent.
-    """
+    """Make a Message of `pieces`, one after the other, each aligned to its element size, for the round `step` (phase,
+    slot, turn) and the hop `leg`."""
     starts = []
     end = 0
     for piece in pieces:

@@ -51,7 +51,8 @@ Slices = tuple[slice, ...]
 
 
 class LocalTensor(NamedTuple):
-    """A tensor that a rank stores under a local name: the name of the whole tensor, and its layout (or window)."""
+    """A tensor that a rank stores under a local name: the name of the whole tensor, and the layout of the whole or of
+    one window (part) of it."""
 
     tensor: str
     layout: Layout
@@ -91,9 +92,10 @@ class RankProgram:
         return len(self.rounds) + 2
 
     def list_torn(self, begun: int | None) -> tuple[str, ...]:
-        """Return local names of destination tensors that may be partly written once `begun` of the steps have begun.
+        """Return the local names of destination tensors that may be partly written once `begun` of the rank's steps
+        have begun (at any time if None).
 
-        `begun` is more than `steps` when everything is done. None stands for any number of steps.
+        `begun` is more than `steps` when everything is done.
         """
         filled = {work.key for work in self.fills}
         divided = {work.key for work in self.divisions}
@@ -180,11 +182,11 @@ class Outline:
     def part(
         self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
     ) -> RankProgram:
-        """Make the rank's RankProgram; the transfers of a plan are cut into messages by limits that all ranks share.
+        """Make the rank's RankProgram; a plan's transfers are cut into messages by limits that follow from `peers`, the
+        most of any rank, and `max_inflight_bytes`. With `by_addend`, one addend goes after the other.
 
-        `peers` is the largest of any rank's. With `by_addend` one addend goes after the other, which
-        a plan needs if otherwise some rank's part does not keep their order. The limit applies to a
-        plan; a program has its own. Raises ExchangeError if the limit has no room for a message.
+        A plan needs `by_addend` if otherwise some rank's part does not keep the order of addends. The limit applies to
+        a plan; a program has its own. Raises ExchangeError if the limit has no room for a message.
         """
         rounds = self.rounds
         pace = None
@@ -240,7 +242,8 @@ def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
 def make_parts(
     plan: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
 ) -> tuple[RankProgram, ...]:
-    """Make the RankProgram of every rank; a plan's transfers are cut into messages by limits that all ranks share."""
+    """Make every rank's RankProgram, by ascending rank; a plan's transfers are cut into messages within
+    `max_inflight_bytes`, by limits that all ranks share."""
     outlines = [outline_part(plan, rank) for rank in plan.ranks]
     peers = max((outline.peers for outline in outlines), default=0)
     # One addend after the other takes more rounds, so it is done only if the order requires it.

@@ -86,9 +86,10 @@ class Program:
         return f"assumed {nodes}" if self.assumes_nodes else nodes
 
     def svg(self, *, tensor: str | None = None) -> str:
-        """Draw the program as an SVG document: a tensor before and after, and bytes sent, relays included.
+        """Draw the program as an SVG document: `tensor` (default: the first) before and after, and the bytes sent,
+        relayed ones included.
 
-        `tensor` is the one drawn (default: the first). Raises PlanError for one that the plan does not have.
+        Raises PlanError for a tensor that the plan does not have.
         """
         return svg(self, tensor=tensor)
 
@@ -258,9 +259,10 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes from rank to rank) into Slices, with time slots to which `list_slices` adds a delay.
+    """Cut `streams` (bytes from rank to rank) into Slices with time slots, without the delay of each hop and line
+    (bytes with equal holders).
 
-    The delay depends on the hop and the line (bytes with equal holders) of a stream.
+    `list_slices` adds the delay.
     """
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = prog.legs.lines.blocks.owners_of(streams.block)
@@ -367,10 +369,11 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return a number which, modulo the number of turns, is the turn in which two ranks exchange bytes in hop `leg`.
+    """Return the turn (group of peers), modulo the number of turns, in which two ranks exchange bytes in hop `leg`;
+    their positions sum to `places`.
 
-    A turn is a group of peers. `places` is the sum of the places of the two ranks among all `ranks` ranks. With 2 *
-    `ranks` turns a rank has one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
+    Positions are among all `ranks` ranks. With 2 * `ranks` turns a rank has one peer in each turn; with 2 * `ranks`
+    turns for each leg, one peer and one leg.
     """
     return places + 2 * ranks * (leg - 1)
 

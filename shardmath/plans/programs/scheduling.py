@@ -92,8 +92,8 @@ def schedule(
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
-    """Divide `plan` into rounds of messages for the cluster `topology` (default: the plan's own), and return them as a
-    Program.
+    """Return a Program: `plan` divided into rounds of messages for the cluster `topology` (default: the plan's own).
+    With `fanout` "node", a byte enters each node once; "none" sends straight; "auto" picks the estimated fastest way.
 
     Without either it assumes nodes of 8 ranks: its repr and `show` say so, and it has no certificate.
     Compiling the program runs it as it is; compiling the plan itself runs `as_planned(plan)`.
@@ -205,7 +205,8 @@ class _Undivided(NamedTuple):
 
     @property
     def by_rank(self) -> Ints:
-        """The bytes that each rank sends and receives in each phase, over all hops, as an array (phase, rank)."""
+        """The bytes that each rank sends and receives in each phase (number of the addend), over all hops, as an array
+        (phase, rank)."""
         total: Ints = self.loads.sum(axis=(1, 3))
         return total
 

@@ -43,10 +43,11 @@ class Stretches(NamedTuple):
 
 
 class StretchParts(NamedTuple):
-    """Parts of stretches (bytes between ranks): part i is the same elements in `copies[i]` consecutive tensors.
+    """Parts of stretches (bytes between ranks): part i is elements lo[i]..hi[i]-1 of a unit (elements that move
+    together) in `copies[i]` consecutive tensors.
 
-    It belongs to stretch number `stretch[i]`, and is elements lo..hi-1 of the unit of row `row[i]`. The first of the
-    tensors has number `tensor[i]` in its batch.
+    It belongs to stretch number `stretch[i]`, and its unit to row `row[i]`. The first of the tensors has number
+    `tensor[i]` in its batch.
     """
 
     stretch: Ints

@@ -32,10 +32,8 @@ Pair: TypeAlias = tuple[Layout, Layout]
 
 
 def count_common(pairs: Mapping[Pair, int], ranks: Ints) -> Ints:
-    """Count the bytes that `ranks[i]` at the source and `ranks[j]` at the destination both hold: an array (i, j).
-
-    `pairs` says how many tensors have each pair of windows.
-    """
+    """Return an array (i, j) of the bytes that `ranks[i]` at the source and `ranks[j]` at the destination both hold;
+    `pairs` counts tensors by pair of windows."""
     common = np.zeros((len(ranks), len(ranks)), np.int64)
     for shared in _compare(pairs, ranks):
         _add(common, shared)
@@ -65,7 +63,8 @@ class _Shared(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """A dict key, equal for equal ranks on both sides in equally numbered classes (ranks that hold the same)."""
+        """A dict key; keys are equal if both sides have equal ranks, in equally numbered classes (ranks that hold the
+        same)."""
         columns = *self.rows[:2], *self.columns[:2]
         return tuple(column.tobytes() for column in columns)
 

@@ -113,12 +113,12 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 
 def relabel(src: Side, dst: Side) -> Relabeling:
-    """Return the renumbering of the ranks of `dst`, a Relabeling, with which a plan from `src` moves the fewest bytes.
+    """Find the renumbering of the ranks of `dst` with which a plan from `src` moves the fewest bytes, while addends of
+    a Partial destination stay in place.
 
-    `src` and `dst` are as in `plan`. If the destination is Partial, only renumberings that leave its
-    addends in place are considered. `saving`, in bytes, is exact. The search takes 16 bytes
-    of memory per pair of destination ranks. Raises PlanError if names, shapes, dtypes or reductions
-    differ, and if scipy is needed and not installed.
+    `src` and `dst` are as in `plan`. `saving`, in bytes, is exact. The search takes 16 bytes of memory per pair of
+    destination ranks. Raises PlanError if names, shapes, dtypes or reductions differ, and if scipy is needed and not
+    installed.
     """
     pairs = _count_pairs(src, dst)
     ranks = _list_ranks(pairs)
