@@ -68,8 +68,8 @@ class Broadcast:
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The rounds in which this rank would send and receive messages by its plan, for records of a move; in fact,
-        tensors are broadcast."""
+        """The rounds of messages that the plan has for this rank, as records of a move show them, though this engine
+        broadcasts tensors instead."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:

@@ -91,8 +91,8 @@ class _Long(NamedTuple):
     answer: Callable[[], _Pending] | None = None
 
     def wait(self) -> None:
-        """Wait until all parts of this long message have been received or sent; a receiver then sends its answer.
-        Raises PeerFailure."""
+        """Wait until this long message is complete; its receiver then sends a byte in answer, for which its sender
+        waits. Raises PeerFailure."""
         for part in self.parts:
             part.wait()
         if self.answer is not None:
@@ -128,7 +128,7 @@ class GlooWire:
 
     def begin(self, turn: int, patience: float | None = None) -> None:
         """Tag messages from now on with `turn`, the number of the operation that they belong to, and wait at most
-        `patience` seconds for each; None: the default time."""
+        `patience` seconds for each (None: as long as the wire was made with)."""
         self._tag = OURS + turn % TURNS * STEPS
         self._patience = self._default_patience if patience is None else patience
         self._is_late = patience is not None
@@ -180,8 +180,8 @@ class GlooWire:
         """Do nothing: a message that was waited for has arrived."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Send `record` to all ranks, and return a list of all ranks' records, in the group's order; all have one size.
-        Raises PeerFailure.
+        """Send `record`, of the same size on all ranks, to all ranks; return a list of all ranks' records, in the
+        group's order. Raises PeerFailure.
 
         Waits `patience` seconds; None for the turn's.
 

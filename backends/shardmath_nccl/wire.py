@@ -116,7 +116,8 @@ def _check_offered(group: compat.Group) -> None:
 
 
 class NcclWire:
-    """The connections of an NCCL group; a wait fails if no batch of messages is done within `patience` seconds."""
+    """The connections of an NCCL group; waiting on the host fails if `patience` seconds pass and no started batch of
+    messages completes."""
 
     def __init__(self, group: compat.Group, patience: float) -> None:
         _check_handling()
@@ -130,7 +131,7 @@ class NcclWire:
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """The device that the group is bound to, or the one that was current when this was first read: a group has one
+        """The device that the group is bound to, or else the one that was current at the first read. A group has one
         communicator per device."""
         return compat.device_of(self._group)
 
@@ -176,8 +177,8 @@ class NcclWire:
         self._started_batches.popleft()
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Send `record` to all ranks, and return a list of all ranks' records, in the group's order; all have one size.
-        Raises PeerFailure."""
+        """Send `record`, of the same size on all ranks, to all ranks; return a list of all ranks' records, in the
+        group's order. Waits at most `patience` seconds (None: as set by `begin`). Raises PeerFailure."""
         if patience is None:
             patience = self._patience
         self._meet(patience)

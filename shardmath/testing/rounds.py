@@ -29,10 +29,10 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """Counts of a simulated run: different values of `step` in messages, the most rounds of any rank, and the most
-    messages and bytes that a rank posts in one round.
+    """Counts of a simulated run: how many different program steps (`steps`), and the most rounds, messages per round,
+    and bytes per round (`staged`) of any rank.
 
-    A round's messages and bytes (`staged`) are those that its rank sends and receives, together.
+    A round's messages and bytes are those that its rank sends and receives, together.
     """
 
     steps: int
@@ -57,8 +57,8 @@ _Waits: TypeAlias = dict[tuple[int, int], dict[int, int]]
 
 
 def walk(rounds: Rounds) -> Walk:
-    """Simulate ranks that work through their `rounds` (groups of messages posted together), each waiting for a round to
-    end before the next; return the run's counts as a Walk.
+    """Simulate ranks that send and receive `rounds` (by rank: groups of messages posted together), one group after the
+    other; return the run's counts as a Walk.
 
     Raises PlanError for a message that contradicts its pieces, if the two ends of a message differ
     in step, leg, bytes or pieces, if one of them is missing, and for a deadlock.

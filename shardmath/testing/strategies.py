@@ -103,8 +103,8 @@ _block_sizes = st.integers(1, 3)
 
 @st.composite
 def runs(draw: Draw, most: int = 12) -> Runs:
-    """A hypothesis strategy for Runs (positions of a dimension in the order in which a rank holds them): ranges below
-    `most`, in any order, some after a hole."""
+    """A hypothesis strategy for Runs, positions of a dimension in the order in which a rank holds them: ranges below
+    `most` in any order, some preceded by holes (local positions without an element)."""
     positions = st.integers(0, most)
     any_cuts = st.sets(positions, max_size=6)
     cuts = sorted(draw(any_cuts))
@@ -121,8 +121,8 @@ def runs(draw: Draw, most: int = 12) -> Runs:
 
 @st.composite
 def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
-    """A hypothesis strategy for meshes of up to three axes and `most` ranks: consecutive from `first` (drawn if not
-    given), but in any order."""
+    """A hypothesis strategy for meshes of up to three axes and `most` ranks, which are consecutive numbers from `first`
+    on (drawn if None), sometimes shuffled."""
     any_sizes = st.lists(_axis_sizes, max_size=3)
     few_ranks = any_sizes.filter(lambda sizes: math.prod(sizes) <= most)
     sizes = draw(few_ranks)
@@ -208,10 +208,10 @@ def layouts(
     dtype: str = "float64",
     overlap: bool = True,
 ) -> Layout:
-    """A hypothesis strategy for layouts, of drawn `shape` and `mesh` unless given, that put every element on some rank;
-    some have holes (positions without an element).
+    """A hypothesis strategy for layouts of `dtype` that put every element on some rank; `shape` and `mesh` are drawn if
+    None. Some axes may be Partial by `op`, if given; parts overlap only if `overlap`.
 
-    Some axes are Partial(op) if op is given.
+    Some layouts have holes (local positions without an element).
     """
     if shape is None:
         shape = draw(shapes())
@@ -291,8 +291,8 @@ OPERATIONS = (None, None, None, "sum", "max", "avg")
 def pairs(
     draw: Draw, ops: tuple[str | None, ...] = OPERATIONS, count: int = 2, overlap: bool = True
 ) -> tuple[Layout, ...]:
-    """A hypothesis strategy for tuples of `count` layouts of one shape, on equal, overlapping or disjoint meshes; axes
-    may be Partial, by one of `ops` (None: none is)."""
+    """A hypothesis strategy for tuples of `count` layouts of one shape, on equal, overlapping or disjoint meshes. Some
+    axes may be Partial by an operation drawn from `ops` (None: no axis is); parts overlap only if `overlap`."""
     shape = draw(shapes())
     op = draw(st.sampled_from(ops))
     first = draw(meshes(first=0))
@@ -309,8 +309,8 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """Draw a source layout, a destination layout with several copies of the tensor, each on other ranks, and a tuple of
-    all ranks of some copies.
+    """A hypothesis strategy for a source layout, a destination layout in which disjoint sets of ranks hold several
+    copies of the tensor, and a tuple of all ranks of one or more copies.
 
     Both layouts have one shape. No rank of those copies is in the source layout, and the other ranks still reduce in
     the same way.
@@ -371,8 +371,8 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
-    """A hypothesis strategy that cuts the tensor of `layout` in two along every dimension, and draws a tuple of
-    layouts, one per box, with only its elements."""
+    """A hypothesis strategy that cuts a tensor in two along every dimension, and gives a tuple of layouts, one per box
+    that results: `layout` with only the box's elements."""
     sides = []
     for n in layout.shape:
         cut = draw(st.integers(0, n))

@@ -35,8 +35,8 @@ Case = tuple[Transform, Layout, Layout, int]
 
 
 def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check that `transform` obeys TRANSFORM_LAWS, above all that its results for parts are parts of the whole result,
-    on a tensor drawn by `seed` with layouts `src` and `dst`. Raises AssertionError."""
+    """Check that `transform` obeys TRANSFORM_LAWS (for example: transforming a part gives a part of the transformed
+    whole), on a tensor drawn by `seed`, from layout `src` to layout `dst`. Raises AssertionError."""
     for law in TRANSFORM_LAWS:
         law(transform, src, dst, seed)
 
@@ -200,11 +200,12 @@ def transform_cases(
     dst: str,
     dst_shape: tuple[int, ...] | None = None,
 ) -> Case:
-    """A hypothesis strategy for arguments of `check_transform`: `transform`, two layouts that cut no block (elements
-    computed together) unless it spans a dimension, and a seed. The layouts have `shape` (at the destination
-    `dst_shape`, if given), and the dtypes `src` and `dst`.
+    """A hypothesis strategy for the arguments of `check_transform`: `transform`, two layouts that keep its blocks
+    (elements computed together) whole, and a seed. The tensor has `shape` and dtype `src` at the source, `dst_shape`
+    (default: `shape`) and dtype `dst` at the destination.
 
-    Parts may be strided, block-cyclic, permuted, empty, held by several ranks, and next to holes.
+    Blocks that span a dimension may be cut. Parts may be strided, block-cyclic, permuted, empty, held by several ranks,
+    and next to holes.
     """
     ends = Form(shape, src), Form(shape if dst_shape is None else dst_shape, dst)
     first = draw(_legal_layouts(transform, *ends, "source"))

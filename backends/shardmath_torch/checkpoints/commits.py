@@ -131,8 +131,8 @@ def _is_open_as(file: Path, handle: int) -> bool:
 
 
 def make_count(held: Claim, text: bytes) -> None:
-    """Commit the save `held`: replace the folder's `.metadata` by a file with the content `text`, in one step (in an
-    object store, if the service writes whole objects).
+    """Commit the save `held`: replace the folder's `.metadata` by a file with the content `text`, atomically (in an
+    object store, only if the service writes whole objects).
 
     Raises CheckpointError, and changes nothing, if another process has removed the draft.
     """
@@ -169,10 +169,10 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove the drafts and other files that saves that crashed, failed or were replaced have left in `folder`.
+    """Remove the files that dead saves (crashed, failed or replaced) have left in `folder`: all their drafts of
+    `.metadata`, and with `share` (i, n), of their other files those whose names fall to rank number i of n.
 
-    With `share` (i, n), of the other files only those whose names fall to rank number i of n. In an object store, the
-    files of a save that still has a draft stay.
+    In an object store, the files of a save that still has a draft stay.
     """
     files = _list_ours(folder)
     saves = {save for _, save in files}

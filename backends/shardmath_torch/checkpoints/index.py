@@ -134,9 +134,8 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Check `found`, an untrusted record of bytes that differ per rank, and return it as {name: {rank: name under which
-    the rank's bytes are stored}}. Raises CheckpointError if `tensors` lacks a stored name, or no rank has bytes of a
-    name."""
+    """Check `found`, an untrusted record of bytes that differ per rank; return a dict from name to a dict from rank to
+    the stored name of its bytes. Raises CheckpointError if a stored name is not in `tensors`, or a name has no rank."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():

@@ -125,12 +125,13 @@ class Reader(storage.StorageReader):
 
     @property
     def touched(self) -> bytes | None:
-        """Flags, as compressed bytes: for each chunk (part of a stored box that has a checksum), whether this rank
-        reads it; None if no checksums are checked."""
+        """Flags, compressed to send them: for each chunk (part of the data with a checksum), whether this rank reads
+        it; None if there are no checksums to check."""
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
-        """Choose the chunks that rank number `rank` checks, of those that it reads; `packed` has all ranks' `touched`.
+        """Of the chunks that this rank reads, choose those that it checks, as rank number `rank`, so that others check
+        the rest; `packed` has `touched` of all ranks.
 
         From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """
@@ -266,8 +267,8 @@ class _Read(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The bytes to read as (first, end), counted from the start of the stored box in the file; the end is
-        excluded."""
+        """The range of bytes to read, as (first, one past the last), counted from the first byte of the stored box
+        (part of a tensor in the file)."""
         base = self.box.start
         return self.strided.start - base, self.stop - base
 

@@ -67,8 +67,9 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError, which ends in `fix`, if two tensors in `keys`, a mapping from tensor name to names of
-    local tensors, share a local name. A tensor `w[0]` and the first layout (window) of a tensor `w` do."""
+    """Raise CheckpointError, which advises `fix`, if two tensors have a local tensor of the same name; `keys` has the
+    local names of each tensor. For example, a tensor `w[0]` conflicts with the first layout (window) of a tensor
+    `w`."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
@@ -86,7 +87,8 @@ def _check_bytes_apart(side: Mapping[str, Windows], blobs: Iterable[str]) -> Non
 
 
 class SavePlanner(theirs.SavePlanner):
-    """A save planner for torch.distributed.checkpoint: ranks that hold tensors under `layouts` write each element once.
+    """A save planner for torch.distributed.checkpoint: of the ranks that hold an element under `layouts`, exactly one
+    writes it.
 
     The state dict holds this rank's local tensors, by local buffer key, and its bytes, by name. Raises CheckpointError
     for a Partial tensor, ExchangeError for local tensors that do not fit, PlanError for elements that no rank holds.
@@ -115,8 +117,8 @@ class SavePlanner(theirs.SavePlanner):
         self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """Return a plan of the boxes that this rank writes, and in `planner_data` a report, so that ranks can check
-        that they agree."""
+        """Return a plan of the boxes (parts of tensors) that this rank writes; its `planner_data` is a report, which is
+        compared with other ranks' reports to check that they agree."""
         moved = to_disk(self._windows)
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
@@ -351,8 +353,8 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError unless each of `paths` (keys in nested dicts and lists, by tensor name) is its name split
-    at dots, and no two of them conflict."""
+    """Raise CheckpointError unless each of `paths` (tuples of keys of nested dicts and lists, by tensor name) is a name
+    in `names`, split at dots, and no two paths conflict."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)

@@ -153,8 +153,8 @@ class Amaxes:
             yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """Return the amaxes that `rank` sends, as {name: array} with the names in `list_local`: from its measured
-        amaxes `own`, the ones for blocks that some rank holds only in part. For NVFP4, the whole tensor counts as a
+        """Return the amaxes that `rank` sends, out of its measured ones (`own`), as a dict from a name in `list_local`
+        to an array: the amax of each block that some rank holds only in part. For NVFP4, the whole tensor counts as a
         block, too.
 
         Raises PlanError.
@@ -167,8 +167,8 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the format for `cast`, and an array of the final amax of each block that `rank` holds numbers of: the
-        block's largest in `own` and `arrived`.
+        """Return the last two arguments of `cast` for `rank`: the format, with the whole tensor's amax if NVFP4 needs
+        it, and an array of each block's largest amax in `own` and `arrived`.
 
         `own` has the rank's measured amaxes, `arrived` its received slots by local name. Raises PlanError.
         """
@@ -185,11 +185,10 @@ class Amaxes:
         return _with_tensor_amax(self.format, tensor_amaxes), amax
 
     def cast(self, rank: int, x: Floats, format: Format, amax: Floats) -> tuple[Array, ...]:
-        """Quantize `x`, the local array of `rank`; return a tuple of its data, scales and any other parts, divided as
-        the plan's `layouts` say.
+        """Quantize `x`, the local array of `rank`, with the `format` and `amax` that `settle` returned; return a tuple
+        of its data, scales and any other parts, divided as the plan's `layouts` say.
 
-        `format` and `amax` are as `settle` returns them. Results equal slices of the quantized whole tensor. Raises
-        PlanError.
+        Results equal slices of the quantized whole tensor. Raises PlanError.
         """
         part = self._find_part(rank)
         packed = self._read(rank, x)
@@ -224,8 +223,8 @@ class Amaxes:
         return [key for key, _ in windows.locals(self.name, rank)]
 
     def count_blocks(self, rank: int) -> tuple[int, ...]:
-        """Return the number of blocks of which `rank` holds numbers, in each dimension: the shape of its measured
-        amaxes."""
+        """Return, for each dimension, how many blocks `rank` holds numbers of: the shape of the array that `measure`
+        returns."""
         return self._find_part(rank).shape
 
     def count_slots(self, end: str, rank: int) -> int:

@@ -49,8 +49,8 @@ class PartStretches(NamedTuple):
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Divide the part into boxes; yield each as slices of the tensor, and as slices of an array of only the part's
-        positions. Ranges are cut in two at their first border between blocks of these `sizes`."""
+        """Divide the part into boxes, and yield each as two tuples of slices: of the tensor, and of an array that has
+        only the part's positions. Ranges are cut in two at their first border between blocks of these `sizes`."""
         placed = map(_place_stretches, self.dims, sizes)
         for box in itertools.product(*placed):
             in_tensor, in_part = zip(*box, strict=True)

@@ -34,8 +34,8 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """The amaxes (largest magnitudes of blocks) that a rank sends and receives: their numbers (slots), and the indices
-    of their blocks among all that the rank touches.
+    """The amaxes (largest magnitudes of blocks) that a rank sends and receives: their slots (numbers among all amaxes
+    exchanged), and the indices of their blocks among those that the rank touches.
 
     A slot is the number of one rank's amax of one block. The rank sends slots `sent`, filled with the amaxes of its
     touched blocks at `sources`; and receives slots `received`, which belong to its touched blocks at `targets`. Slot
@@ -49,8 +49,8 @@ class Share(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The number of amaxes (largest magnitudes of blocks) that ranks exchange (`size`), and a list of Shares: which of
-    them each rank's part sends and receives."""
+    """The number of amaxes (largest magnitudes of blocks) that ranks exchange (`size`), and a list with a Share per
+    rank's part: those that it sends and receives."""
 
     size: int
     shares: list[Share]
@@ -64,8 +64,9 @@ class _BlockNumbers(NamedTuple):
 
 
 def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
-    """Number the amaxes that `parts` must exchange; return their count, and for each part the numbers (slots) of those
-    that it sends and receives. If any part divides a block, each nonempty part that touches the block sends one."""
+    """Number the amaxes (largest magnitudes of `blocks`) to exchange between ranks that hold these `parts` of a tensor
+    of this `shape`; return them as Slots. If any part divides a block, each nonempty part that touches the block sends
+    an amax of it."""
     count = blocks.count(shape)
     total = math.prod(count)
     by_part = []
@@ -122,8 +123,8 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """Renumber the amaxes of several `kinds` of blocks, kind after kind; return, for each of `count` parts, a tuple of
-    its Shares (amaxes sent and received), one per kind."""
+    """Renumber the amaxes of several `kinds` of blocks, so that no two have the same number; return a list with, for
+    each of `count` parts, a tuple of its Shares (amaxes sent and received), one per kind."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:

@@ -57,8 +57,8 @@ class _Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """A search index of boxes in a tensor: `find` returns the boxes that contain given elements. In `shape`, `low` and
-    `size`, dimensions that every box covers whole are merged into the ones before."""
+    """A search index of boxes in a tensor: `find` returns the boxes that contain given elements. A dimension that every
+    box covers whole is merged into the one before, in `shape`, `low` and `size`."""
 
     shape: Shape
     low: Ints

@@ -35,8 +35,8 @@ __all__ = ["Lying", "PlacedRow", "Receivers"]
 
 
 class Lying(NamedTuple):
-    """The location of a tensor in memory: the number of its storage (`row`), the position of its first element in the
-    storage, and its strides."""
+    """The location of a tensor in memory, in elements: the number of its storage (`row`), the position of its first
+    element in the storage, and its strides."""
 
     row: int
     start: int
@@ -44,8 +44,8 @@ class Lying(NamedTuple):
 
 
 class PlacedRow(NamedTuple):
-    """The positions at which to write some elements in storage number `row`: the indices of these elements (`which`),
-    and the positions (`cell`)."""
+    """Positions (`cell`) in storage number `row` at which to write elements, and the indices (`which`) of these
+    elements among those passed to `place`."""
 
     row: int
     which: Ints

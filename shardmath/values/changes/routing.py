@@ -51,8 +51,8 @@ class AskedCells(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Routes of elements, as arrays: each one's index among those asked for, the number of its piece (part of a
-    message), and its number in the message.
+    """Routes of elements, as parallel arrays: an element's index among those asked for, the number of the piece (part
+    of a message) that carries it, and the element's number in the message.
 
     Pieces are numbered message by message.
     """
@@ -163,8 +163,8 @@ class Senders:
         rows.append([piece_number for piece_number, _ in leaving])
 
     def route(self, asked: Iterable[AskedCells]) -> Iterator[Routed]:
-        """Find the messages that carry the elements in `asked`; yield batches, as Routed, of pairs of an element and a
-        message's piece (part) that contains it.
+        """Find the pieces (parts of messages) that carry the elements in `asked`; yield them in batches, each a Routed
+        with one item per pair of an element and a piece.
 
         Within a batch, cells of one piece keep their order and form few runs.
         """

@@ -32,8 +32,8 @@ Steps: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedWindow:
-    """A box of a tensor with numbers for its elements, row-major with dimensions in a given order; `number` and `find`
-    convert to and from row-major numbers in the tensor."""
+    """A box of a tensor, whose elements are numbered row by row with dimensions in a given order; `number` and `find`
+    convert these numbers to row-major numbers in the whole tensor, and back."""
 
     shape: tuple[int, ...]
     box: tuple[slice, ...]
@@ -107,9 +107,8 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """Merge neighbors among dimensions, given in `steps` as (size, stride) from the outermost, where one can stand for
-    two; return those that remain, in order. Their positions have the same row-major numbers in the same order; at least
-    one remains."""
+    """Merge neighboring dimensions, listed in `steps` as (size, stride) from the outermost, if one dimension can visit
+    the same positions in the same order; return a tuple of those that remain, at least one."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

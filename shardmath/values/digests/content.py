@@ -78,8 +78,8 @@ def digest_of(
     held: Mapping[str, LayoutOrWindows], arrays: Given, *, seed: int = 0
 ) -> dict[str, int]: ...
 def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, int]:
-    """Compute the digest (a checksum, 0 to 2^61 - 2) of a tensor from all ranks' local `arrays`; for a dict of tensors,
-    return a dict of digests by name.
+    """Compute the digest (a checksum, 0 to 2^61 - 2) of a tensor with layout `held` from all ranks' local `arrays`; for
+    a dict of layouts, return a dict of digests by name. Digests can be compared only if their `seed` is equal.
 
     `arrays` has local arrays by rank; for a mapping or for windows, by rank and local name (`name`, or `name[i]` for
     window i), as `simulate` takes them. Only the element size of an array's dtype counts, since numpy lacks some
@@ -123,11 +123,10 @@ def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
 def find_difference(
     src: Held, src_arrays: Given, dst: Held, dst_arrays: Given, *, seed: int = 0
 ) -> Difference | None:
-    """Return a Difference, the first tensor that differs between `src` and `dst` (layouts with arrays) and the smallest
-    box of its differences; None if none differs.
+    """Find the first tensor that differs between `src` and `dst` (layouts, with all ranks' arrays); return its name and
+    the smallest box of its differences as a Difference, or None if all are equal. `seed` is as in `digest_of`.
 
-    Returns None if the sides are equal. Takes arrays as `digest_of` does. Raises DigestError as `digest_of` does, and
-    if the sides cannot be compared.
+    Takes arrays as `digest_of` does. Raises DigestError as `digest_of` does, and if the sides cannot be compared.
     """
     checked_seed = as_integer(seed, "seed", DigestError)
     src_side = read_side(src)

@@ -46,8 +46,8 @@ __all__ = [
 
 
 class Holder(NamedTuple):
-    """A rank that holds a patch (elements held by the same ranks), and the number of the window (one of the tensor's
-    layouts) that has the patch on this rank."""
+    """A rank that holds a patch (elements that the same ranks hold), and the index of the window (one of the tensor's
+    layouts) that has them there."""
 
     window: int
     rank: int
@@ -61,8 +61,8 @@ class Patch(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """A patch (elements held by the same ranks) on one rank: the patch's number, the number of its window (one of the
-    tensor's layouts), and the elements' local positions."""
+    """A patch (elements that the same ranks hold) as one rank holds it: the patch's number, the index of the window
+    (one of the tensor's layouts) that places it there, and its local positions."""
 
     patch: int
     window: int
@@ -162,8 +162,9 @@ def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
 
 @memo(512)
 def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Return a dict from rank to the ascending pairs (patch number, window number) of the patches (elements held by the
-    same ranks) that the rank holds. Ranks without a patch are left out; a window is one of the tensor's layouts."""
+    """Return a dict from rank to its patches (elements that the same ranks hold), as an ascending tuple of pairs: the
+    patch's number, and the index of the window (one of the tensor's layouts) that places it there. Ranks without a
+    patch are left out."""
     held: dict[int, list[tuple[int, int]]] = {}
     for number, patch in enumerate(list_patches(windows)):
         for window, rank in patch.holders:

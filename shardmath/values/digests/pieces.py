@@ -53,10 +53,10 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Divide a local array into pieces that are summed one by one, cut near the ends of long ranges in `runs`; yield
-    each as a DimensionPart (local range) per dimension.
+    """Divide a local array, with `words` words per element at positions `runs`, into pieces to sum one by one; yield
+    each as one DimensionPart (local range) per dimension. `order` lists the dimensions, the closest in memory first.
 
-    The array has `words` words per element; `order` lists its dimensions, the closest in memory first.
+    Pieces are cut near the ends of long ranges in `runs`.
     """
     if all(dim_runs.segments for dim_runs in runs):
         parts: list[DimensionPart | None] = [None] * len(runs)
@@ -135,8 +135,8 @@ def _span_segments(segments: Sequence[Segment]) -> DimensionPart:
 
 @memo(256)
 def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ...]:
-    """Return the random weights of a DimensionPart's local positions: one array, or two whose outer product they
-    are."""
+    """Return the random weights of a DimensionPart's local positions, as a tuple of one array, or of two arrays whose
+    outer product has the weights."""
     if part.inner:
         ((_, start, size),) = part.segments
         block = np.arange(start >> part.inner, (start + size) >> part.inner)

@@ -70,8 +70,9 @@ def list_shares(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return the weighted sums (shares of the digest) of the local `arrays`, one per patch (elements held by the same
-    ranks) on `rank`, in the order of `list_held`."""
+    """Return a list of the weighted sums (shares of the digest) that `rank` has: one per patch (elements that the same
+    ranks hold), in the order of `list_held`. `arrays` has its local arrays by index of window; `library` computes with
+    them."""
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]
@@ -89,7 +90,8 @@ class Unlike(NamedTuple):
 
 
 def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
-    """Find the first patch (elements held by the same ranks) for which the ranks' shares differ; None if all agree."""
+    """Find the first patch (elements that the same ranks hold) whose ranks disagree in `shares`, the results of
+    `list_shares` by rank; return it as an Unlike, or None if all agree."""
     by_holder = _key_by_holder(windows, shares)
     for number, patch in enumerate(list_patches(windows)):
         first = by_holder[number, patch.holders[0]]
@@ -113,7 +115,8 @@ def _key_by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder],
 
 
 def add_patches(windows: Windows, shares: Shares) -> int:
-    """Sum the shares of all patches (elements held by the same ranks), counting each patch once, modulo 2^61 - 1."""
+    """Sum `shares`, the results of `list_shares` by rank, counting each patch (elements that the same ranks hold) once,
+    modulo 2^61 - 1."""
     by_holder = _key_by_holder(windows, shares)
     total = 0
     for number, patch in enumerate(list_patches(windows)):
@@ -158,8 +161,8 @@ def weigh_boxes(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return a list with, for each of `boxes`, the weighted sum of the elements of `portions` (a rank's patches) that
-    lie in it."""
+    """Return a list with, for each of `boxes`, the weighted sum modulo 2^61 - 1 of the elements of `portions` (parts of
+    one rank) that lie in it. `arrays` has the rank's local arrays by index of window."""
     sums = []
     for box in boxes:
         total = 0

@@ -117,8 +117,8 @@ NUMPY: Library = _Numpy()
 
 
 def weigh(array: Array, runs: Sequence[Runs], seed: int = 0, library: Library = NUMPY) -> int:
-    """Sum the bits of a local array's elements, as integers times random weights (drawn by `seed`) of their global
-    positions in `runs`, modulo 2^61 - 1."""
+    """Return the sum, modulo 2^61 - 1, of each element of a local `array` (its bits, as integers) times a random weight
+    of its global position in `runs`, drawn by `seed`."""
     if 0 in array.shape:
         return 0
     words = max(1, array.itemsize // WORD_BYTES)

@@ -43,8 +43,8 @@ Sliced: TypeAlias = tuple[int | slice | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The size of blocks, the positions of a tensor that share a scale: `sizes` in the last dimensions, and `others` in
-    each dimension before; None is the whole dimension.
+    """The size of blocks (positions of a tensor that share a scale): `sizes` along the last dimensions, `others` along
+    each dimension before them. None means the whole dimension.
 
     Raises FormatError for sizes below 1.
     """
@@ -74,7 +74,7 @@ class Blocks:
         return (self.others,) * (ndim - len(self.sizes)) + self.sizes
 
     def positions(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the number of positions of a full block in each dimension of a tensor of this `shape`."""
+        """Return, for each dimension, how many positions a full block spans in a tensor of this `shape`."""
         return tuple(map(_resolve_size, self.per_dimension(len(shape)), shape))
 
     def count(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -86,7 +86,8 @@ class Blocks:
         return tuple(counts)
 
     def cuts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the positions, by dimension, at which a tensor of this `shape` can be cut without cutting a block.
+        """Return, for each dimension, a tuple of the positions at which a tensor of this `shape` can be cut without
+        cutting a block.
 
         Both ends are included.
         """
@@ -158,8 +159,8 @@ def read_shape(shape: object) -> tuple[int, ...]:
 
 
 def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
-    """Return two borders of blocks, the last one at or before `position` and the next one after it, in a dimension of
-    length `n` with blocks of size `block`."""
+    """Return, as (start, stop), the last border of blocks at or before `position` and the first one after it, in a
+    dimension of length `n` with blocks of size `block`."""
     below = position - position % block
     return below, min(below + block, n)
 

@@ -34,11 +34,8 @@ def numpy_type(name: str) -> np.dtype[Any]:
 
 
 def read_elements(given: object, name: str, what: str) -> Array:
-    """Return the array `given`, with elements of dtype `name`, in the dtype that numpy has for them: `name`, or
-    integers with the same bits.
-
-    Raises PlanError, beginning with `what`, for other dtypes.
-    """
+    """Return the array `given`, whose elements have the dtype `name`, in numpy's dtype for them: `name`, or integers
+    with the same bits. Raises PlanError, beginning with `what`, for other dtypes."""
     array = np.asarray(given)
     wanted = numpy_type(name)
     if array.dtype == wanted:
@@ -53,7 +50,8 @@ def read_elements(given: object, name: str, what: str) -> Array:
 
 
 def describe_type(array: Array, otherwise: str) -> str:
-    """Return the end of an error message: "has dtype ...", then the array's byte order if foreign, else `otherwise`."""
+    """Return the end of an error message about the dtype of `array`: "has dtype ...", followed by the byte order and a
+    fix if that is foreign, and else by `otherwise`."""
     if array.dtype.isnative:
         return f"has dtype {array.dtype}{otherwise}"
     fix = "pass x.astype(x.dtype.newbyteorder('='))"

@@ -77,7 +77,8 @@ class Float:
 
     @property
     def exponent(self) -> int:
-        """The exponent of the type's largest finite number, a power of two: 8 for E4M3, whose largest number is 448."""
+        """The exponent e of the type's largest finite number, which lies between 2^e and 2^(e + 1): 8 for E4M3, whose
+        largest number is 448."""
         return (self.largest >> self.fraction) - self.bias
 
 

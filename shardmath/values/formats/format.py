@@ -33,8 +33,8 @@ Array: TypeAlias = NDArray[Any]
 
 
 class Part(NamedTuple):
-    """A description of one of the arrays that a quantized tensor consists of, such as its scales, with one element per
-    block of positions.
+    """A description of one array of a quantized tensor, such as its scales: its name, the type of its elements, and the
+    block of positions that each element stands for.
 
     `kind` is torch's name of the elements' type; `dtype` is the dtype of arrays, in which elements travel.
     """
@@ -75,7 +75,8 @@ class Format(ABC):
 
     @property
     def per_element(self) -> int:
-        """The number of numbers along the last dimension that one element of the data array holds."""
+        """The number of values that one element of the data array packs along the last dimension, such as 2 for two per
+        byte."""
         sizes = self.parts[0].blocks.sizes
         return 1 if not sizes or sizes[-1] is None else sizes[-1]
 
@@ -164,7 +165,8 @@ class Format(ABC):
         return self.blocks.data_slice(scale_slice, read_shape(shape), name)
 
     def check_shape(self, shape: tuple[int, ...], name: str = "") -> None:
-        """Raise FormatError if two numbers share a byte, and rows of this `shape` do not fill whole bytes."""
+        """Raise FormatError, with the tensor's `name`, if the format packs several numbers into a byte, and the last
+        dimension of `shape` does not fill whole bytes."""
         count = self.per_element
         if shape[-1:] and shape[-1] % count:
             what = f"{label(name)}{self.name} packs {count} numbers per byte, which shape {tuple(shape)}"
@@ -174,10 +176,9 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return the layouts, without holes, of the data, scales and any other parts of a tensor that is quantized with
-        this `layout`, in the order of `parts`.
-
-        `kinds` gives them torch's names of the elements' types as dtypes.
+        """Return a tuple of the layouts, without holes, of the data, scales and any other parts of a tensor quantized
+        with this `layout`, in the order of `parts`. Ranks may divide blocks if `duplicated`, and then all hold the
+        scale; dtypes are torch's names if `kinds`.
 
         Raises FormatError, with the tensor's `name`, if a rank cuts a block, as `check_shape` does, and for a Partial
         layout: quantized addends do not add up to the quantized sum. If `duplicated`, ranks may cut blocks: the scale
@@ -216,20 +217,20 @@ class Format(ABC):
     # Numbers
 
     def cover(self, where: Index, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return slices, one per dimension, of the scales of all blocks that the box `where` touches, even of blocks
-        that it cuts."""
+        """Return slices, one per dimension, of the scales of all blocks that the box `where` of a tensor of this
+        `shape` touches, even only in part."""
         return self._window(where, shape).cover
 
     def straddles(self, where: Index, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-        """Return an array of flags: for each block that the box `where` touches, whether some of the block's positions
-        are outside the box."""
+        """Return an array of flags, one per block that the box `where` of a tensor of this `shape` touches: whether
+        some of the block's positions are outside the box."""
         return self._window(where, shape).straddles()
 
     def amax(self, x: Floats, where: Index = ..., shape: tuple[int, ...] | None = None) -> Floats:
-        """Return an array with, for each block that the box `where` touches, the largest magnitude of the block's
-        numbers in `x`.
+        """Return an array of the largest magnitude in each block that `x` touches; `x` has the numbers of the box
+        `where` of a tensor of this `shape` (default: the whole tensor).
 
-        `x` has the numbers of that box of a tensor of that shape; by default, of the whole tensor. Raises FormatError.
+        Raises FormatError.
         """
         values = read_array(x, "float32", "x")
         window = self._read_window(values.shape, where, shape)
@@ -243,12 +244,11 @@ class Format(ABC):
         where: Index = ...,
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """Quantize the float32 array `x`; return a tuple of its data, the scales of all blocks that it touches, and any
-        other parts.
+        """Quantize `x`, the float32 numbers of the box `where` of a tensor of this `shape` (default: the whole tensor);
+        return a tuple of data, scales of all touched blocks, and any other parts. `amax` has the largest magnitude of
+        each block, if known.
 
-        `x` has the numbers of the box `where` of a tensor of that shape; by default it is the whole tensor. `amax` has
-        the largest magnitudes of the blocks, if known. Raises FormatError if the box cuts blocks and `amax` is not
-        given, and for arrays that do not fit.
+        Raises FormatError if the box cuts blocks and `amax` is not given, and for arrays that do not fit.
         """
         values = read_array(x, "float32", "x")
         window = self._read_window(values.shape, where, shape)
@@ -282,8 +282,8 @@ class Format(ABC):
     def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """Return the float32 numbers that `parts` (data, scales and any others) stand for: a whole tensor, or its box
-        `where`.
+        """Return the float32 numbers that `parts`, arrays as `quantize` returns them, stand for; they fill the box
+        `where` of a tensor of this `shape` (default: the whole tensor).
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
@@ -329,10 +329,8 @@ class Format(ABC):
 
 
 def read_array(given: object, dtype: str, what: str) -> Array:
-    """Return `given` as a numpy array, which must already be of `dtype` and have at least one dimension.
-
-    Raises FormatError, beginning with `what`, for other dtypes and scalars.
-    """
+    """Return `given` as a numpy array. Raises FormatError, beginning with `what`, unless it is of `dtype` and has at
+    least one dimension."""
     array = np.asarray(given)
     if array.dtype != np.dtype(dtype):
         raise FormatError(f"{what} {describe_type(array, f'; pass an array of {dtype}')}")

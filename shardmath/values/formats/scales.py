@@ -55,11 +55,11 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """Return the layout of a tensor that has one element of `dtype`, such as a scale, for each of the `blocks` into
-    which a tensor with this `layout` is divided.
+    """Return the layout of an array with one element of `dtype`, such as a scale, per block of a tensor with this
+    `layout`, divided into `blocks`. Errors call the array `what`, of the tensor `name`; ranks that divide a block all
+    hold its element if `duplicated`.
 
-    It has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless numbers of such
-    blocks are `duplicated`; the message says `what` the numbers of the tensor `name` are.
+    It has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless `duplicated`.
     """
     sizes = blocks.per_dimension(layout.ndim, name)
     shape = blocks.count(layout.shape)

@@ -109,8 +109,8 @@ def swizzle_runs(shape: tuple[int, int]) -> Runs:
 
 
 def flattened(layout: Layout) -> Layout:
-    """Return the layout of the tensor, flattened to one dimension, in which each rank holds its local array of
-    `layout`, flattened.
+    """Convert `layout` into a layout of the flattened (one-dimensional) tensor, in which each rank holds the same local
+    array, flattened too.
 
     Raises FormatError for a Partial layout.
     """
@@ -118,8 +118,8 @@ def flattened(layout: Layout) -> Layout:
 
 
 def swizzled(layout: Layout) -> Layout:
-    """Return the layout of scales, flattened to one dimension, in which each rank holds its local array of `layout`, in
-    the order of `swizzle`.
+    """Convert `layout`, of two-dimensional scales, into a layout of the flattened scales, in which each rank holds the
+    same local array, flattened in the order of `swizzle`.
 
     Raises FormatError for a Partial layout, and unless scales have two dimensions.
     """

@@ -56,8 +56,8 @@ class Form(NamedTuple):
 
 
 class AsHeld(NamedTuple):
-    """A transform's two flags for a tensor: whether it is sent just as the source holds it (`source`), and arrives just
-    as the destination holds it (`destination`)."""
+    """Two flags for a transformed tensor: whether it is sent exactly as the source holds it (`source`), and whether it
+    arrives exactly as the destination holds it (`destination`)."""
 
     source: bool
     destination: bool
@@ -69,10 +69,10 @@ Grain: TypeAlias = tuple[int, ...] | Blocks
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A description of a tensor that is sent instead of another one: its name, its dtype, and the block of the other's
-    positions that each of its elements stands for.
+    """A description of a tensor that is sent in place of a transformed one: its name, its dtype, and how many positions
+    of the transformed tensor each of its elements stands for (`grain`).
 
-    `grain` gives those counts for the last dimensions; earlier dimensions have 1. It holds at both ends, unless
+    `grain` gives these counts for the last dimensions; earlier dimensions have 1. It holds at both ends, unless
     `at_destination` gives another. `Blocks` can also say that a position stands for a whole dimension. `spread` is the
     opposite, for the last dimension at each end: positions of the component per position of the tensor, such as numbers
     per byte. Raises PlanError for a name with a dot or a bracket, and for counts below 1.
@@ -105,8 +105,8 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Return the block that an element of the component stands for at `end`. Raises PlanError if the block has
-        over `ndim` dimensions."""
+        """Return, as Blocks, the size of the block (positions of the tensor at `end`) that one element of the component
+        stands for. Raises PlanError if it has over `ndim` dimensions."""
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
@@ -117,7 +117,8 @@ class Component:
         return blocks
 
     def block(self, ndim: int, end: End) -> tuple[int | None, ...]:
-        """Return the sizes of the block that a component's element stands for at `end`; None for a whole dimension."""
+        """Return, for each of `ndim` dimensions, how many positions of the tensor at `end` one element of the component
+        stands for; None for a whole dimension."""
         return self.blocks(ndim, end).per_dimension(ndim)
 
     def shape(self, form: Form, end: End) -> tuple[int, ...]:
@@ -130,8 +131,8 @@ class Component:
         return *others, last * spread
 
     def spread_at(self, end: End) -> int:
-        """Return how many elements of the component, along the last dimension, belong to one element of the tensor that
-        `end` holds."""
+        """Return how many neighboring elements of the component, along the last dimension, stand for one element of the
+        tensor at `end`: 2 if a byte there has two numbers."""
         return self.spread[0 if end == "source" else 1]
 
 
@@ -177,7 +178,8 @@ class Companion:
 
     @property
     def component(self) -> Component:
-        """A Component with the companion's dtype and grain (the block that each of its elements stands for)."""
+        """The companion as a Component: its dtype, and how many positions of the tensor each of its elements stands for
+        (`grain`)."""
         return Component("companion", self.dtype, self.grain)
 
 
@@ -226,11 +228,11 @@ class Transform(Protocol):
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the arrays to send, one per component, computed from `array`: some whole blocks (elements computed
-        together) of the source's tensor."""
+        """Return the arrays to send, one per component, computed from `array`, which has some whole blocks (elements
+        computed together) of the source's tensor."""
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Return some whole blocks (elements computed together) of the destination's tensor, computed from `arrays`:
-        the matching part of each component that was sent."""
+        """Return a part of the destination's tensor, some whole blocks (elements computed together), computed from
+        `arrays`: the matching part of each component that was sent."""
         ...

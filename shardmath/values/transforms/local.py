@@ -31,10 +31,11 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class WireJob(NamedTuple):
-    """A local tensor of a rank with its companions (such as scales), and the wire tensors sent or received for it, all
-    as names and layouts.
+    """A tensor of a rank with its companions (such as scales), and the wire tensors that are sent or received in their
+    place: the local names and layouts of both.
 
-    `wired` is None if the tensor travels as it is, under the same name."""
+    `wired` is None if the tensor travels as it is, under the same name.
+    """
 
     tensor: str
     held: Named

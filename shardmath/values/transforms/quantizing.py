@@ -182,8 +182,8 @@ class Quantize:
         return _list_scales(self.format, self.suffixes) if end == "destination" else ()
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if quantizing at `end` needs the amax (largest magnitude) of a whole dimension that `layout`
-        divides. It does not if the format has `tensor_amax=`."""
+        """Raise PlanError if `layout` divides a dimension over which quantizing at `end` needs the amax (largest
+        magnitude), unless the format has `tensor_amax=`."""
         if end == self.at:
             _check_whole(self.format, layout, name)
 
@@ -204,7 +204,8 @@ class Quantize:
         return AsHeld(src.dtype == self.wire, False)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the arrays to send: quantized data and scales, or `array` rounded to the dtype `wire`."""
+        """Return the arrays to send: data and scales of `array` if quantized at the source, else one array, `array`
+        rounded to the dtype `wire`."""
         if self.at == "destination":
             return (cast_array(array, src.dtype, self.wire),)
         numbers = _to_float32(array, src.dtype, self.wire)
@@ -253,8 +254,8 @@ class Dequantize:
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return a tuple of the one array to send: the numbers that the data and scales in `array` stand for, in the
-        destination's dtype."""
+        """Return a tuple of the one array to send: the numbers that `array`, a tuple of data and scales, stands for, in
+        the destination's dtype."""
         return (self._dequantize_to(array, dst),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
@@ -303,8 +304,8 @@ class Requantize:
         return _list_scales(self.new, at_destination)
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if quantizing at `end` needs the amax (largest magnitude) of a whole dimension that `layout`
-        divides. It does not if the format has `tensor_amax=`."""
+        """Raise PlanError if `layout` divides a dimension over which quantizing at `end` needs the amax (largest
+        magnitude), unless the new format has `tensor_amax=`."""
         if end == self.at:
             _check_whole(self.new, layout, name)
 
@@ -328,7 +329,8 @@ class Requantize:
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the arrays to send: data and scales in the new format, made from data and scales in the old one."""
+        """Return the arrays to send: data and scales in the new format, computed from `array`, a tuple of data and
+        scales in the old format."""
         numbers = self.old.dequantize(*array)
         return self.new.quantize(numbers)
 

@@ -55,8 +55,8 @@ Held: TypeAlias = Mapping[str, LayoutOrWindows]
 @public_in("transforms")
 @dataclass(frozen=True, slots=True, repr=False)
 class Transformed:
-    """The tensors of a source and of a destination, as layouts, with the transforms between their forms (such as a
-    quantized one), and the layouts of the tensors to send; made by `transformed`.
+    """A move with transforms, made by `transformed`: the layouts of the tensors that both ends hold, and of the wire
+    tensors that are sent in their place.
 
     `held_src` and `held_dst` are the sides as ranks hold them; `src` and `dst` are the sides of wire tensors, which
     `plan` takes; `wired` has the transformed tensors. Equal values have equal layouts and equal transforms.
@@ -107,8 +107,8 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """Return the names of the source tensors, without companions such as scales, whose first wire tensor (sent in
-        their place) has its name in `wires`."""
+        """Return a list of the names of source tensors (companions, such as scales, left out) whose first wire tensor,
+        sent in their place, has its name in `wires`."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)

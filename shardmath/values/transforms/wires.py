@@ -65,8 +65,8 @@ class Wired(NamedTuple):
 
 
 def wire(name: str, transform: Transform, src: Held, dst: Held) -> Wired:
-    """Find the components to send for the tensor `name`, with their layouts, as a Wired; `src` and `dst` are the
-    layouts of the tensor and its companions at both ends.
+    """Find the components (tensors) to send in place of the tensor `name`, and their layouts, as a Wired. `src` and
+    `dst` list the layouts of the tensor and of its companions, such as scales, at both ends.
 
     Raises PlanError if the transform does not fit the tensor, or a layout cuts a block.
     """

@@ -97,8 +97,8 @@ def export(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write the whole tensors of the model `source` to the folder `path` as safetensors, which transformers and
-    inference engines load.
+    """Write the model `source`, a module or a dict of this rank's tensors, to the folder `path` as safetensors files of
+    whole tensors, which transformers and inference engines load.
 
     `source` is a module (its parameters and persistent buffers under its own names; for transformers' models, named and
     split as by `save_pretrained`); or this rank's local tensors with the `layouts` of all ranks, as `save` takes them;

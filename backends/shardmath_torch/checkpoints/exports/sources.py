@@ -110,8 +110,8 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return facts about `source` that must be equal on all ranks, as a dict: from "the source", or the quoted name of
-    a divided tensor, to text. Ranks compare them before they exchange local shapes of DTensors."""
+    """Return texts that describe `source` and must be equal on all ranks, as a dict with the keys "the source" and the
+    quoted name of each divided tensor. Ranks compare them before they exchange local shapes of DTensors."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}
@@ -139,8 +139,8 @@ def lay_out(
     mesh: Mesh | None,
     group: Group | None,
 ) -> ExportSource:
-    """Return the tensors of `source`, with their layouts on all ranks, as an ExportSource. Collective, unless `source`
-    is a mapping with `layouts`: ranks may have to exchange local shapes."""
+    """Return this rank's tensors of `source`, and their layouts on all ranks, as an ExportSource. Collective, as ranks
+    may exchange local shapes, unless `source` is a mapping with `layouts`."""
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:

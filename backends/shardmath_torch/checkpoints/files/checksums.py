@@ -31,10 +31,10 @@ def count_checksums(nbytes: int) -> int:
 
 
 def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) -> str:
-    """Write `data` to `stream`; return the hexadecimal checksums of its chunks (CHUNK bytes each), joined into one
-    text. If there are several, another thread computes them meanwhile.
+    """Write `data` to `stream` in chunks of CHUNK bytes, and call `wrote` with the number of bytes after each; return
+    the chunks' hexadecimal checksums, joined into one text.
 
-    `wrote` is called with the number of bytes just written.
+    If there are several chunks, another thread computes the checksums meanwhile.
     """
     chunks = [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
     if len(chunks) < 2:

@@ -298,8 +298,8 @@ def _check_regular(file: Path, found: os.stat_result) -> None:
 
 
 def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
-    """Return a function that gives the size in bytes of each of `files`. It raises OSError for a file that does not
-    exist.
+    """Return a function that takes one of `files` and returns its size in bytes; it raises OSError for a file that does
+    not exist.
 
     Remote folders are listed once, since asking for each file takes a round trip.
     """

@@ -34,7 +34,8 @@ _SIGNED = ',"sum":"'
 
 
 class Sealed(NamedTuple):
-    """The parts of a `.metadata` file by `save`: torch's pickle, the index as JSON, and the save's identifier."""
+    """The content of a `.metadata` file by `save`: torch's pickled metadata, the index of files and tensors as JSON,
+    and the save's identifier."""
 
     pickled: bytes
     json: str

@@ -73,11 +73,12 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """Call `act` on every rank of `group`, and return its result on this rank, once all ranks have succeeded. `act`
-    must not communicate.
+    """Call `act` on every rank of `group`; once all ranks have succeeded, return this rank's result. Raises
+    CheckpointError, naming the `step`, on every rank if `act` raises on one, or if `claim(result)` differs between
+    ranks.
 
-    Raises CheckpointError on every rank if `act` raises on one, or if claims about the results differ; `fix`, or what
-    it returns for what differs, ends that message. A rank that is interrupted in `act` raises the interrupt.
+    `act` must not communicate. `fix`, or what it returns for what differs, ends the message about different claims. A
+    rank that is interrupted in `act` raises the interrupt.
     """
     _, count = share_of(group)
     results: list[_T] = []
@@ -156,8 +157,9 @@ def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """Send the object `mine` to all ranks of `group`; return a list of all ranks' objects, in the group's order.
-    Without a process group, return `[mine] * count`. Raises CheckpointError if a rank is lost, or in another step."""
+    """Send the object `mine` to all ranks of `group`; return a list of all ranks' objects, in the group's order
+    (without a process group, `[mine] * count`). Raises CheckpointError if a rank is lost, or in another step than
+    `step`."""
     if is_alone():
         return [mine] * count
     try:
@@ -175,7 +177,7 @@ def show_error(error: BaseException) -> str:
 
 
 def step_lost(step: str, error: ExchangeError) -> CheckpointError:
-    """Return the CheckpointError for a `step` in which ranks lost each other, or were in different steps."""
+    """Return the CheckpointError to raise for `error`: in `step`, ranks lost each other, or were in different steps."""
     return CheckpointError(f"ranks could not {step} together: {error}")
 
 

@@ -100,7 +100,7 @@ class _Unknown:
         self.module, self.name = module, name
 
     def extend(self, items: object) -> None:
-        """Drop the `items` that a pickle appends to this unknown object."""
+        """Ignore `items`, which a pickle appends to an object whose class is not allowed."""
 
     append = extend
 

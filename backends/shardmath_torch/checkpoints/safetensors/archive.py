@@ -41,7 +41,8 @@ ALIGNMENT = 64
 
 
 class Written(NamedTuple):
-    """A tensor's place in a file: its torch.save archive (first byte, length), first byte of data, and checksums."""
+    """A tensor's place in a file: the first byte and the length of its torch.save archive, the first byte of its data,
+    and the data's checksums, joined."""
 
     archive: int
     length: int
@@ -61,8 +62,8 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 
 
 def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
-    """Write `tensors` to a safetensors `file` with an archive around each, which torch.load can read; return a dict
-    from name to the tensor's place (a Written).
+    """Write `tensors` to a safetensors `file`, each inside an archive that torch.load can read, and count the bytes in
+    `tally`; return a dict from name to the tensor's place (a Written).
 
     The tensors are contiguous, on the CPU, and fill their storages.
     """

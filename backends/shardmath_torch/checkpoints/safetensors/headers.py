@@ -108,7 +108,8 @@ def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]
 
 
 def make_entry(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, object]:
-    """Return a header's JSON entry for a tensor of safetensors type `dtype`, whose data are bytes `begin` to `end`."""
+    """Return the entry of a safetensors header, as a dict for JSON, for a tensor of safetensors type `dtype`; its data
+    are bytes `begin` to `end` - 1 after the header."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 

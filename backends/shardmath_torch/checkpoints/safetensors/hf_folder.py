@@ -70,8 +70,8 @@ ALIGNMENT = 8
 
 
 class DraftFile:
-    """A safetensors file that is being written under a temporary name: tensors are appended in the header's order.
-    Raises OSError."""
+    """A safetensors file that is being written under a temporary name; tensors are appended in the header's order. Its
+    methods raise OSError."""
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
@@ -234,7 +234,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
-    """Make written files in `folder` the current export: rename them, write the index, remove the earlier export.
+    """Make the written `files` (file name to tensors' entries) the current export of `folder`: rename them, write an
+    index with the `tied` names, remove the earlier export.
 
     Raises OSError, and then the earlier export is as it was. Warns of files that could not be removed.
     """

@@ -70,8 +70,8 @@ def _open_tensors(
 
 
 def fits(weights: Weights, layouts: Mapping[str, Layout]) -> None:
-    """Raise WeightsError unless `weights` has each tensor in `layouts` with equal shape and dtype, and no layout is
-    Partial."""
+    """Raise WeightsError unless each tensor in `layouts` is in `weights` with the same shape and dtype, and its layout
+    is not Partial."""
     for name, layout in layouts.items():
         _check_fit(weights, name, layout)
 
@@ -143,10 +143,11 @@ def check(
     *,
     progress: Progress | None = None,
 ) -> int:
-    """Compare `tensors`, the local tensors of `rank` by name, with the checkpoint, byte by byte, and return the number
-    of bytes compared.
+    """Compare `tensors`, the local tensors of `rank` by name, byte by byte with `weights`, divided as `layouts` say;
+    return the number of bytes compared. Raises WeightsError, with the tensor, the rank and the global index, at the
+    first difference.
 
-    Raises WeightsError with the tensor, the rank and the first global index that differs. `progress` is as in `load`.
+    `progress` is as in `load`.
     """
     total = 0
     tally = _begin_tally(layouts, rank, progress)

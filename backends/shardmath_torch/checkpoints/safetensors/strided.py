@@ -47,7 +47,8 @@ class Strided(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """The number of elements that the tensor spans in memory, from its first element to its last."""
+        """The number of elements that fit into the memory from the tensor's first element to its last, both included; 0
+        for a tensor without elements."""
         if 0 in self.shape:
             return 0
         last = 0

@@ -95,7 +95,8 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of a saved training state except its tensors: names, extra states, parameter groups, state items."""
+    """The content of a saved training state except its tensors: stored names by the module's names, kinds of modules'
+    extra states by name, optimizer parameter groups, and each parameter's state items."""
 
     names: Mapping[str, str]
     extra: Mapping[str, str]

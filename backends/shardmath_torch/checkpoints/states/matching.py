@@ -116,7 +116,7 @@ def find_unmatched(
     model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
 ) -> Unmatched:
     """Return, as an Unmatched, the names of tensors and optimizer state that only the module or only the checkpoint
-    has.
+    has; `stored` maps names in the module to names in the checkpoint.
 
     If `groups` is None, optimizer state is left out.
     """
@@ -161,8 +161,8 @@ def _list_some(names: tuple[str, ...], most: int = 8) -> str:
 def set_goals(
     model: Model, groups: Sequence[ParameterGroup], saved: Index, stored: Mapping[str, str]
 ) -> list[Goal]:
-    """Return a Goal per parameter group of an optimizer, in the order of `groups`: the group, and the saved options and
-    state to restore into it. Parameters are matched by name.
+    """Return a list with a Goal for each of an optimizer's parameter `groups`: the group, and the saved options and
+    state to restore into it. `stored` maps parameters' names in the module to names in the checkpoint.
 
     Raises CheckpointError if a group's parameters on this rank had different options, for state whose placement is not
     known, and for state that may depend on other parameters of the group.
@@ -364,8 +364,8 @@ def is_same(one: object, other: object) -> bool:
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """Return the saved option `value` in the form of `held`, the same option of the optimizer: for example, as a tensor
-    of the same dtype.
+    """Convert the saved option `value` into the form of `held`, the same option of the optimizer, and return it: for
+    example, as a tensor of the same dtype. Errors call the option `what`.
 
     Tensors get the dtype, shape and device of `held`, Enums and namedtuples its class, in tuples, lists and dicts too.
 
