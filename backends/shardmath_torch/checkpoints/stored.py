@@ -160,10 +160,9 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Compare the torch.save archives of boxes of the tensors `names` with the metadata, and return, in a dict by
-        box, where in its file each box's elements lie.
-
-        If `share` is (i, n), only the i-th of n shares of the archives.
+        """Compare the torch.save archives that hold boxes of the tensors `names` with the metadata, and return a dict
+        from box to the place of its elements in the file. With `share` (i, n), do so only for share number i (from 0)
+        of n of the archives.
 
         Raises CheckpointError if one holds another tensor than the metadata says.
         """

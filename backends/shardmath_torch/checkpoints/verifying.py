@@ -50,8 +50,8 @@ class CheckpointChunks:
                     self.total += count_checksums(box.length)
 
     def mark_touched(self, reads: Iterable[tuple[StoredBox, int, int]]) -> Marks:
-        """Return a flag per chunk: whether any of `reads` reads a byte of it. A read is (box, its first byte within the
-        box, one past its last)."""
+        """Return a flag per chunk: whether any of `reads` reads a byte of it. A read is (box, begin, end), in bytes
+        from the box's first byte."""
         marks = np.zeros(self.total, bool)
         for box, begin, end in reads:
             first = self._first_numbers.get((box.file, box.start))
@@ -62,7 +62,7 @@ class CheckpointChunks:
         return marks
 
     def list_marked(self, box: StoredBox, marks: Marks) -> list[int]:
-        """Return the numbers of the chunks of `box` that are flagged in `marks`, counted from its first chunk."""
+        """Return the numbers of the chunks of `box` that are flagged in `marks`; the box's first chunk is number 0."""
         first = self._first_numbers.get((box.file, box.start))
         if first is None:
             return []
@@ -97,10 +97,8 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Return a flag per chunk: whether `rank` checks its checksum. Exactly one of the ranks that read a chunk checks
-    it.
-
-    `packed` has every rank's flags of the chunks that it reads, for `total` chunks.
+    """Return a flag per chunk: whether `rank` has to check its checksum; of the ranks that read a chunk, exactly one
+    does. `packed` has the flags (`pack_marks`) of the chunks that each rank reads, out of `total` chunks.
 
     Raises CheckpointError for marks of another number of chunks.
 

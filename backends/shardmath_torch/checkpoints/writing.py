@@ -122,8 +122,8 @@ class Writer(storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: theirs.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
-        """Write this rank's boxes of tensors into files, under temporary names unless in an object store, and return,
-        as a finished Future, which file and bytes hold each box."""
+        """Write this rank's boxes of tensors into files (under temporary names, except in an object store), and return
+        a finished Future with the file and bytes that hold each box."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         self._tally.begin(count_bytes(plan.items))
@@ -182,8 +182,8 @@ class Writer(storage.StorageWriter):
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Remove the files of earlier saves; with `share` (i, n), only the i-th of n shares of them. Call it on every
-        rank."""
+        """Remove the files of earlier saves, failed or replaced. With `share` (i, n), remove all their drafts, but of
+        other files only those whose names a hash puts into share number i (from 0) of n. Call it on every rank."""
         with _raise_as_ours(self._folder, AFTER):
             remove_leftovers(self._folder, share)
 

@@ -29,8 +29,8 @@ def read_count(text: str) -> int:
 
 
 def run_command(command: str, work: Callable[[], object]) -> int:
-    """Call a command's function `work`; if it raises a ShardError, lacks a package or is interrupted, print that to
-    stderr. Return the exit status."""
+    """Call `work`, and return the exit status; if it raises a ShardError, lacks a package or is interrupted, print that
+    to stderr, after the name `command`."""
     try:
         work()
     except ShardError as error:

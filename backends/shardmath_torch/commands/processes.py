@@ -135,11 +135,10 @@ def run(
     watch: Callable[[Mapping[int, Progress]], None] = lambda progress: None,
 ) -> list[R]:
     """Run `task` with `argument` on ranks 0..world-1, each in a process, and return a list of their results in the
-    order of ranks.
+    order of ranks. Calls `watch` with every rank's progress; waits of more than `timeout` seconds fail.
 
-    `timeout`, in seconds, bounds every wait inside the group, and how long all ranks may be silent;
-    `watch` is called with every rank's progress. Raises the first failing rank's ShardError, or
-    ExchangeError for any other failure.
+    `timeout` bounds every wait inside the group, and how long all ranks may be silent. Raises the first failing rank's
+    ShardError, or ExchangeError for any other failure.
     """
     job: _Job[R] = _Job([], {rank: Progress() for rank in range(world)})
     limit = timedelta(seconds=timeout)

@@ -32,8 +32,8 @@ Holders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds on the bytes of a move without relays: received and sent by each rank, and sent by the busiest rank,
-    with the ranks that force this last bound."""
+    """Lower bounds on the bytes of a move without relays: `received` and `sent` by each rank, and `busiest`, sent by
+    the busiest rank. At least one rank in `forced_by` has to send that many."""
 
     received: dict[int, int]
     sent: dict[int, int]

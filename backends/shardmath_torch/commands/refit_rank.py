@@ -78,8 +78,8 @@ class Outcome:
 
 
 def refit_rank(job: Job, rank: int, report: Report) -> Outcome:
-    """Do the work of `rank` in the refit `job`, and return its measurements. Raises ShardError, for example for a byte
-    that differs from the file."""
+    """Do the work of `rank` in the refit `job`, call `report` with its progress (phase, amount done, total amount), and
+    return its measurements. Raises ShardError, for example for a byte that differs from the file."""
     shapes = job.weights.shapes
     src = job.src.layouts(shapes)
     dst = job.dst.layouts(shapes)

@@ -193,8 +193,8 @@ def _count_phases(progress: Mapping[int, Progress]) -> float:
 
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> TextTable:
-    """Return a table with a row per group of tensors that match the same two rules (name pattern and layout, for source
-    and destination), the group with the most tensors first."""
+    """Return a table with a row per group of tensors to which the same source rule and the same destination rule (name
+    pattern -> layout) apply, the group with the most tensors first."""
     groups = _group_by_rules(weights, src, dst)
     rows = []
     for rules in sorted(groups, key=lambda rules: -len(groups[rules])):
@@ -274,7 +274,8 @@ def _count_traffic(
 
 
 def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> TextTable:
-    """Return a table of the time and throughput of moves, and of a hand-written isend/irecv exchange of the same bytes.
+    """Return a table of the time and throughput of moves of `nbytes`, and of a hand-written isend/irecv exchange of the
+    same bytes.
 
     A step takes as long as its slowest rank.
     """

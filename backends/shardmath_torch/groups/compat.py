@@ -140,7 +140,7 @@ def channel_of(group: Group) -> Group:
 
 
 def is_there(group: Group) -> bool:
-    """Whether the group can be used: not after `destroy_process_group`, or `disconnect`."""
+    """Whether the group can still be used; False after `destroy_process_group` or `disconnect`."""
     return group.is_open if isinstance(group, JointGroup) else group in c10d._world.pg_map
 
 
@@ -258,7 +258,8 @@ def device_of(group: Group) -> torch.device:
 
 
 def allow_seconds(group: Group, seconds: float) -> None:
-    """Let the group's next work on GPUs take `seconds` before torch's watchdog ends the process (torch 2.13).
+    """Extend the time that torch's watchdog allows the group's next work on GPUs, before it ends the process, to at
+    least `seconds` (torch 2.13).
 
     Under TORCH_DISTRIBUTED_DEBUG=DETAIL this has no effect: the group's own limit holds.
     """
@@ -285,8 +286,8 @@ def find_missing(group: Group) -> tuple[str, list[str]]:
 
 @contextmanager
 def closing_group(group: Group, device: torch.device) -> Iterator[None]:
-    """End NCCL's open batch of calls if an exception leaves the `with` block, since an open batch would take in all
-    later calls."""
+    """End NCCL's open batch of the group's calls on `device` if an exception leaves the `with` block, since an open
+    batch would take in all later calls."""
     try:
         yield
     except BaseException:

@@ -110,8 +110,8 @@ def see_words(tensor: Tensor) -> NDArray[Any]:
 
 
 def fold(op: str, into: Tensor, piece: Tensor) -> None:
-    """Set `into` to op(into, piece), in their own type, for a reduction `op` such as "sum" ("avg" only adds); only
-    complex products need temporary memory."""
+    """Set `into` to op(into, piece), computed in their dtype, for a reduction `op` such as "sum" ("avg" only adds);
+    only complex products need temporary memory."""
     if op in ("sum", "product") and into.dtype in BORROWED:
         signed = BORROWED[into.dtype]
         into = into.view(signed)
@@ -143,13 +143,14 @@ def fill(cells: Tensor, value: complex) -> None:
 
 
 def divide(cells: Tensor, by: int) -> None:
-    """Divide all elements of the tensor `cells` by `by`, in their own type."""
+    """Divide all elements of the tensor `cells` by `by`, in the tensor's dtype."""
     torch.div(cells, by, out=cells)
 
 
 @memo()
 def missing(name: str, op: str) -> bool:
-    """Whether torch lacks the operation `op`, a reduction, "fill" or "divide", for the dtype `name`."""
+    """Whether torch lacks the operation `op` (a reduction such as "sum", or "fill", or "divide") for the dtype
+    `name`."""
     # Viewed from bytes, since torch cannot make zeros of some types.
     memory = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8, device="cpu")
     element = memory.view(dtype_of(name))

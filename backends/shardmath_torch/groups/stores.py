@@ -26,7 +26,7 @@ _idle: WeakKeyDictionary[Store, socket.socket | None] = WeakKeyDictionary()
 
 
 def apart_from(store: Store) -> Store:
-    """Return a second connection to the store, the same at each call, since torch's is locked while a call on it waits;
+    """Return a second connection to the store, the same at each call, for use while a waiting call locks the first one;
     the store itself if it cannot be cloned.
 
     The first call connects, and waits until the store answers. Raises as `check_served` does.

@@ -209,8 +209,8 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def agree_on_model(module: nn.Module, mesh: Mesh | None, group: Group | None) -> Model:
-    """Return this rank's tensors of `module` with their layouts (a Model), after all ranks compared their modules.
-    Collective over `group`; raises CheckpointError if modules differ."""
+    """Return a Model of `module` (this rank's tensors with their layouts), after all ranks compared their modules;
+    plain tensors count as replicated on `mesh`. Collective over `group`; raises CheckpointError if modules differ."""
     described = on_all(
         "describe its module", lambda: describe(module), group, claim=lambda found: found.claim
     )
@@ -227,12 +227,12 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return a Model of the module that `described` describes: this rank's parameters and persistent buffers with their
-    layouts, and its extra states.
+    """Return a Model (this rank's tensors with their layouts) of the module in `described`. Plain tensors count as
+    replicated on `mesh`; `ask` gives the shapes or boxes that each rank holds of other tensors.
 
-    `ask` gives what each rank holds of DTensors; without it the call is collective if `layout_of` is.
+    Without `ask` the call is collective if `layout_of` is.
 
-    Plain tensors are replicated on `mesh`, by default the DTensors' largest mesh, or the ranks of the group.
+    `mesh` is by default the DTensors' largest mesh, or the ranks of `group`.
 
     Raises CheckpointError for a plain tensor on a rank that is not on the mesh.
     """
@@ -288,12 +288,11 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """Gather every rank's local shapes of the DTensors in `tensors`, and return a function (`Ask`) that gives them as
-    tensor name -> rank -> shape. Returns None without such tensors, or without a process group.
+    """Gather what every rank holds of `tensors` (local shapes of DTensors, boxes of checkpointable tensors), and return
+    a function (`Ask`) that gives it as tensor name -> rank -> shape or boxes. Returns None without such tensors, or
+    without a process group.
 
-    It also gathers the boxes of checkpointable tensors.
-
-    All ranks must have both under the same names. Raises CheckpointError if a rank is lost.
+    All ranks must have such tensors under the same names. Raises CheckpointError if a rank is lost.
     """
     own_parts: dict[str, Shape | LocalRuns] = {}
     for name, tensor in tensors.items():
@@ -346,8 +345,8 @@ def _ask_renamed(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
 
 
 def check_slots(model: Model) -> None:
-    """Raise CheckpointError if a tensor of `model` cannot be written to, or overlaps another in memory and is not the
-    same view of it.
+    """Raise CheckpointError if a tensor of `model` cannot be written to, or shares memory with another one, unless both
+    are the same view of it.
 
     Slots that are one tensor are allowed, and take one value (`check_one_value`); disjoint views of a buffer are, too.
     """
@@ -366,11 +365,8 @@ def check_slots(model: Model) -> None:
 
 
 def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Raise CheckpointError if two tensors of `model` are the same memory, but have different values in `found`, the
-    loaded tensors by name.
-
-    Names in `found` have the prefix `prefix`.
-    """
+    """Raise CheckpointError if two names in `model` stand for the same memory, but have different values in `found`, a
+    dict of the loaded tensors by `prefix` + name."""
     firsts: dict[MemorySpot, str] = {}
     for name, slot in model.slots.items():
         spot = spot_of(slot.local)

@@ -241,10 +241,11 @@ def is_here(model: Model, name: str) -> bool:
 def describe_optimizers(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
-    """Return the state of `optimizer` (one or several) for the parameters of `model`: state tensors with layouts, a
-    description (entry) of each state item, and the parameter groups.
+    """Return the state of `optimizer` (one or several) for the parameters of `model`: state tensors with layouts,
+    descriptions (entries) of state items, and parameter groups. For parameters that this rank lacks, they come from
+    other ranks' reports, `elsewhere`.
 
-    `elsewhere` has other ranks' reports on parameters that are not on this rank; their state has empty tensors here.
+    State of parameters that are not on this rank has empty tensors here.
 
     Raises CheckpointError for what `find_groups` and `check_apart` do, and for state whose placement is not known.
     """
@@ -346,8 +347,8 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `parameter` may be divided over ranks (a DTensor, or checkpointable), and `entry`, which
-    describes its optimizer state `key`, does not tell how that state is divided."""
+    """Raise CheckpointError if `entry`, the description of the optimizer state `key` of `parameter`, does not tell how
+    the state is divided over ranks, although the parameter (a DTensor, or `checkpointable`) may be divided."""
     match entry:
         case Own(shape=shape):
             is_known = not shape

@@ -171,7 +171,7 @@ def check_fillable(goals: Iterable[Goal]) -> None:
 
 def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[ReadJob]:
     """Yield the reads (`ReadJob`) that restore the module: one for each tensor and extra state in `stored` (name in the
-    module -> name in the checkpoint)."""
+    module -> name in the checkpoint). `saved`, the checkpoint's index, has the kinds of the extra states."""
     for name, stored_name in stored.items():
         here = f"model.{name}"
         there = f"model.{stored_name}"
@@ -191,8 +191,8 @@ def _set_extra(extra: Extra, kind: str, data: Tensor) -> None:
 def list_state_jobs(
     goals: Sequence[Goal], model: Model, stored: Mapping[str, str], free: Free
 ) -> Iterator[ReadJob]:
-    """Yield a read (`ReadJob`) for each saved state tensor of the parameter groups in `goals`; `stored` maps
-    parameters' names here to their names in the checkpoint."""
+    """Yield a read (`ReadJob`) for each saved state tensor of the parameter groups in `goals`; loaded values may
+    overwrite the memory in `free`. `stored` maps parameters' names here to their names in the checkpoint."""
     for goal in goals:
         for name, entries in goal.entries.items():
             for key, entry in entries.items():
@@ -267,7 +267,7 @@ class OptionsPlan(NamedTuple):
 
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
     """Return the assignments and copies that restore the options of the parameter groups in `goals`: tensors among the
-    options are overwritten in place, unless that would change another value."""
+    options that lie in `free` are overwritten in place, unless that would change another value."""
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():

@@ -50,8 +50,9 @@ def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, A
 
 
 def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]:
-    """Find optimizer state items that are one object; return a dict from each of them, (parameter's name, key), to the
-    first one. The first one is (its parameter's name, key), or only (key,) if all are of one parameter."""
+    """Return a dict from each optimizer state item, (parameter's name, key), that is the same object as others to the
+    first of these items. The first is given as (key,) if all belong to one parameter, else as (parameter's name,
+    key)."""
     # Kept, since a mapping may make its values at each access: no other value may get the id of one.
     kept = {name: dict(held) for name, held in states.items()}
     items_by_identity: dict[object, list[_Item]] = {}
@@ -76,8 +77,8 @@ def _identify(value: object) -> object:
 def check_apart(
     others: Iterable[tuple[str, Tensor]], states: Mapping[str, Mapping[Any, Any]]
 ) -> None:
-    """Raise CheckpointError if a tensor of the optimizer's state shares memory with another tensor that is saved,
-    unless both are items of the state and the same tensor.
+    """Raise CheckpointError if a tensor of the optimizer's `states` shares memory with one of `others` (the other saved
+    tensors), or with another tensor of `states`; two state items may be one tensor, though.
 
     `others` are tensors outside of the state, with words for each; `states` maps a parameter's name to its state.
     """

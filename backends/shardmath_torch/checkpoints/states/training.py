@@ -94,7 +94,7 @@ def state_of(
     group: Group | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Layout | None]]:
     """Return a module's and its optimizer's state as two dicts by name, as `save` takes them: this rank's tensors, and
-    the layouts of all ranks' tensors (None for bytes).
+    the layouts of all ranks' tensors (None for bytes). Plain tensors count as replicated on `mesh`.
 
     Tensors that are not DTensors, and do not say which part they are (`checkpointable`), are assumed the same on all
     ranks of `mesh`, by default the largest mesh of the DTensors, or the ranks of the group. Give `mesh` if some ranks
@@ -182,9 +182,9 @@ def save_state(
     progress: Progress | None = None,
 ) -> None:
     """Save a module's and its optimizer's state as a checkpoint at `path`, which `load_state` restores under any
-    parallelism.
+    parallelism. Collective over `group`; plain tensors count as replicated on `mesh`.
 
-    This is `save` of `state_of`. Collective over the group, by default all ranks.
+    This is `save` of `state_of`. By default the group is all ranks, and the mesh is as in `state_of`.
 
     Each rank's optimizer may have the parameters of all meshes of the module, or only of the rank's mesh, as under
     pipeline stages on separate meshes. A parameter's options come from the ranks that hold it.
@@ -241,8 +241,8 @@ def load_state(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> Unmatched:
-    """Restore a module and its optimizer in place from what `save_state` wrote, even under another parallelism; return
-    the names that only one side has (Unmatched).
+    """Restore a module and its optimizer in place from what `save_state` wrote, even under another parallelism. Names
+    that only one side has raise CheckpointError if `strict`; otherwise they are skipped and returned (Unmatched).
 
     The optimizer may be fresh. Its groups take the options of the groups that their parameters were in. Parameters may
     be grouped otherwise than before, if all of a group that are on this rank had the same options. Without an

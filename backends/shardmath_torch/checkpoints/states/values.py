@@ -88,18 +88,18 @@ def plain_of(value: object) -> object:
 
 
 def check_depth(what: str, depth: int) -> None:
-    """Raise CheckpointError if `depth` is more than the allowed depth of nested values; the error calls the value
-    `what`. A value that contains itself is nested without end."""
+    """Raise CheckpointError for the value called `what` if `depth`, the number of values that it is nested in, is more
+    than MOST_DEPTH. A value that contains itself is nested without end."""
     if depth > MOST_DEPTH:
         fault = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
         raise CheckpointError(f"{fault}; replace it by a flatter value")
 
 
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
-    """Return an option or state `value` in a form that JSON can store. Raises CheckpointError, naming it `what`, if
-    JSON cannot express it.
+    """Return an option or state `value`, nested in `depth` other values, in a form that JSON can store; Enums and
+    namedtuples only if `kinded`. Raises CheckpointError, naming it `what`, if JSON cannot express it.
 
-    `kinded` allows Enums and namedtuples: whatever takes the value holds some in the same places.
+    Pass `kinded` if whatever takes the value holds Enums or namedtuples in the same places.
     """
     check_depth(what, depth)
     if _is_plain(value):

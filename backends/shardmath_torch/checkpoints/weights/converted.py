@@ -27,7 +27,8 @@ def add_converted(
     checkpoint: Checkpoint, module: nn.Module, shapes: Shapes, format: Format | None
 ) -> Checkpoint:
     """Return `checkpoint` with further entries for tensors of `module` that the checkpoint has only in parts, such as
-    single experts that the module stacks.
+    single experts that the module stacks. `shapes` has the module's tensors, name -> (shape, dtype); `format` is the
+    format of quantized parts.
 
     Raises CheckpointError for parts that are missing, have another shape or dtype, or are archives of torch.save;
     StoreError if transformers computes with parts; FormatError if two parts share a block of the format.

@@ -78,15 +78,16 @@ def load_weights(
     verify: bool = True,
 ) -> None:
     """Load the parameters and persistent buffers of `module`, in place, from `path`: safetensors files of Hugging Face,
-    or a checkpoint by `save` or torch.distributed.checkpoint.
+    or a checkpoint by `save` or torch.distributed.checkpoint. `names` maps names in the module to stored names, where
+    they differ; `format` is the format of quantized weights.
 
-    `names` maps names in the module to stored names, if they differ. A parameter with several names is found under any
-    of them. Tensors that transformers saves under other names, or unstacked, are found as it saves them. Values are
-    cast to the module's dtypes; uint8 and FP8 or FP4 are copied as bytes into each other.
+    A parameter with several names is found under any of them. Tensors that transformers saves under other names, or
+    unstacked, are found as it saves them. Values are cast to the module's dtypes; uint8 and FP8 or FP4 are copied as
+    bytes into each other.
 
-    `format` is the format of quantized weights: if `NAME` is stored in the format's dtype, next to `NAME_scale_inv` or
-    `NAME_scale`, and the module's dtype is another, the values of both together are filled in. Each rank reads its own
-    part and dequantizes it; layouts may cut blocks.
+    With `format`, if `NAME` is stored in the format's dtype, next to `NAME_scale_inv` or `NAME_scale`, and the module's
+    dtype is another, the values of both together are filled in. Each rank reads its own part and dequantizes it;
+    layouts may cut blocks.
 
     Collective over the group. Raises CheckpointError on every rank if a tensor is missing or has another shape, if
     `names` differ between ranks, if a tensor has scales and no `format` fits, and if parameters and buffers partly

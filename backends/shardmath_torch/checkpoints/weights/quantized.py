@@ -82,7 +82,8 @@ def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
 
 
 def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str) -> str:
-    """Return the error message for a tensor that is stored quantized, with scales, and loaded without a format."""
+    """Return the error message for the tensor `name`, of `layout` in the module, that is stored as `stored`, quantized
+    with `scales`, and loaded without a format."""
     what = f"{name!r} is {layout.dtype} in the module, but {checkpoint[stored].dtype} in the checkpoint"
     fix = "give format=, such as shardmath.formats.FP8Blocks() for tiles of 128 x 128"
     return f"{what}, with scales in {scales!r}; {fix}"
@@ -91,8 +92,9 @@ def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, s
 def pair(
     checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str, format: Format
 ) -> QuantizedRead:
-    """Return how to read the quantized tensor `name` (`QuantizedRead`): the layouts of its data and of its scales.
-    Raises CheckpointError if they do not fit `format`."""
+    """Return how to read the tensor `name`, of `layout` in the module, that is stored quantized as `stored` with
+    `scales`: the layouts of its data and of its scales (`QuantizedRead`). Raises CheckpointError if they do not fit
+    `format`."""
     data_part, scale_part = format.parts
     data = checkpoint[stored]
     found = checkpoint[scales]

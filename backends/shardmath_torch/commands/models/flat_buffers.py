@@ -139,10 +139,9 @@ def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
     """Convert a buffer layout with parameters as keys, from Megatron-Core or `by_parameter`, to a layout with names as
-    keys, and check it.
+    keys for `data_parallel_world_size` ranks (None: any number), and check it.
 
-    Such a layout does not have the number of ranks that it is for: `data_parallel_world_size` adds
-    it.
+    A layout with parameters as keys does not have the number of ranks that it is for.
 
     Raises ParamLayoutError for a parameter that the module lacks, and for a layout that contradicts
     itself.
@@ -174,8 +173,9 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """Return views of `array`, this rank's share of a flat buffer of optimizer state, as a dict from local name (a
-    parameter's name, or `name[i]` for a part) to tensor.
+    """Return views of `array`, the share that `rank` has of a flat buffer of optimizer state, as a dict from local name
+    (a parameter's name, or `name[i]` for a part) to tensor. The buffer is divided along `axis` of `mesh`; views are 1-d
+    unless `shape` is "nd".
 
     They have the layouts that `buffers.state_layouts` gives, and the array's dtype. A rank outside the mesh has none.
 
@@ -202,8 +202,8 @@ def state_views(
 def views(
     store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the local tensors that `rank` has of `layouts`, by local name, as detached views of its flat `arrays`, at
-    the positions that `store` gives.
+    """Return the local tensors that `rank` has of `layouts`, by local name, as detached views into its flat `arrays`
+    (one, or several by name), at the positions that `store` has for them.
 
     A single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises
     StoreError for an array that is missing, too short, not flat, or of another dtype.

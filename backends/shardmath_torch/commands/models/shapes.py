@@ -64,8 +64,8 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class Unstack(NamedTuple):
-    """A rule for a tensor whose name ends in `stacked`: it is split into a tensor per expert (dimension 0) and name in
-    `parts`, or only renamed.
+    """A rule for tensors whose names end in `stacked`: split them along dimension 0 into experts and along dimension 1
+    into the tensors named in `parts`, or only rename them.
 
     Dimension 0 is the expert {e}, and dimension 1 is divided evenly among the parts. A part without
     {e} is another name for the unchanged tensor.
@@ -103,7 +103,8 @@ UNSTACK: dict[str, tuple[Unstack, ...]] = {
 
 
 def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[str, Entry]:
-    """Return the global shape and dtype of every tensor in the model's checkpoint, by name, in the model's order.
+    """Return a dict from tensor name to (global shape, dtype) for the checkpoint of `model` (a config, or the name of
+    one), in the model's order; `dtype` replaces the config's dtype.
 
     `model` is a config, or the name of one: of MODELS, else what `AutoConfig.from_pretrained` takes
     (a folder, a Hub id). The architecture is the config's `architectures[0]` if that is a model of
@@ -120,12 +121,12 @@ def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[s
 def parameters(
     model: PretrainedConfig | str, *, dtype: str | None = None, shared: Collection[str] = ()
 ) -> tuple[Param, ...]:
-    """Return the trained parameters among the tensors of `shapes` as Params (name, shape, dtype and more) from which
-    flat buffers are laid out, in the model's order.
+    """Return the trained parameters among the tensors of `shapes` as Params (name, shape, dtype and more) for laying
+    out flat buffers, in the model's order; those named in `shared` count as shared embeddings.
 
-    Experts have `.experts.` in their names; embeddings and output layers are not managed by
-    LayerWise optimizers; names in `shared` are shared embeddings. Raises ShardError as `shapes`
-    does, and for a name in `shared` that is not a parameter's.
+    Experts have `.experts.` in their names; embeddings and output layers are not managed by LayerWise optimizers;
+    `model` and `dtype` are as in `shapes`. Raises ShardError as `shapes` does, and for a name in `shared` that is not a
+    parameter's.
     """
     config = _find_config(model)
     network = _build(config)

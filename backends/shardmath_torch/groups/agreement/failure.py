@@ -77,8 +77,8 @@ class Report:
 
 
 def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) -> int | None:
-    """Return the rank that failed first, judged from `blamed`, which tells the rank that each rank blames; None if no
-    rank is suspect.
+    """Return the rank of `ranks` that failed first, judged from `blamed` (rank that reported -> rank that it blames);
+    None if no rank is suspect.
 
     `blamed` maps each rank that reported to the rank it blames; `ranks` are all of the group.
 
@@ -115,11 +115,9 @@ class FailureDetector:
     bell: threading.Event = field(default_factory=threads.make_bell)
 
     def detect(self, own_report: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
-        """Exchange failure reports with the other ranks, and return the rank that failed first, and the report on it.
-        The rank is None if it is unknown, or if a rank only left, without a failure.
-
-        Calls `let_go`, which closes the connections, once this rank has reported.
-        """
+        """Exchange failure reports with the other ranks, and return (the rank that failed first, the report on it);
+        call `let_go` to close connections once this rank has reported. The rank is None if it is unknown, or if no rank
+        failed but one left the group."""
         deadline = time.monotonic() + self.grace
         reporting = self.report(own_report, let_go)
         reporting.join(max(0.0, deadline - time.monotonic()))

@@ -45,11 +45,11 @@ _T = TypeVar("_T")
 
 
 def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[_T]:
-    """Send the object `mine` to all ranks, and return a list of all ranks' objects in the order of the group's ranks,
-    within the group's time limit.
+    """Send the object `mine` to all ranks, and return a list of all ranks' objects in the order of the group's ranks.
+    `what` names the call in errors, and must be equal on all ranks.
 
-    `what` names the call and must be equal on all ranks. Raises ExchangeError if a rank is gone, does
-    not call, or makes another call.
+    Waits for other ranks within the group's time limit. Raises ExchangeError if a rank is gone, does not call, or makes
+    another call.
     """
     found = compat.group_of(group)
     party = party_of(found)
@@ -191,8 +191,8 @@ def _is_relied_on(party: Party, votes_before: int) -> bool:
 
 
 def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError:
-    """Return the error to raise after a collective of torch failed with `error`, and mark the group as broken if this
-    library has a transport for it."""
+    """Return the error to raise after a collective of torch failed with `error` in a call that `what` describes (such
+    as "make this call"). Marks the group as broken if this library has a transport for it."""
     party = party_of(compat.group_of(group))
     if party is None:
         lost = f"a rank is gone, or did not {what}: {message_of(error)}"

@@ -115,11 +115,9 @@ class Goodbyes:
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Return, in words, which other ranks left mover `key` or the group before vote `number`, and why the first of
-        them did; "" if none did.
-
-        A `blamed` rank, whose connection ended, counts too if it left any mover since the previous vote.
-        """
+        """Return, in words, which other ranks left mover `key` or the group before vote `number`, and the reason of the
+        lowest such rank; "" if none left. The rank `blamed`, whose connection ended, counts too if it left any mover
+        since the previous vote."""
         reasons = {}
         for goodbye in list(self._by_number.values()):
             if goodbye.rank == self._rank:

@@ -50,7 +50,7 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Return words for an error about `rank`: which tensor it had to send or receive. That is `tensor`, or if None, the
+    """Return words for an error about `rank` that say which tensor it had to send or receive: `tensor`, or if None, the
     first one that it moves by the plan `given`."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"

@@ -80,8 +80,8 @@ class Party:
 
     @property
     def timeout(self) -> float:
-        """The most seconds that a call takes if another rank fails: to wait for that rank, and then to find out which
-        rank failed first."""
+        """The most seconds until a call raises if another rank has failed: the time to wait for that rank, and then to
+        find out which rank failed first."""
         # An extra fifth of the grace is for reporting the failure.
         return self.patience + 1.2 * self.grace
 
@@ -93,8 +93,9 @@ class Party:
     def vote(
         self, mine: Ballot, patience: float | None = None, event: Event = Event.VOTE
     ) -> tuple[Ballot, ...]:
-        """Send this rank's vote `mine` to all ranks, and return all ranks' votes in the order of the group's ranks.
-        `event` is PROMISE for a promise: the vote that this rank has all its bytes.
+        """Send this rank's vote `mine` to all ranks, and return all ranks' votes in the order of the group's ranks,
+        within `patience` seconds (None: the connections' default). Pass PROMISE as `event` if the vote promises that
+        all bytes have arrived here.
 
         Raises Refused if any rank objects, PeerFailure if one does not vote.
         """
@@ -122,8 +123,8 @@ class Party:
         self.wire.begin(number + mark, unasked.patience)
 
     def go_on(self, unasked: Unasked) -> None:
-        """Begin, without a vote, an operation on which ranks agreed earlier; from now on other ranks may wait for this
-        rank."""
+        """Begin, without a vote, the operation `unasked`, on which ranks agreed earlier; from now on other ranks may
+        wait for this rank."""
         self.turns.unasked = unasked
         self._begin()
         self.turns.agreed()
@@ -149,11 +150,11 @@ class Party:
         what: str = "group",
         patience: float = 0.0,
     ) -> _T:
-        """Run `act`, an operation of all ranks, while nothing else in this process uses the group; return its result.
+        """Run `act`, an operation of all ranks, while nothing else in this process uses the group, and return its
+        result; wait at least `patience` seconds for other threads. Errors say that this `what` is broken, and
+        `describe` makes words for the work that failed.
 
-        `act` begins with a vote, unless ranks agreed on such an operation before. Waits for other threads' turns at
-        least `patience` seconds. Errors call `what` broken if the group is, and
-        `describe` words the work that a rank's failure stopped.
+        `act` begins with a vote, unless ranks agreed on such an operation before.
 
         Raises ExchangeError, and any other exception that `act` raises.
         """

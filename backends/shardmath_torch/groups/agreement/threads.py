@@ -54,10 +54,10 @@ def start(act: Callable[[], None]) -> threading.Thread:
 
 
 def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
-    """Run `make` in a thread, wait at most `limit` seconds, and return its result; Ctrl-C ends the wait.
+    """Run `make` in a thread, wait at most `limit` seconds, and return its result; Ctrl-C ends the wait, after `settle`
+    more seconds for the thread to end.
 
-    Raises any exception of `make`, and RuntimeError after `limit` seconds. On Ctrl-C, first gives the thread `settle`
-    seconds to end.
+    Raises any exception of `make`, and RuntimeError after `limit` seconds.
     """
     results: list[_T] = []
     errors: list[BaseException] = []

@@ -187,25 +187,26 @@ class Turns:
         self._queue = threading.Lock()
 
     def next(self, event: Event = Event.VOTE) -> int:
-        """Add 1 to the number of votes, since one begins now, and return the number. `event` is PROMISE for a promise:
-        the vote that this rank has all its bytes."""
+        """Add 1 to the number of votes, since one begins now, and return the number; `event` is VOTE, or PROMISE if the
+        vote promises that all bytes have arrived here."""
         self.protocol.note(event)
         self.votes += 1
         return self.votes
 
     def agreed(self) -> None:
-        """Record that the vote has ended without an objection."""
+        """Record that the current vote has ended without an objection."""
         self.protocol.note(Event.AGREE)
 
     @property
     def latest(self) -> tuple[str, int, bool]:
-        """The identity of the latest vote, equal on all ranks: the group's nonce, the vote's number, and whether ranks
-        did vote (False if they had agreed earlier)."""
+        """The identity of the latest vote, equal on all ranks: the group's nonce (a random number, as text), the vote's
+        number, and whether ranks did vote (False if they had agreed earlier)."""
         return self.nonce, self.votes, self.unasked is None
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank has begun an operation in which other ranks may wait for it, or it for their decision."""
+        """Whether this rank is in the middle of an operation: other ranks may be waiting for it, or it for their
+        decision."""
         return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
@@ -223,10 +224,10 @@ class Turns:
 
     @contextmanager
     def alone(self, patience: float) -> Iterator[None]:
-        """Keep other calls of this process off the group during the `with` block, even if the group is broken.
+        """Keep other calls of this process off the group during the `with` block, even if the group is broken, after
+        waiting at most `patience` seconds for a call of another thread.
 
-        Waits for background moves, and at most `patience` seconds for other threads. Raises ExchangeError inside of a
-        call, and if another thread keeps the turn.
+        Waits for background moves, too. Raises ExchangeError inside of a call, and if another thread keeps the turn.
         """
         turn = _Turn(threading.current_thread())
         self.refuse_nested()
@@ -241,11 +242,12 @@ class Turns:
     def taken(
         self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Reserve the group for an operation of all ranks during the `with` block, once this process's earlier
-        operations on the group have ended.
+        """Reserve the group for an operation of all ranks during the `with` block, after waiting at most `patience`
+        seconds for other threads. If the group is broken, calls `let_go` if this was not known before, and raises
+        ExchangeError, which says that this `what` is broken.
 
-        Raises ExchangeError, which calls `what` broken, if another thread keeps the turn or the group is broken.
-        Calls `let_go` if the turn before was left in the middle and the group was not marked broken then.
+        Also raises ExchangeError if another thread's operation takes longer. Whether the group is broken may be unknown
+        if an exception ended the operation before in the middle.
         """
         with self.alone(patience):
             self._check_not_broken(what, let_go)
@@ -260,9 +262,10 @@ class Turns:
 
     @contextmanager
     def call(self, patience: float) -> Iterator[None]:
-        """Reserve the group for a call of several steps by this thread in the `with` block; such calls may nest.
+        """Reserve the group for one call of this thread, of several collective steps, during the `with` block, after
+        waiting at most `patience` seconds for other threads' calls; such blocks may nest.
 
-        Raises ExchangeError if another thread's call takes longer than `patience` seconds.
+        Raises ExchangeError if another thread's call takes longer.
         """
         self._refuse_in_step()
         if self._call.is_mine():
@@ -297,7 +300,7 @@ class Turns:
     @contextmanager
     def ending(self, patience: float, cause: str) -> Iterator[None]:
         """Announce that this rank leaves the group because of `cause`, and keep other calls off the group during the
-        `with` block; later calls raise."""
+        `with` block; later calls raise. Waits at most `patience` seconds for a call of another thread."""
         with self.alone(patience):
             self.part(WHOLE_GROUP, cause)
             self.broken = self.broken or cause
@@ -308,7 +311,8 @@ class Turns:
     def listen(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
     ) -> None:
-        """Start to watch the store for ranks that leave the group. Later calls change nothing."""
+        """Start to watch `store` for notices of ranks that leave the group, stored there under `name`; `serves` is
+        whether this process serves the store. Later calls change nothing."""
         if self.goodbyes is not None or len(ranks) == 1:
             return
         self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
@@ -317,8 +321,8 @@ class Turns:
         self.goodbyes.listen(lambda: _give_up_if_left(turns()))
 
     def part(self, key: str, why: str) -> None:
-        """Announce that this rank leaves mover `key`, with the reason `why`, unless the group is broken. Call it in
-        `alone`."""
+        """Announce that this rank leaves mover `key`, with the reason `why`, unless the group is broken. Call it inside
+        a `with` block of `alone`."""
         is_broken = self.under_way or self.broken
         if self.goodbyes is not None and not is_broken:
             self.goodbyes.say(key, self.votes, why)
@@ -392,8 +396,8 @@ def turns_of(group: Group) -> Turns:
 
 
 def in_thread(given: str | None) -> str:
-    """Return words that name a thread, " in thread NAME", by the name `given` or else for the calling thread; "" for
-    the main thread."""
+    """Return " in thread NAME", words for the thread called `given` or, if None, for the calling thread; "" for the
+    main thread."""
     # Autograd's threads are not Python's, and have no names.
     if given is None and _is_thread_of_autograd():
         return " in a thread of autograd"
@@ -406,8 +410,8 @@ def in_thread(given: str | None) -> str:
 
 
 def check_thread(turns: Turns, given: str | None) -> None:
-    """Raise ExchangeError if another live thread has the same name (`given`, or else the calling thread's), since ranks
-    pair calls by that name."""
+    """Reserve the thread name `given` (None: the calling thread's), under which ranks pair calls, for the calling
+    thread. Raises ExchangeError if another live thread has that name."""
     if given is None and _is_thread_of_autograd():
         return
     name = _name_thread() if given is None else given

@@ -79,10 +79,8 @@ class Wire(Protocol):
         """The device on which tensors to send or receive must be."""
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Mark later messages with `turn`, the number of the operation that they belong to.
-
-        Their waits take at most `patience` seconds; None for the wire's default.
-        """
+        """Mark later messages with `turn`, the number of the operation that they belong to, and let waits for them take
+        at most `patience` seconds (None: the wire's default)."""
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
         """Post a receive of bytes from `rank` into `memory`. Raises PeerFailure."""
@@ -97,9 +95,10 @@ class Wire(Protocol):
         """Wait until all started messages have been sent and received. Raises PeerFailure."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
-        """Return every rank's `record`, in the order of the group's ranks; all records have one size.
+        """Return every rank's `record` (bytes of equal length), in the order of the group's ranks, within `patience`
+        seconds (None: the time passed to `begin`).
 
-        Waits at most `patience` seconds; None for the turn's. Raises PeerFailure.
+        Raises PeerFailure.
         """
 
     def abandon(self) -> None:

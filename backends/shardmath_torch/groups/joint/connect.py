@@ -68,13 +68,14 @@ def connect(
     name: str = "",
     run: str = "",
 ) -> JointGroup:
-    """Connect `size` processes of any jobs, this one as `rank`, and return their process group, to pass as `group=` to
-    functions of this module. Collective.
+    """Connect `size` processes of any jobs, this one as `rank`, through the store `where`, and return their process
+    group, to pass as `group=` to functions of this module. Collective; `name` distinguishes groups in one store, and
+    `run` keeps out processes of an earlier start.
 
-    `where` is "host:port", where the process of rank 0 serves a key-value store (a TCPStore) until it disconnects, or
-    a store. `backend` is "gloo" or "nccl". `timeout` is the time to wait for all ranks to come, in seconds, and then
-    the time limit of the group's collectives. `name` distinguishes groups in one store. The same name may be used
-    again, as after a rank has died: processes of two groups are never mixed.
+    `where` is "host:port", where the process of rank 0 serves a key-value store (a TCPStore) until it disconnects, or a
+    store. `backend` is "gloo" or "nccl". `timeout` is the time to wait for all ranks to come, in seconds, and then the
+    time limit of the group's collectives. The same name may be used again, as after a rank has died: processes of two
+    groups are never mixed.
 
     `run` keeps out processes of an earlier run that have not ended. If rank 0 is given none, it draws one; the others
     take rank 0's. Pass the group's `run` whenever this process connects again, and to a process that replaces a dead
@@ -127,10 +128,10 @@ def call_off(
     where: str | Store, rank: int, why: str, *, name: str, timeout: float = DEFAULT_TIMEOUT_S
 ) -> None:
     """Make calls of `connect` by this `name` in the store `where`, both waiting ones and later ones, raise
-    ExchangeError with the text `why`.
+    ExchangeError with the text `why`. Call it in another thread of the process that connects as `rank`.
 
-    Call it from another thread of the process that has this rank. Groups that are connected already are not touched.
-    Raises ExchangeError if the store does not answer within `timeout` seconds.
+    Groups that are connected already are not touched. Raises ExchangeError if the store does not answer within
+    `timeout` seconds.
     """
     until = time.monotonic() + timeout
 

@@ -76,8 +76,8 @@ def _is_port(text: str) -> bool:
 
 
 def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[Store], _T]) -> _T:
-    """Open the store at `where` (serve it if `serves`), and return `meet(store)`; if the store at an address is lost,
-    try again until the time `until`.
+    """Call `meet` with the store at `where`, which this process serves if `serves`, and return the result. If the store
+    at an address is lost, open it again, until `time.monotonic()` reaches `until`.
 
     Raises ExchangeError if the store cannot be served, or is not there in time, and any exception of `meet`.
     """

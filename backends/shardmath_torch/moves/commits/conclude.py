@@ -27,9 +27,10 @@ MOST_ERRORS = 8
 
 def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
     """Send the vote `promise` (this rank has all its bytes); once all ranks have promised, call `place`, which puts the
-    bytes in place. If an error occurs after the vote has begun, try again.
+    bytes in place. An error in the middle, such as Ctrl-C, is raised only after ranks have decided whether to commit.
 
-    Raises Refused if a rank objects, PeerFailure if the group is broken, and else the first error.
+    The steps are tried again after such an error, a few times. Raises Refused if a rank objects, PeerFailure if the
+    group is broken, and else the first error.
     """
     protocol = party.turns.protocol
     first_error: BaseException | None = None

@@ -35,7 +35,8 @@ class Standing:
 
 
 class Entry(NamedTuple):
-    """A move whose bytes have arrived and wait to be put in place: its claim (name), destinations and version.
+    """A move whose bytes have arrived and wait to be put in place: `claim` names it, `keys` are its destinations, and
+    `version` is the number of the mover's committed moves after it.
 
     `put` puts it in place, and may be repeated; `end` is called once all of the commit is in place. `find_lost` tells
     why the move can no longer be put in place; "" if it can.
@@ -51,7 +52,8 @@ class Entry(NamedTuple):
 
 
 def commit_entries(party: Party, promise: Ballot, entries: Sequence[Entry]) -> None:
-    """Put the moves `entries` in place on all ranks, or on none. Raises as `conclude` does."""
+    """Put the moves `entries` in place on all ranks or on none, once all ranks have sent their vote `promise` (that all
+    bytes have arrived). Raises as `conclude` does."""
 
     def place() -> None:
         for entry in entries:
@@ -88,10 +90,7 @@ def word_torn(keys: tuple[str, ...]) -> str:
 
 def word_end(standing: Standing, former: int) -> str:
     """Return the text that says, after a failed commit, whether this rank's destinations are old, new, or torn (perhaps
-    partly updated).
-
-    `former` is the version before the commit.
-    """
+    partly updated); `former` is the version (number of committed moves) before it."""
     if standing.in_doubt:
         why = "the process group's store, which has the ranks' decision, does not answer"
         here = f"here all is as it was, version {standing.version}"

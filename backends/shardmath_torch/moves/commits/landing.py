@@ -43,7 +43,7 @@ class Arrival(NamedTuple):
 @dataclass
 class Landing:
     """The state of one mover's destinations on this rank: committed version, torn (perhaps partly updated) tensors, and
-    the `commit` block for whose end arrived bytes wait.
+    the `commit` block whose end arrived bytes wait for.
 
     `former` is the number of moves that others committed before this mover joined.
     """
@@ -57,7 +57,8 @@ class Landing:
     """The latest commit block in which the mover moved."""
 
     def word_waiting(self, block: CommitBlock | None) -> str:
-        """Return why the mover cannot move now, if its bytes wait for the end of another `commit` block; else ""."""
+        """Return why the mover cannot move now, if its bytes wait for the end of a `commit` block other than `block`;
+        "" if they do not."""
         other = self._block
         if other is None or other is block or not other.is_open:
             return ""
@@ -65,16 +66,16 @@ class Landing:
         return f"{what}; call it again after the block, or compile the plan once more"
 
     def check_free(self, block: CommitBlock | None) -> None:
-        """Raise ExchangeError if bytes of the mover wait for the end of another `commit` block."""
+        """Raise ExchangeError if bytes of the mover wait for the end of a `commit` block other than `block`."""
         waiting = self.word_waiting(block)
         if waiting:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """Return the state of this mover under another plan: version and torn (perhaps partly updated) tensors as
-        before, without doubt about other ranks' version.
+        """Return the state of this mover's destinations for its next plan: its version (number of committed moves) and
+        torn tensors stay. `former` is the highest version that other ranks may have.
 
-        The doubt is resolved: the others have at most version `former`.
+        So the state is no longer in doubt.
         """
         standing = Standing(self.standing.version, torn=self.standing.torn)
         return Landing(self.is_beside, standing, former)
@@ -87,10 +88,10 @@ class Landing:
         member: Member,
         block: CommitBlock | None,
     ) -> None:
-        """Put arrived bytes and computed values in place, on all ranks or none, now or at the end of `block`.
+        """Put arrived bytes and computed values in place on all ranks or on none: now, or, if `block` is given, at the
+        end of this `commit` block. `ballot` is this rank's vote for the move, and `member` the mover.
 
-        `ballot` is of this rank, for the move. An error before the promise is an objection. Raises as `conclude`
-        does.
+        An error before the promise is an objection. Raises as `conclude` does.
         """
         pairs: list[Pair] = []
         objection = ""
@@ -116,8 +117,8 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Add the state of this rank's destinations (old, new, or perhaps torn) to an error in the `with` block that
-        breaks the group, and to all later errors of such blocks."""
+        """Add to an error that breaks the group in the `with` block, and to every error in later blocks of this method,
+        whether this rank's destinations are old, new, or perhaps partly updated."""
         was_broken = turns.broken
         former = self.standing.version
         try:

@@ -79,11 +79,8 @@ class Shadows:
         self._device = None
 
     def pair(self, dst: Tensors, held: bool = False) -> list[Pair]:
-        """Return a list of (view of a destination, view of its shadow) pairs for the tensors `dst`: at the commit, each
-        shadow is copied into its destination.
-
-        If `held`, the pairs are kept for later calls with the same mapping.
-        """
+        """Return a list of (view of a destination, view of its shadow) pairs, the copies to do at the commit for the
+        tensors `dst`. If `held`, a later call with the same `dst` returns the same list."""
         if self._held_pairs is not None and self._held_pairs[0] is dst:
             return self._held_pairs[1]
         pairs: list[Pair] = []

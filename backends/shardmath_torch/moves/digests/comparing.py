@@ -34,7 +34,8 @@ _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
 def find_odd_replica(
     party: Party, side: DigestSide, shares: Mapping[str, Shares], fix: str = MAKE_ALIKE
 ) -> str:
-    """Return the error text for the first tensor whose replicas differ; "" if none differ. Raises PeerFailure."""
+    """Return the error text, with the advice `fix`, for the first tensor of `side` whose replicas differ; "" if none
+    differ. `shares` has each rank's numbers in the tensors' digests: name -> rank -> list. Raises PeerFailure."""
     for name, windows in side.windows.items():
         unlike = find_unlike(windows, shares[name])
         if unlike is not None:

@@ -54,8 +54,8 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """Return, for each of `boxes`, the sum, weighted as in a digest, of those elements of tensor `name` in
-        `portions` (this rank's patches) that lie in the box."""
+        """Return a list with a sum for each of `boxes`, weighted as in a digest, over the elements of tensor `name`
+        that lie in the box and in `portions`, this rank's patches."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)

@@ -88,7 +88,8 @@ Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 def locate(
     key: str, strides: Sequence[int], slices: Sequence[slice], shape: tuple[int, ...]
 ) -> StridedView:
-    """Return the view that `slices`, which have this `shape`, select from the tensor `key` with these `strides`."""
+    """Return the view of the tensor `key`, with these `strides`, that `slices` (one per dimension, of step 1) select;
+    `shape` is the view's shape."""
     offset = 0
     for part, stride in zip(slices, strides, strict=True):
         offset += part.start * stride
@@ -128,7 +129,7 @@ def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRoun
 
 def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[BoundRound, ...]:
     """Return the rounds without sends to the ranks in `gone`, and without rounds that this leaves empty; other messages
-    keep their parts of staging."""
+    keep their places in staging memory."""
     remaining = []
     for bound in rounds:
         sends = [end for end in bound.sends if end.message.dst_rank not in gone]

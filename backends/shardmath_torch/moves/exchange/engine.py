@@ -68,10 +68,8 @@ class Exchange:
         return self._needed_bytes
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool = False) -> None:
-        """Find the memory of each message in tensors like `src` and `dst`, and allocate staging for those that need it.
-
-        Views of `held` tensors are kept from move to move.
-        """
+        """Find where in tensors like `src` and `dst` each message is read or written, and allocate staging memory for
+        it if needed. If `held`, views of these tensors are kept from move to move."""
         self._held_tensors = (src, dst) if held else None
         self._views = None
         src_strides = {key: tensor.stride() for key, tensor in src.items()}
@@ -111,7 +109,7 @@ class Exchange:
         return narrowed
 
     def move(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> None:
-        """Move the plan's tensors from `src` to `dst`. Raises PeerFailure."""
+        """Move the plan's tensors from `src` to `dst`, and time each phase by `watch`. Raises PeerFailure."""
         part = self._task.part
         self._note_begun(0)
         # Only in inference mode may inference tensors be written.

@@ -218,11 +218,8 @@ def check(
     device: torch.device,
     apart: bool = True,
 ) -> None:
-    """Raise ExchangeError for the first tensor that does not fit its layout or is not on `device`, and for a
-    destination that shares memory with itself or another tensor.
-
-    Source and destination may share memory unless `apart`.
-    """
+    """Raise ExchangeError for the first tensor that does not fit its layout in `wants` or is not on `device`. Also
+    raises it for a destination that shares memory with itself, another destination or, if `apart`, a source."""
     for want, tensors in zip(wants, given, strict=True):
         fits(want, tensors, device)
     src, dst = given
@@ -281,8 +278,8 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
 
 
 def witness(*given: Local) -> Callable[[], str]:
-    """Note where the destination tensors in `given` lie in memory, and return a function that, called later, returns an
-    error text if one was freed or moved, else ""."""
+    """Note where the destination tensors in the arguments (tensors, or dicts by name) lie in memory. Returns a function
+    that returns an error text if one was freed or moved since then, else ""."""
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})

@@ -92,8 +92,8 @@ class Rounds:
         sends: Iterable[Send],
         keeps: Iterable[Keep] = (),
     ) -> None:
-        """Send and receive all messages of one round, copy the pieces that stay on this rank, then do the reductions.
-        Raises PeerFailure."""
+        """Send and receive all messages of one round, copy the pieces that stay on this rank (`keeps`), then do the
+        reductions; `step` identifies the round in the timings. Raises PeerFailure."""
         # All messages are posted before any wait: a rank that waited first could wait for ever.
         arriving = [(receive, self._receive(receive)) for receive in receives]
         leaving = [(send, self._send(send)) for send in sends]

@@ -50,10 +50,8 @@ class Engine(Protocol):
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
     ) -> None:
-        """Allocate memory for moves between tensors with the strides and device of `src` and `dst`; send nothing.
-
-        With `held` the caller promises that every move will be of these same tensors.
-        """
+        """Allocate memory for moves between tensors with the strides and device of `src` and `dst`, and send nothing;
+        with `held`, the caller promises that every move will be of these same tensors."""
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
         """Move the tensors `src` into `dst`, which must be like the tensors passed to `prepare`, and time each phase by

@@ -40,8 +40,8 @@ MOST_PIECES = 1 << 17
 
 
 class Typed:
-    """Tensors by name, seen through views that are made at their first use: as bits, in a dtype that torch copies
-    exactly, or in their own dtype."""
+    """Tensors by name, and views of them that are made once, at their first use: in a dtype that torch copies bit by
+    bit, and in the tensor's own dtype."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -108,8 +108,8 @@ class Staged:
         self._view_count = 0
 
     def find(self, endpoint: Endpoint, like: Iterable[Tensor]) -> list[Tensor]:
-        """Return a list with a view of staging memory for each piece of the message at `endpoint`, in the dtype of its
-        tensor in `like`."""
+        """Return a list with a view of staging memory for each piece of the message at `endpoint`; `like` has a tensor
+        of each piece's dtype, in the same order."""
         views = self._pieces.get(id(endpoint))
         if views is None:
             message = endpoint.message

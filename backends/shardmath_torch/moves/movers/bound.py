@@ -24,7 +24,7 @@ class _HeldTensors(NamedTuple):
     tensors: tuple[Tensors, Tensors]
 
     def is_of(self, src: Local, out: Local) -> bool:
-        """Whether `src` and `out` are the very mappings whose tensors are held here."""
+        """Whether `src` and `out` are the same objects as those whose tensors are held here."""
         return src is self.src and out is self.out
 
 
@@ -39,8 +39,9 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """Return the source and destination tensors of `call` by name; if they are new, check them, and prepare
-        `carrier` for them. Raises ExchangeError."""
+        """Return the source and destination tensors of `call` by name, as the stages `ends` (extra work such as casts)
+        map them. Checks new tensors, which must be on `device`, and prepares `carrier` for them. Raises
+        ExchangeError."""
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors

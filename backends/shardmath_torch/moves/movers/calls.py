@@ -91,8 +91,8 @@ class Call(NamedTuple):
         return self._replace(src=keep(self.src), out=keep(self.out))
 
     def kind(self, word: str, in_block: bool) -> CallKind:
-        """Return the options of this call that ranks compare when they vote, together with `word`, the verb for the
-        move; invalid options count as not given."""
+        """Return the options of this call that ranks compare in a vote; invalid ones count as not given. `word` is the
+        verb for the move, and `in_block` tells whether it is in a `commit` block."""
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
         return CallKind(word, acknowledge, check, in_block)

@@ -24,8 +24,8 @@ __all__ = ["Arrived", "Carrier", "Whole", "make_shadows"]
 
 
 class Arrived(NamedTuple):
-    """The tensors that have arrived, by name, and a repeatable function that copies them into the destinations, unless
-    they arrived there."""
+    """The tensors that have arrived, by name, and a function that copies them into the destinations; it may be called
+    again, and does nothing if they arrived there."""
 
     tensors: Tensors
     put: Callable[[], None]
@@ -40,8 +40,8 @@ class Carrier(Protocol):
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The rounds of a move that sends everything, not only changes: the messages that this rank sends and receives
-        in each."""
+        """The rounds of messages that this rank sends and receives in a move that sends everything, not only
+        changes."""
 
     @property
     def staging_bytes(self) -> int:
@@ -56,21 +56,20 @@ class Carrier(Protocol):
         vote."""
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Allocate memory for moves of tensors with the strides and device of `src` and `dst`.
-
-        If `held`, all moves are between the same tensors.
-        """
+        """Allocate memory for moves of tensors with the strides and device of `src` and `dst`; `held` means that all
+        moves are between these same tensors."""
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
         """Find what the next move from `src` to `dst` has to send, by the caller's option `how`; a carrier that always
         sends everything does nothing."""
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
-        """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived. Raises PeerFailure."""
+        """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived; `held` means that later
+        moves are of these same tensors. Raises PeerFailure."""
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
-        """Return a carrier for `part`, this rank's part of another plan, that reuses this carrier's tensors and memory;
-        None if that is impossible."""
+        """Return a carrier for `part`, this rank's part of another plan, that reuses this carrier's tensors and memory,
+        and the engine that `make_engine` makes from its engine; None if that is impossible."""
 
     def let_go(self) -> None:
         """Release the tensors and the memory for moves, until the next move."""
@@ -163,7 +162,7 @@ class Whole:
 
 
 def make_shadows(part: RankProgram, own: frozenset[str]) -> Shadows:
-    """Return staging copies (shadows) for a rank's destinations, except those named in `own`, which are private memory
-    of the move's stages."""
+    """Return staging copies (shadows) for the destinations in `part`, a rank's part of a plan, except those named in
+    `own`, which are internal memory of a move and not the caller's tensors."""
     layouts = {key: stored.layout for key, stored in part.destinations.items() if key not in own}
     return Shadows(layouts, part.rank)

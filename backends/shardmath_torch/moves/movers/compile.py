@@ -120,10 +120,11 @@ def make_ready(
     make_carrier: MakeCarrier = make_whole,
     agree_first: AgreeFirst | None = None,
 ) -> Ready:
-    """Compile a plan with `stages` (further work at the two ends of a move), and return the parts of its mover.
+    """Compile a plan with `settings`, and return the parts of its mover. `stages` do extra work before and after each
+    move, `make_carrier` makes the object that moves the bytes, and `agree_first` is called before each replan.
     Collective; raises as `compile` does.
 
-    If ranks agreed on something else before, `agree_first` repeats that at each replan.
+    If ranks agreed on something else before, `agree_first` repeats that.
     """
     maker = _Maker(settings, stages, make_carrier, agree_first)
     return _make_ready(group, _Request(plan, maker))
@@ -146,8 +147,8 @@ class _Maker:
         former: Former,
         take: Callable[[Ready], None],
     ) -> None:
-        """Compile another plan for the same mover, with the same settings except `timeout` if given, and call `take`
-        with the result."""
+        """Compile another plan for the mover whose state so far is `former`, with the same settings (except `timeout`,
+        if given), and call `take` with the result."""
         settings = self.settings
         if timeout is not None:
             settings = settings._replace(timeout=timeout)

@@ -104,7 +104,8 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Return why a move by the calling thread cannot run in the background; "" if it can."""
+    """Return why a move by the calling thread cannot run in the background, as the caller's `async_op` asks; "" if it
+    can. Ranks pair its calls under the name `thread` (None: the calling thread's)."""
     if not isinstance(async_op, bool):
         return f"async_op={shown(async_op)} is not a bool; pass True or False"
     if not compat.has_own_connections(party.group):

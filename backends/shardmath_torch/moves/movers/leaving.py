@@ -79,11 +79,11 @@ class Leaving(Leaves):
             stage.let_go()
 
     def let_go(self, besides: Callable[[], None] = lambda: None) -> None:
-        """Release the mover's tensors and extra memory, which the next move allocates again. Not collective.
+        """Release the mover's tensors and extra memory, which the next move allocates again, and call `besides`, which
+        drops the caller's other references. Not collective.
 
-        After that a mover of changes objects to all calls until one with `whole=True`. `besides` drops the caller's own
-        references. Raises ExchangeError in the middle of a move, and while moved bytes wait for the end of a
-        `smt.commit`.
+        After that a mover of changes objects to all calls until one with `whole=True`. Raises ExchangeError in the
+        middle of a move, and while moved bytes wait for the end of a `smt.commit`.
         """
         with self._party.alone():
             self._landing.check_free(None)

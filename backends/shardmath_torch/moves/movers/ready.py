@@ -43,8 +43,8 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return how many ranks this rank sends to or receives from under `plan`, whichever are more, but at least
-        `peers`; None if its part of the previous plan cannot be reused.
+        """Return the number of ranks that this rank sends to under `plan`, or receives from, or `peers`, whichever is
+        largest; None if its part of the previous plan cannot be reused.
 
         Never fewer than before, since a smaller number would change the pace of all ranks.
         """
@@ -56,8 +56,8 @@ class Former(NamedTuple):
         return max(self.peers, count_peers(self.part, plan))
 
     def follow(self, plan: object, pace: Pace) -> RankProgram | None:
-        """Return this rank's part of `plan` at `pace`, derived from its part of the previous plan; None if that is
-        impossible."""
+        """Return this rank's part of `plan`, derived from its part of the previous plan, with messages cut by the
+        limits of `pace`; None if that is impossible."""
         return follow(self.part, plan, pace) if isinstance(plan, Plan) else None
 
     def keep_carrier(self, task: Task) -> Carrier | None:
