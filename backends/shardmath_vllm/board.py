@@ -51,8 +51,8 @@ LATER_S = 2 * HEARD_S
 
 @dataclass(frozen=True)
 class Board:
-    """The messages in the key-value store `store` through which ranks of a trainer and its engines coordinate updates;
-    this rank has number `place` of `size`.
+    """A board of messages in the key-value store `store`, through which trainer and engine ranks coordinate updates;
+    this rank is number `place` of `size`.
 
     The trainer's ranks have the first places.
     """
@@ -100,8 +100,8 @@ class Board:
     def finish(
         self, what: str, act: Callable[[], None], find_failure: Callable[[], str] = str
     ) -> None:
-        """Run the last step of an update, like `relay`; the first rank also waits until the trainer's other ranks have
-        read the result.
+        """Run the last step of an update as `relay` does; the first rank also waits until the trainer's others have
+        read the result, or `find_failure()` returns why one will not.
 
         `find_failure()` returns at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not
         in time, or has left.
@@ -143,7 +143,8 @@ class Board:
         self._confirm(what)
 
     def decide(self, what: str, fail_early: Callable[[], str] = str) -> str:
-        """Return the first rank's decision on the step `what`, once all have voted: the faults, or "" if all are ready.
+        """Return the first rank's decision on the step `what`: "" once all ranks have voted to be ready, or the faults
+        as soon as one votes against or `fail_early()` returns one.
 
         `fail_early()` says at place 0 why some will not come, "" where they will.
         """
@@ -179,9 +180,8 @@ class Board:
         return fault
 
     def find(self, what: str, seconds: float = ANSWER_S) -> str:
-        """Return the error that a rank has posted for the step `what`; "" if none has.
-
-        Raises ExchangeError if the store is gone, or does not answer within `seconds`.
+        """Return the error that a rank has posted for the step `what`, "" if none has. Raises ExchangeError if the
+        store is gone, or silent for `seconds`.
         """
         try:
             return self._read(what, seconds) or ""
@@ -201,8 +201,8 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Post `why` the update ends on this rank or, if that is "", return the reason that another rank has posted;
-        then call `leave`.
+        """Post this rank's reason `why` to end the update or, if that is "", read another rank's; then call `leave`,
+        and return the reason that was read, or "".
 
         Both are under the name of the step `what`. `why` is "" for an error that other ranks have caused.
         """

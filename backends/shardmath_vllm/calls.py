@@ -84,10 +84,11 @@ class Calls:
     def ask(
         self, acts: Sequence[Callable[[], object]], give_up: Callable[[str], None] = _ignore
     ) -> None:
-        """Start a call to each engine in a separate thread: `acts[i]()` calls engine i.
+        """Start a call to each engine i, `acts[i]()`, in a separate thread, which calls `give_up(why)` if that call
+        fails.
 
-        Where one fails while this rank waits for others, `give_up(why)` may end that: it is called on another thread.
-        Raises ExchangeError, and calls none, where an engine has not answered the call before.
+        `give_up` may end this rank's wait for other ranks. Raises ExchangeError, and calls none, where an engine has
+        not answered the call before.
         """
         silent = self._word_silent(
             "has not answered the previous call, so it gets no other; start it again if it hangs"
@@ -144,8 +145,8 @@ class Calls:
 
     @contextmanager
     def explain(self) -> Iterator[None]:
-        """If the `with` block raises, raise an ExchangeError with that error and the errors of failed calls to engines,
-        if any has failed.
+        """If the `with` block raises, and calls to engines have failed, raise an ExchangeError with all of their
+        errors; otherwise leave the block's error as it is.
 
         Waits at most GRACE_S for open calls.
         """

@@ -27,7 +27,9 @@ _NONE: Ints = np.zeros(0, np.int64)
 
 
 class Cells:
-    """A set of elements (cells) of several stored tensors, each tensor named by any hashable value; false if empty."""
+    """A set of elements (cells) of several stored tensors, each named by any hashable value; an empty set counts as
+    False.
+    """
 
     def __init__(self, borders: Mapping[Hashable, Ints]) -> None:
         self._borders = {name: at for name, at in borders.items() if len(at)}

@@ -128,7 +128,7 @@ class _NoRedirects(HTTPRedirectHandler):
     """A handler that makes a redirect an error: urllib would follow it by GET, which an engine ignores."""
 
     def redirect_request(self, *_: object) -> None:
-        """Return None, so that no request is redirected."""
+        """Return None, so that urllib raises an error for a redirect instead of following it."""
 
 
 OPENER = build_opener(_NoRedirects)

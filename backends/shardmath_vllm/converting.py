@@ -37,7 +37,7 @@ __all__ = ["convert", "declare_conversion"]
 
 def declare_conversion(config: object, shapes: Shapes) -> sm.storage.Recorded | None:
     """Return a Recorded of how checkpoints of a model of this Hugging Face `config` store tensors of `shapes`; None if
-    unchanged.
+    they have the same names and shapes.
     """
     stored = hugging_face(config)
     (rank,) = stored.meshes[0].ranks

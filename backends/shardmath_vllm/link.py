@@ -31,8 +31,8 @@ _T = TypeVar("_T")
 
 
 def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) -> _T:
-    """Call `act` on every rank of `group`, and return this rank's result. Raises ExchangeError on all ranks if it fails
-    on one.
+    """Call `act`, which `what` names in errors, on every rank of `group`, and return this rank's result. Raises
+    ExchangeError on all ranks if it fails on one.
 
     Without a group this rank is the only one, and raises what `act` raises.
     """
@@ -91,7 +91,8 @@ class Link:
 
 
 class Life:
-    """The driver of one weight update on this rank: methods run the steps with other ranks; `update` is the state.
+    """The driver of one weight update on this rank: methods run its steps together with other ranks, and `update` has
+    the phase that it has reached.
 
     Raises ExchangeError once the group was left.
     """
@@ -127,10 +128,10 @@ class Life:
         act: Callable[[], None],
         fail_early: Callable[[], str] = str,
     ) -> None:
-        """Move weights by calling `act`, after `check` has succeeded on all ranks; returns once all ranks have moved.
+        """Move weights by calling `act`, after `check` has succeeded on all ranks; return once all have moved. Where
+        `fail_early()` returns an error, the first rank does not wait for votes.
 
-        `fail_early()` says at place 0 why some ranks will not come, "" where they will. Raises ExchangeError on all
-        ranks where one fails.
+        Raises ExchangeError on all ranks where one fails.
         """
         begin = self._name("begin")
         with self.failing():

@@ -33,7 +33,8 @@ TRAINERS = "trainers"
 
 @dataclass(frozen=True)
 class Given:
-    """The facts that a rank connects with: a trainer's tensors (`told`), or a worker's engine and `record` function.
+    """The facts that a rank connects with: for a trainer's rank `told`, for a worker the number of its `engine` and the
+    function `record`.
 
     `record` returns where the worker's loader stores the trainer's tensors.
 

@@ -36,8 +36,9 @@ def read_megatron(
     vocab_multiple: int = 128,
     dtype: str | None = None,
 ) -> Source:
-    """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel or of a list of
-    its chunks (virtual stages). Collective over the default group.
+    """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel or its `chunks`
+    (virtual stages). `spec`, `order` and `vocab_multiple` repeat Megatron's settings. Collective over the default
+    group.
 
     Chunks may be wrapped, as by Megatron's DistributedDataParallel. `config` is Hugging Face's configuration of the
     model: an object, or a mapping of its fields. `spec`, "te" or "local", says whose modules layers are made of.

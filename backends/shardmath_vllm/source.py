@@ -87,7 +87,8 @@ class Told:
 
 
 def read_source(given: Any, dtype: str | None = None) -> Source:
-    """Return `given` if it is a Source, else a Source of the module: `given` itself, or the one in vLLM's ModuleSource.
+    """Return `given` if it is a Source, else a Source of the module that it is, or that it has as vLLM's ModuleSource;
+    engines get its parameters in `dtype`.
 
     Engines get a module's parameters as numbers of type `dtype`, by default its own; buffers always as they are.
     Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, or a module without
@@ -160,7 +161,9 @@ def check_kept(watched: list[Watched], source: Source) -> None:
 
 
 def check_types(source: Source, bound: KnownSide, place: int) -> None:
-    """Raise StoreError if a tensor of `source` has another dtype than was planned (`bound`) for the rank at `place`."""
+    """Raise StoreError if a tensor of `source` has another dtype than `bound`, the trainer's planned storage, has for
+    the rank with number `place`.
+    """
     natives = name_natives(source.tensors)
     for name, slot in bound.slots(place).items():
         if slot.function:

@@ -89,7 +89,8 @@ NEW = (Phase.MOVED, Phase.TAKEN, Phase.ENDED, Phase.STALE)
 
 @dataclass(frozen=True)
 class Update:
-    """An update of an engine's weights: its `number` since ranks connected, and the `phase` that this rank is in.
+    """An update of an engine's weights: its `number`, counted since ranks connected, and the `phase` that this rank is
+    in.
 
     `writes` are the cells of the engine's stored tensors that it writes, on any rank of the engine; `torn` those that
     were mixed before. A trainer's rank has neither.
@@ -112,7 +113,9 @@ class Update:
 
     @property
     def mixed(self) -> Cells:
-        """The elements that may be old on some ranks of the engine and new on others; empty if the model may answer."""
+        """The elements that may be old on some ranks of the engine and new on others; while there are any, the model
+        must not answer.
+        """
         if self.phase in MIXING:
             return self.torn | self.writes
         return self.torn - self.writes if self.phase in NEW else self.torn
@@ -129,5 +132,7 @@ class Update:
 
     @property
     def keeps_link(self) -> bool:
-        """Whether ranks may stay connected after the update; after a torn one they must connect again."""
+        """Whether ranks may stay connected after the update; False if weights may be torn (partly new), so that ranks
+        must connect again.
+        """
         return self.phase is not Phase.TORN

@@ -116,7 +116,9 @@ def _drop_pooled(executor: Any) -> None:
 
 
 def drop_parts(worker: Any) -> bool:
-    """Return whether a pooling worker holds a query's outputs; if not, drop its outputs for parts of prompts."""
+    """Drop a pooling worker's outputs for parts of prompts; but if it holds outputs for a query, drop nothing and
+    return True.
+    """
     runner = worker.model_runner
     # Of vLLM's two runners, one pools beside itself, on the last stage alone, and drops parts itself.
     pooling = getattr(runner, "pooling_runner", runner)

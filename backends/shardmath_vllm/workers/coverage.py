@@ -46,8 +46,8 @@ SHOWN = 5
 
 
 def check_stays(parallel: ParallelConfig) -> None:
-    """Raise StoreError if vLLM moves experts between ranks (`enable_eplb`), as its loader still stores each on its
-    first rank.
+    """Raise StoreError if vLLM may move experts between ranks (`enable_eplb`): its loader still stores each expert on
+    its first rank.
     """
     if parallel.enable_eplb:
         raise StoreError(

@@ -65,9 +65,10 @@ class Loading:
         checkpoint: sm.storage.Recorded | None = None,
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
-        """Record where the model's loader stores tensors of `shapes`, converted as in `checkpoint` if that is given.
+        """Return a Recorded of where the model's loader stores tensors of `shapes`, converted as in `checkpoint` if
+        given; call `check` with it before the model is restored.
 
-        `check` is called while the model has its tensors as they are loaded. The model runs as before afterwards.
+        During `check`, the model has its tensors as they are loaded. The model runs as before afterwards.
         """
 
         def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -128,8 +129,8 @@ class Loading:
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the tensors named in `natives`, by name; allocate missing memory, zeroed if their value in `natives`
-        is not 0.
+        """Return the tensors named in `natives`, by name, with missing memory allocated, and zeroed if `natives[name]`,
+        the number of elements that are not written, is not 0.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """

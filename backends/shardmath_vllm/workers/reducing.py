@@ -31,7 +31,8 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 
 
 def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
-    """Connect a process group per vLLM group of several workers; return them by getter name, such as "get_tp_group".
+    """Connect a process group for each of vLLM's groups with several workers; return a dict from getter name, such as
+    "get_tp_group", to process group.
 
     Collective over the engine's workers, which find each other in the meeting's own store.
 
@@ -56,7 +57,9 @@ def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
 
 @contextmanager
 def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
-    """Have vLLM's quantization reduce over `groups` in the block. Raises ExchangeError if another worker leaves one."""
+    """In the `with` block, have vLLM's quantization reduce over `groups`, by getter name. Raises ExchangeError if
+    another worker leaves one of them.
+    """
     getters = {getter: getattr(quant_utils, getter) for getter in groups}
     try:
         # Only what quantization sees: torch does not know these groups, which other parts of vLLM would ask it.

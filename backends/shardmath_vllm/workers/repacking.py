@@ -66,7 +66,9 @@ def _refill_emptied(module: nn.Module) -> None:
 
 
 def process_tied(model: nn.Module, tied: Iterable[str]) -> None:
-    """On CPUs, have vLLM pack again the output layers' weights named in `tied` (shared with another module)."""
+    """On CPUs, have vLLM rebuild the kernels of output layers whose weights, named in `tied`, are shared with another
+    module.
+    """
     if not current_platform.is_cpu():
         return
     for native in tied:

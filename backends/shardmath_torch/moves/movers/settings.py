@@ -163,8 +163,8 @@ def _check_ranks(party: Party, plan: Plan | Transposed | Program) -> None:
 
 
 def check_arithmetic(outline: Outline) -> None:
-    """Raise ExchangeError if torch lacks an operation on a tensor's dtype, such as a sum, that `outline` (one rank's
-    part of a plan) needs.
+    """Raise ExchangeError if `outline`, one rank's part of a plan, needs an operation, such as a sum, that torch lacks
+    for a tensor's dtype.
     """
     plan = plan_of(outline.given)
     for name, op in sorted(outline.operations):

@@ -43,7 +43,9 @@ class Stage:
         """Do the stage's work before the first byte moves, once all ranks have agreed on the move."""
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Return further pairs (tensor, values) to write: values that the stage computes from the `arrived` tensors."""
+        """Return pairs (tensor, values to write into it), with values that the stage computes from the `arrived`
+        tensors.
+        """
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:

@@ -64,8 +64,8 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress if phase number `lap`, which has ended, was the ranks' vote, or the wait for message `about`,
-        whose bytes then count as done.
+        """Report progress after the ranks' vote, and after each wait for a message `about`, whose bytes then count as
+        done; `lap` is the number of the phase that ended.
         """
         if lap == AGREED:
             self._tell()
@@ -79,7 +79,9 @@ class Meter:
         self._tell()
 
     def finish(self) -> None:
-        """Report all bytes as done, unless that was reported. Raises what the caller's function raised."""
+        """Report all bytes as done, unless they were already reported. Raises the error that the caller's function
+        raised, if any.
+        """
         if self._done_bytes < self._total_bytes:
             self._done_bytes = self._total_bytes
             self._tell()
@@ -123,8 +125,8 @@ class Tally:
             self._tell()
 
     def copy(self, target: Tensor, source: Tensor, *, counts: bool = True) -> Tensor:
-        """Copy `source` into `target`, of the same shape, and return `target`; report progress if that is due, with the
-        bytes counted as done if `counts`.
+        """Copy `source` into `target`, of the same shape, report progress on the way, and return `target`; without
+        `counts`, the bytes do not count as done.
         """
         for into, part in _split(target, source):
             into.copy_(part)

@@ -86,7 +86,9 @@ class _Lap(NamedTuple):
 
 
 def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
-    """Yield a Vote (name, time) per vote of ranks on `calls`; if `unasked`, also per agreement that needed no vote."""
+    """Yield a Vote (name, time) for each time that ranks agreed on one of `calls` by voting; if `unasked`, also for
+    agreements without a vote.
+    """
     for call in calls:
         for lap, about, at_s in call.marks:
             if lap == AGREED and isinstance(about, tuple):

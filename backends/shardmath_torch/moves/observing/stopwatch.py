@@ -71,8 +71,8 @@ class Ledger:
         return None if self._last_call is None else self._last_call.sum_up()
 
     def time(self, label: object, progress: object) -> Stopwatch:
-        """Return a running Stopwatch for a new call with the text `label` and the function `progress`; invalid ones are
-        ignored, and rejected elsewhere.
+        """Return a running Stopwatch for a new call; `label` is ignored unless it is text, and `progress` unless it is
+        a function.
         """
         return Stopwatch(self, label, progress)
 
@@ -123,8 +123,8 @@ class Stopwatch:
         self._hearers += (note,)
 
     def lap(self, lap: int, about: object = None) -> None:
-        """Add the seconds since the previous call of `lap` to phase number `lap`; `about` is the subject of the phase,
-        such as a message.
+        """Count the seconds since the last phase ended as time of phase number `lap`, which ends now; `about` is its
+        subject, such as a message.
         """
         now = perf_counter()
         self._lap_seconds[lap] += now - self._lap_began_s
@@ -133,8 +133,8 @@ class Stopwatch:
             hear(lap, about, now)
 
     def waited(self, lap: int, message: Message, peer: int) -> None:
-        """Like `lap`, end phase number `lap`, and count its seconds as a wait for the rank `peer` to send or receive
-        `message`.
+        """End phase number `lap` as the method `lap` does, and count its seconds as a wait for the rank `peer` to send
+        or receive `message`.
         """
         before = self._lap_began_s
         self.lap(lap, message)

@@ -41,8 +41,8 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id")
 def trace(
     path: str | os.PathLike[str], *, topology: Topology | None = None, model: bool = True
 ) -> Iterator[None]:
-    """Time the moves in the `with` block, message by message, and write a file on each rank for the viewer Perfetto
-    (ui.perfetto.dev).
+    """Time the moves in the `with` block by message, and write a file per rank for the viewer Perfetto
+    (ui.perfetto.dev); `model` adds the times that a model predicts on `topology`.
 
     For "move.json" rank 3 writes "move.rank3.json"; `python -m shardmath trace` merges the files of all ranks. Next to
     each move are the times of its program, or of its plan on `topology` (default: the plan's own, or

@@ -71,7 +71,7 @@ class _PreparedChanges(NamedTuple):
 
 
 class Sparse:
-    """The part of a mover that moves only changed elements; it leaves moves of all elements to the part `whole`."""
+    """The part of a mover that moves only changed elements; another part, `whole`, makes moves of all elements."""
 
     def __init__(self, task: Task, whole: Whole, snapshots: bool) -> None:
         self._task = task
@@ -231,7 +231,9 @@ class Sparse:
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> None:
-        """Return None (nothing to reuse) for another plan: ranks that join again lack the elements in snapshots."""
+        """Return None, so that another plan starts without snapshots: ranks that join again lack elements that
+        snapshots count as sent.
+        """
 
     def let_go(self) -> None:
         # The other ranks may have kept theirs, and move changes next: this rank then objects.
@@ -248,8 +250,8 @@ class Sparse:
         return self._task.part.list_torn(None)
 
     def end(self) -> None:
-        """After a move, update the snapshots of source tensors to what destinations now hold; from then on, moves may
-        send only changes.
+        """Update the snapshots of source tensors with the changes that the move has sent; from now on, moves may send
+        only changes.
         """
         load, self._prepared = self._prepared, None
         if load is None:

@@ -51,11 +51,11 @@ __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
 
 @public
 class Changes(Mover):
-    """A compiled plan: the first `send(src_tensors, out=dst_tensors)` sends all elements, later ones those changed
-    since; a message is sent whole unless its changes take fewer bytes.
+    """A compiled plan whose first call sends all elements, and later calls only those changed since the last one, or a
+    whole message if that takes no more bytes.
 
-    `last` is what this rank sent in the last call, `snapshot_bytes` the size of its snapshots. Calls are collective.
-    Raises ExchangeError.
+    A call is `send(src_tensors, out=dst_tensors)`. `last` is what this rank sent in the last call, `snapshot_bytes` the
+    size of its snapshots. Calls are collective. Raises ExchangeError.
     """
 
     @property
@@ -123,13 +123,13 @@ def compile_changes(
     agree: str = EVERY,
     snapshots: bool = True,
 ) -> Changes:
-    """Compile `plan` into a Changes, a mover whose first call sends all elements, and later calls those changed since;
-    a message is sent whole unless its changes take fewer bytes. Collective.
+    """Compile `plan` into a Changes, a mover whose first call sends all elements, and later calls those changed since,
+    found by `snapshots` or else given by position. Collective.
 
-    Other arguments are as in `compile`. `snapshots=False` keeps none: every call except whole ones must then pass
-    `positions`. With `commit="all"` a whole move needs additional memory of the destination's size, a move of changes
-    as much as it receives. Raises ExchangeError on every rank if ranks pass different plans or settings, for a plan
-    that reduces, and for a program.
+    A message is sent whole unless its changes take fewer bytes. Other arguments are as in `compile`. `snapshots=False`
+    keeps none: every call except whole ones must then pass `positions`. With `commit="all"` a whole move needs
+    additional memory of the destination's size, a move of changes as much as it receives. Raises ExchangeError on every
+    rank if ranks pass different plans or settings, for a plan that reduces, and for a program.
     """
     settings = Settings(timeout, max_inflight_bytes, "auto", thread, commit, agree)
     return make_changes(plan, group, settings, snapshots)
@@ -143,8 +143,8 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """Compile like `compile_changes`, for a mover with the extra work `stages`, which calls `agree_first` before its
-    ranks agree on another plan.
+    """Compile a Changes as `compile_changes` does, with the extra work `stages`; before its ranks agree on another
+    plan, they call `agree_first`.
     """
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:

@@ -60,7 +60,9 @@ class _Snapshot(NamedTuple):
     first: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the snapshot's part of `tensor` as a view: bits as integers, dimensions by decreasing stride."""
+        """Return the box of `tensor` that this snapshot copies, as a view: bits as integers, dimensions by decreasing
+        stride.
+        """
         return dtypes.words(tensor)[self.window.box].permute(self.window.order)
 
 

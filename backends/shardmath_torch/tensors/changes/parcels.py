@@ -54,11 +54,11 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """Return, for each of `messages`, the Parcel to send: all of it, a Packet of its changed elements, or None if
-    nothing changed.
+    """Return the Parcel to send for each message i: the message if `changed_counts[i]` is None, else a Packet of its
+    changed elements, or None if nothing changed.
 
-    `element_sizes` are the sizes of its elements in bytes, `changed_counts` how many of each have changed, or None for
-    a message that is sent whole.
+    `element_sizes[i]` are the sizes of its elements in bytes, `changed_counts[i]` how many of each have changed, or
+    None for a message that is sent whole.
     """
     parcels: list[Parcel] = []
     for message, sizes, counts in zip(messages, element_sizes, changed_counts, strict=True):
@@ -71,8 +71,8 @@ def list_parcels(
 
 
 def make_notices(messages: Iterable[Message]) -> list[Notice]:
-    """Return one Notice (a message of counts) per pair of sender and receiver in `messages`, which are given in order
-    of rounds.
+    """Return one Notice (a message of counts) for each pair of ranks between which `messages`, in order of rounds, are
+    sent.
     """
     first: dict[tuple[int, int], Message] = {}
     counts: Counter[tuple[int, int]] = Counter()

@@ -54,10 +54,10 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """Return, for each of `messages`, a tuple of its counts of changed elements, one per element size, or None if
-        it is sent whole.
+        """Divide the counts of changed elements that each rank r has sent, `received[r]`, by message; return a tuple
+        per message, or None if it is sent whole.
 
-        `received` has the counts of each sender's messages, one after another.
+        A tuple has one count per element size.
         """
         rest = {rank: iter(counts) for rank, counts in received.items()}
         found: list[Counts] = []

@@ -120,7 +120,8 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Return a dict from receiving rank to the counts of changed elements in its messages, a list in send order.
+        """Return a dict from receiving rank to a list of the counts of changed elements in its messages, in the order
+        of sending.
 
         Each message has one count per element size; all are WHOLE if it is sent whole.
         """
@@ -133,8 +134,8 @@ class Outgoing:
         return counts_of
 
     def list_parcels(self, given: Sorted) -> tuple[list[Parcel], list[Parcel]]:
-        """Return two lists, of messages to send and of local copies: each whole, as a Packet of its changed elements,
-        or None if nothing changed.
+        """Return two lists of Parcels, for messages to send and for local copies: the whole message, a Packet of its
+        changed elements, or None if nothing changed.
         """
         counts = [_count_elements(elements) for elements in [*given.sends, *given.keeps]]
         parcels = list_parcels(self._messages, self._sizes, counts)

@@ -200,7 +200,7 @@ class Walker:
     def walk(
         self, given: Sorted, counts: Sequence[Counts], ends: Ends, watch: Stopwatch
     ) -> list[Put]:
-        """Send the changes `given`, and receive others with the given `counts`; return functions that write them at the
+        """Send the changes `given`, and receive those that `counts` announces; return functions that write these at the
         commit, or [] if they are already written.
 
         Raises PeerFailure.

@@ -35,8 +35,8 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 class SavedPart(NamedTuple):
-    """A saved tensor that equals a `box` (a slice of each dimension) of the module's tensor `tensor`, without
-    dimensions of size 1 that are not in `kept`.
+    """A saved tensor that equals a `box` (a slice of each dimension) of the module's tensor `tensor`; it has only the
+    dimensions `kept` of the box, since the others have size 1.
     """
 
     name: str
@@ -47,8 +47,8 @@ class SavedPart(NamedTuple):
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
-    """Return a Recorded (which of a module's elements each tensor saved by transformers has), or None if tensors are
-    saved unchanged.
+    """Return a Recorded of how transformers saves a module's tensors of `shapes` (which elements each saved tensor
+    has); None if it saves them unchanged.
 
     Raises StoreError if transformers computes with them.
     """

@@ -61,7 +61,8 @@ MAKE_ANEW = "make the DTensor with the shape and the placements that its local t
 
 
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
-    """Return the layout of a DTensor: the elements that each rank of its mesh actually holds.
+    """Return the layout of a DTensor: the elements that each rank of its mesh actually holds. `reading` chooses if its
+    placements can mean two layouts.
 
     Collective over the ranks of its mesh if its placements have two readings that differ at its
     sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError if a local shape,
@@ -82,7 +83,8 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """Return DTensors' layouts by name; if placements are ambiguous, ranks gather local shapes, or `ask` gives them.
+    """Return DTensors' layouts by name; where placements can mean two layouts, local shapes decide, which ranks gather
+    or `ask(tensors)` returns.
 
     There is one gather per mesh. Raises what `from_dtensor` does, naming the tensor, but only after
     all gathers, so that no rank waits.
@@ -142,8 +144,8 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """Return a DTensor's layout; if its placements can mean two layouts, `ranks` and the ranks of its mesh compare
-    local shapes.
+    """Return a DTensor's layout; if its placements can mean two, and no `reading` is given, `ranks` and the ranks of
+    its mesh compare local shapes.
 
     One of `meshes` may have a group of all these ranks. A rank outside all of them does not take
     part, and gets one of the two readings.
@@ -179,7 +181,7 @@ def _find_groups(
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
     """Return a dict from each way to read the DTensor's placements ("placement", "order") to the layout that they then
-    mean, or to the error.
+    mean, or to the error; `chosen` if the caller has chosen one way.
 
     For a fused weight both are the recorded layout. Raises PlacementError for the placements of
     such a weight without a record, unless the caller has `chosen` a reading.
@@ -285,7 +287,8 @@ def to_dtensor(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """Return a DTensor with the layout `layout` from this rank's `local` tensor; gradients flow through.
+    """Return a DTensor with the layout `layout` from this rank's `local` tensor, on `device_mesh` and with the
+    `placements` if these are given; gradients flow through.
 
     Without `device_mesh`, one is made from the layout's mesh; the first time, that is collective over
     the default group. Without `placements`, `placements_of` gives them. Raises LayoutError for a

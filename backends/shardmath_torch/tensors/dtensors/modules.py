@@ -32,7 +32,8 @@ SHAPELESS = "has no shape yet; run its lazy module once"
 
 
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
-    """Return a dict with the layout of every parameter of `module`, by the names of `named_parameters`.
+    """Return a dict with the layout of every parameter of `module`, by the names of `named_parameters`; plain
+    parameters are replicated over `mesh`.
 
     A shared parameter has an entry under each of its names.
 

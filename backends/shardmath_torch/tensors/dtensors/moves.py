@@ -95,8 +95,8 @@ class _Counts(NamedTuple):
     copies: int = 0
 
     def advance(self, copies: bool) -> _Counts:
-        """Return new counts, of moves and of copies since the last move, after one more copy if `copies`, else after
-        one more move.
+        """Return the counts after one more copy if `copies`, else after one more move, which sets the count of copies
+        to 0.
         """
         return _Counts(self.moves, self.copies + 1) if copies else _Counts(self.moves + 1)
 
@@ -136,9 +136,8 @@ class Moves:
         return len(self._cached)
 
     def between(self, src: Layout, dst: Layout, *, voted: bool = False) -> Used:
-        """Return a cached or new callable that moves a tensor from layout `src` to `dst`. Collective over the group.
-
-        With `voted`, ranks vote even on a move that only copies.
+        """Return a cached or new callable that moves a tensor from layout `src` to `dst`; with `voted`, ranks vote even
+        on a move that only copies. Collective over the group.
         """
         key = _Key(src, dst, voted)
         if key not in self._cached:
@@ -163,7 +162,8 @@ class Moves:
         out: Tensor | None,
         said: Said = SILENT,
     ) -> str:
-        """Run the cached move `kept` from `src` into `out`, and return its name in words, as "move 3 of group 0".
+        """Run the cached move `kept`, under `key` in the cache, from `src` into `out`, and return its name in words, as
+        "move 3 of group 0"; ranks compare `said`.
 
         After a success, all ranks keep it as the latest in the cache. A move that raised ExchangeError is evicted: if
         only some ranks had it cached, they would move while others compile, at every further try.
@@ -193,7 +193,7 @@ class Moves:
 
 
 def weigh_plan(plan: Plan) -> int:
-    """Estimate the memory, in bytes, of a compiled move of this plan on the rank that sends and receives most pieces.
+    """Estimate the bytes of memory that a compiled move of `plan` takes on its busiest rank.
 
     All ranks get the same number.
     """
@@ -263,12 +263,11 @@ _ByGroup: TypeAlias = dict[dist.ProcessGroup | None, Moves]
 def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
-    """Return a cached or newly compiled callable that moves a tensor from layout `src` to `dst`; None on a rank that
-    has neither.
+    """Return a cached or newly compiled callable that moves a tensor from layout `src` to `dst`, or None on a rank
+    outside both meshes. If `voted`, ranks vote even before mere copies.
 
-    With `voted`, the same on all ranks, they vote even if each only copies; they also do if some
-    are on only one mesh. Collective over these ranks, and the first time among them as `group_for`
-    is, which gets `meshes`.
+    They also vote if some are on only one mesh; `voted` is the same on all ranks. Collective over these ranks, and the
+    first time among them as `group_for` is, which gets `meshes`.
     """
     senders, receivers = set(src.mesh.ranks), set(dst.mesh.ranks)
     ranks = senders | receivers

@@ -125,8 +125,8 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """Return the layout of a DTensor that `division` divides over mesh axis `axis`, before other axes do; None if it is
-    placed otherwise.
+    """Return the layout of a DTensor that `division` divides over mesh axis `axis` first, and other axes after it; None
+    if it is placed otherwise.
 
     The other axes divide it in order. None also for a plain tensor, and for a partial sum.
 

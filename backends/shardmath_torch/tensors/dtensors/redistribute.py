@@ -59,8 +59,8 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """Move a DTensor, or a local tensor of `layout`, to the layout `target`; return a DTensor if DTensor has placements
-    for it, otherwise the local tensor. In the backward pass, gradients move the other way.
+    """Move `tensor`, a DTensor or a local tensor of `layout`, to the layout `target`; return a DTensor, or a local
+    tensor if DTensor has no placements for it. Gradients move the other way.
 
     `target` is a Layout, the text of one, or DTensor placements; text and placements are on
     `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is determined
@@ -237,7 +237,9 @@ class _Route(NamedTuple):
 
     @property
     def meshes(self) -> Meshes:
-        """The DeviceMeshes of source and target, one of which may have a process group of all ranks of the move."""
+        """The DeviceMeshes of source and target, each None if unknown; one of them may have a process group of all
+        ranks of the move.
+        """
         return self.source.mesh, self.target.mesh
 
 

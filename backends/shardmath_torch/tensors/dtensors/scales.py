@@ -25,8 +25,8 @@ __all__ = ["amax"]
 
 
 def amax(module: nn.Module) -> dict[str, Tensor]:
-    """Return a dict from name to the largest absolute value of each whole parameter that `set_device_mesh` has divided
-    or replicated, a float32 tensor of shape ().
+    """Return a dict from name to the largest absolute value, a float32 scalar, of each whole parameter that
+    `set_device_mesh` has divided or replicated.
 
     Shared parameters are listed under each of their names. Collective over the ranks of
     weight_mesh: one all-reduce for all parameters, along each of its axes. Empty shards count as 0;

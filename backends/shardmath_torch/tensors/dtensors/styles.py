@@ -38,8 +38,8 @@ Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 
 
 class TorchStyle(NamedTuple):
-    """A tensor-parallel style: the dimensions along which it divides a weight and a bias (None: not), and the `names`
-    of parameters that it is for.
+    """A tensor-parallel style: the dimensions along which it divides a `weight` and a `bias` (None: not), and `names`,
+    globs of the parameter names that it suits.
     """
 
     weight: int | None
@@ -85,8 +85,8 @@ class Fused:
             raise PlacementError(f"Fused({self.components!r}) does not name components; {fix}")
 
     def placement(self, n: int) -> Division:
-        """Return the placement that divides a dimension of length `n`. Raises PlacementError if the components do not
-        add up to `n`.
+        """Return the placement that divides a dimension of length `n`. Raises PlacementError if the components' number
+        or sizes do not fit `n`.
         """
         if isinstance(self.components, int):
             if n % self.components:
@@ -116,7 +116,7 @@ class Asked(NamedTuple):
 
     def placement(self, n: int) -> Division:
         """Return the placement that divides a dimension of length `n`. Raises PlacementError if a Fused style's
-        components do not add up to `n`.
+        components do not fit `n`.
         """
         assert self.dim is not None
         if isinstance(self.style, Fused):
@@ -143,7 +143,7 @@ def check_styles(styles: object) -> dict[str, AnyStyle]:
 def match_parameters(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], styles: Mapping[str, AnyStyle]
 ) -> Iterator[tuple[str, nn.Parameter, Asked | None]]:
-    """Yield (name, parameter, Asked) for each parameter; the Asked, which has its style, is None if no pattern of
+    """Yield (name, parameter, asked) for each parameter; `asked` is the Asked with its style, or None if no pattern in
     `styles` matches.
 
     A shared parameter is given by the first of its names that a pattern matches, or else by the first.

@@ -67,12 +67,11 @@ def quantize(
     amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Quantize `tensor` to `format`, and return a tuple of its data, its scales, and any further tensor of
-    `format.parts`, in order.
+    `format.parts`. `amax` are the whole blocks' largest magnitudes, if `tensor` has only parts of blocks.
 
     The data have the tensor's shape; NVFP4 stores two numbers per byte of the last dimension. `out` are the tensors to
-    write to and return, in that order: of bytes, or of the dtype that the part's `kind` names. `amax` are the largest
-    magnitudes of the whole blocks, float32 and shaped as the scales, if the tensor has only parts of them; its first
-    position is assumed to begin a block. Raises FormatError.
+    write to and return, in that order: of bytes, or of the dtype that the part's `kind` names. `amax` is float32, and
+    shaped as the scales; the tensor's first position is assumed to begin a block. Raises FormatError.
     """
     _check_format(format)
     values = _read_tensor(tensor, "the tensor")

@@ -162,7 +162,9 @@ class _Global(ScaleRule):
 
 
 def find_rule(format: Format, g: Tensor | None = None) -> ScaleRule:
-    """Return the ScaleRule (scale arithmetic) of `format`; `g` is NVFP4's global scale. Raises FormatError if none."""
+    """Return the ScaleRule (scale arithmetic) of `format`; for NVFP4, `g` is the global scale. Raises FormatError if
+    the format has no rule.
+    """
     match format:
         case MXFP8():
             return _PowersOfTwo(format.element, format.rounding == "rceil")

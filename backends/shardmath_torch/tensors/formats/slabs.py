@@ -53,7 +53,9 @@ class BlockSpan:
 
     @property
     def is_split(self) -> bool:
-        """Whether there are several blocks of several positions, so that `Slab.split` splits this dimension."""
+        """Whether the range has several blocks, each of several positions; only then does `Slab.split` split its
+        dimension.
+        """
         return self.count > 1 and self.size > 1
 
 
@@ -69,8 +71,8 @@ class Slab:
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """Return this box of `tensor` as a view, split as by `split`; each element of `tensor` stands for `per`
-        positions of the last dimension.
+        """Return this box of `tensor` as a view, split as by `split`; `per` is how many positions of the last dimension
+        one element holds, such as 2 if packed.
         """
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
@@ -115,8 +117,8 @@ class Slab:
 
 
 def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
-    """Whether no block of a tensor of `shape` has more than `most` elements (`blocks` has their sizes), so that
-    `cut_slabs` cuts none.
+    """Whether each block of a tensor of `shape` has at most `most` elements, by the block sizes in `blocks`;
+    `cut_slabs` then cuts none.
     """
     sizes = map(min, blocks.positions(shape), shape)
     return math.prod(sizes) <= most

@@ -48,12 +48,12 @@ class Quantized(NamedTuple):
 
 
 def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quantized:
-    """Return the Format of a quantized TransformerEngine or torchao tensor, and a dict of its data and scales as plain
-    tensors.
+    """Return a Quantized: the Format of a TransformerEngine or torchao tensor, and a dict of its data and scales as
+    plain tensors; `columnwise` chooses between two copies.
 
     TransformerEngine's `MXFP8Tensor`, `Float8Tensor` and `Float8BlockwiseQTensor`, torchao's `MXTensor` (MXFP8) and
-    `Float8Tensor`. `columnwise` chooses between the two copies that some have. Raises FormatError for other tensors,
-    for a copy that is not there, and for swizzled scales, which are no view of scales.
+    `Float8Tensor`. Some have two copies, one by rows and one by columns. Raises FormatError for other tensors, for a
+    copy that is not there, and for swizzled scales, which are no view of scales.
     """
     found = _find_reader(tensor)
     if found is None:
@@ -64,8 +64,8 @@ def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quanti
 
 
 def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a parameter as a plain tensor without autograd: dequantized if it is quantized, and the local part if it
-    is a DTensor.
+    """Return a parameter as a plain tensor without autograd: dequantized to `dtype` if it is quantized, and only the
+    local part if it is a DTensor.
 
     Recognized quantized tensors are dequantized to `dtype`, by default the dtype that they report. Other tensors share
     memory with the result, and `dtype` is ignored. Plain float8 tensors, which mean nothing without their scales, are

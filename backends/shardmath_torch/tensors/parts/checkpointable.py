@@ -81,9 +81,10 @@ def keep_boxes(source: Tensor, tensor: Tensor) -> None:
 
 
 def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
-    """Return the part of the global tensor that the attributes of `tensor` describe, as `checkpointable` sets them.
+    """Return the part of the global tensor that the attributes of `tensor`, set as by `checkpointable`, describe;
+    `name` is its name in errors.
 
-    Raises LayoutError, with the tensor's `name`, if they are invalid.
+    Raises LayoutError if they are invalid.
     """
     try:
         shape, boxes = _list_boxes(tensor)
@@ -153,7 +154,8 @@ def _show_attributes(tensor: Any) -> str:
 
 
 def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """Return the layouts, by name, of the tensors that have the attributes of `checkpointable`.
+    """Return the layouts, by name, of the tensors that have the attributes of `checkpointable`; `ask(tensors)` returns
+    all ranks' parts, which are gathered otherwise.
 
     Collective over the default group, unless `ask` gives what all ranks have. Either every rank has
     the attributes of a tensor, or none. Raises LayoutError, on all ranks, if a rank has invalid

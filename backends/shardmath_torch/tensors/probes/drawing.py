@@ -78,8 +78,8 @@ class Run(NamedTuple):
 
 
 class TypedElements:
-    """All elements of the logical (checkpoint) tensors of one dtype, numbered; `wanted` are the dtypes of the loader's
-    targets.
+    """All elements of the logical (checkpoint) tensors of one dtype, numbered, and their values in loader runs;
+    `wanted` are the dtypes of the loader's targets.
     """
 
     def __init__(
@@ -147,8 +147,10 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """Return two arrays by position: the number of the element that has the bits `words[r]` (an array) there in
-        each run r, cast to `dtype`; and whether there is one.
+        """Return two arrays by position: the number of the element that has the bits `words[r]` there in each digit run
+        r, after a cast to `dtype`, and whether there is one.
+
+        In run r, an element's value stands for digit r of its number.
         """
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)

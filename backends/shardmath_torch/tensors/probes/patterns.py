@@ -83,8 +83,8 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
 
 
 def word_of(value: float, dtype: torch.dtype) -> int | None:
-    """Return the bits of `value` cast to `dtype` (or a complex one's parts), as an integer; NaN becomes -1 in integers.
-    None if torch lacks the cast.
+    """Return the bits of `value` cast to `dtype` (if complex, to the dtype of its parts), as an integer; None if torch
+    lacks the cast. NaN becomes -1 in integers.
     """
     part = real(dtype)
     if value != value and not part.is_floating_point:

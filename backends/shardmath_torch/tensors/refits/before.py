@@ -38,7 +38,7 @@ def key_of(tensor: Tensor) -> int:
 
 
 class Before:
-    """A snapshot of modules and mappings of tensors, which `put_back` restores after changes; of values, those that
+    """A snapshot of modules and mappings of tensors, which `put_back` restores after changes, with the values that
     `keep_bytes` has copied.
     """
 

@@ -32,10 +32,11 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """Return an error for each DTensor in `natives` that is Partial or, if it is one whole logical tensor, has other
-    elements than in `layouts`.
+    """Return an error for each DTensor in `natives` that is Partial, or that is one whole logical tensor with other
+    elements on `rank` than `layouts` says.
 
-    DTensors of other shapes than planned, or whose placements do not tell their elements, are not compared.
+    `stored` has the planned shapes, `slots` where each logical tensor is stored. DTensors of other shapes than planned,
+    or whose placements do not tell their elements, are not compared.
     """
     whole = _find_whole(stored, slots)
     faults = []

@@ -64,8 +64,8 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return a list of Watched (for later checks), one per tensor of `natives`: its memory, and its key in the mappings
-    `given`.
+    """Return a Watched (for later checks) per tensor of `natives`, with its memory and its key in the mappings `given`;
+    `side` begins its name in errors.
     """
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
@@ -212,7 +212,8 @@ def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:
 
 
 def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = None) -> str:
-    """Return an error for the first tensor that lies elsewhere, was replaced or removed since `watch`; "" if none.
+    """Return an error for a tensor that, since `watch`, lies elsewhere in memory, was replaced or was removed from its
+    modules; "" if there is none.
 
     `modules` are as in `find_removed`.
     """

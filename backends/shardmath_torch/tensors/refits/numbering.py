@@ -146,7 +146,8 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether the first run, or runs that keep earlier values, wrote to the target, and no other run did.
+        """Whether the target was written in the first loader run, or in runs that leave earlier values in targets, but
+        in no other run.
 
         Runs before which the target holds a given `value` do not count.
         """
@@ -180,8 +181,8 @@ class Reading:
         return "".join([what, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
-        """Return Pieces (elements of a logical tensor, and their positions in the target) of written positions whose
-        element is known.
+        """Return Pieces (elements of a logical tensor, and their positions in the target) for the written positions
+        whose element is known.
 
         Positions that are always zero count as unwritten.
         """
@@ -209,7 +210,9 @@ class _Guess:
         self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
 
     def check(self, run: Run, seen: Words) -> None:
-        """Compare values `seen` after a run with each position's supposed element; clear `right` where they differ."""
+        """Compare `seen`, the target's values after `run`, with the values of the guessed elements; set `right`, a mask
+        of correct guesses, to False where they differ.
+        """
         cells = np.flatnonzero(self.right)
         if not len(cells):
             return
@@ -239,7 +242,9 @@ class _Guess:
 
 
 def is_left(found: Found, after: Tensor) -> _Truths:
-    """Return a mask of a target's positions that a run left as `found`; `after` has the values after the run."""
+    """Return a mask of the positions at which `after`, a target's values after a run, still equals `found`, the values
+    before it.
+    """
     before = found if isinstance(found, int) else _flatten(found, after.dtype)
     left: _Truths = (_flatten(after, after.dtype) == before).all(axis=1)
     return left

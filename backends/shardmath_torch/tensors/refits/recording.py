@@ -68,14 +68,14 @@ def record(
     functions: Mapping[str, str] | None = None,
     ways: tuple[Ways, ...] = ("views", "numbers"),
 ) -> Recorded:
-    """Run the weight loader `load`, once or several times, and return a Recorded: which elements of the tensors in
-    `shapes` it writes to each position of the tensors in `into`.
+    """Return a Recorded: which elements of the tensors in `shapes` the weight loader `load` writes to each position of
+    the tensors in `into`. Runs it in `ways`: "views", without data, and "numbers", with data.
 
-    These are restored after each run. `shapes` are global shape and dtype by logical name; `load` takes such tensors as
-    a mapping, or as `pairs` of name and tensor. `into` is the module, or mutable mapping from name to tensor, into
-    which it loads, or a list of these, one per virtual stage. `functions` has the function of each target that is
-    computed: {"A": "neg_exp"}, in another chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError if
-    another target is computed, if two tensors are written into one cell, and if an element lies twice in one target.
+    The tensors in `into` are restored after each run. `shapes` are global shape and dtype by logical name; `load` takes
+    such tensors as a mapping, or as `pairs` of name and tensor. `into` is the module, or mutable mapping from name to
+    tensor, into which it loads, or a list of these, one per virtual stage. `functions` has the function of each target
+    that is computed: {"A": "neg_exp"}, in another chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError
+    if another target is computed, if two tensors are written into one cell, and if an element lies twice in one target.
     """
     plain = {n: (tuple(shape), dtypes.canonical(dtype)) for n, (shape, dtype) in shapes.items()}
     _check_words("form", form, FORMS)

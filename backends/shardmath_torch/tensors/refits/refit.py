@@ -260,15 +260,15 @@ class Refit(Leaves):
         functions: Mapping[str, Function] | None = None,
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Bind this rank's tensors, `src` of the trainer and `dst` of engines, which every later call moves.
-        Collective.
+        """Bind this rank's tensors, `src` of the trainer and `dst` of engines, which every later call moves. `own` are
+        globs of tensors that the trainer lacks, `modules` where to notice replaced ones. Collective.
 
         Pass all parameters and persistent buffers, by the names under which the rank stores them. `src` are a trainer
         rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk if the rank has
-        virtual stages. `own` are globs of tensors that are not the trainer's. `functions` are the functions that rows
-        name. Replaced parameters are noticed in all live modules or, in less time, only in `modules` and their
-        submodules, where replaced submodules are noticed too. With changes the next call moves all elements. Raises
-        ExchangeError on all ranks, with everything that does not fit on one.
+        virtual stages. `functions` are the functions that rows name. Replaced parameters are noticed in all live
+        modules or, in less time, only in `modules` and their submodules, where replaced submodules are noticed too.
+        With changes the next call moves all elements. Raises ExchangeError on all ranks, with everything that does not
+        fit on one.
         """
         self._mover.check_open()
 

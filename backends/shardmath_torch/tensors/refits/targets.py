@@ -80,11 +80,10 @@ class KeptTargets:
                 holder[key] = tensor
 
     def occupy(self, run: Run, untouched: Collection[str] = ()) -> dict[str, Found]:
-        """Fill the targets with the values that the loader finds there in `run`, unless `run` keeps earlier ones, and
-        return these by target.
+        """Fill the targets with the values that the loader is to find there in `run`, and return these by target;
+        `untouched` targets, and all if `run` keeps values, keep theirs.
 
-        Targets on the meta device get memory. `untouched` are targets that the loader does not write. It may read them,
-        so they keep their values, if they have any.
+        Targets on the meta device get memory. `untouched` are targets that the loader does not write, but may read.
         """
         self.before.keep_bytes()
         self._allocate()

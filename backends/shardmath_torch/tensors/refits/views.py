@@ -112,7 +112,7 @@ def name_natives(given: Given | None) -> Natives:
 
 
 def list_chunks(given: Given | None) -> list[Mapping[str, Tensor]]:
-    """Return the mapping from name to tensor of each chunk (virtual stage) of `given`, in order."""
+    """Return a list of the mappings from name to tensor that `given` has, one per chunk (virtual stage)."""
     return [given] if isinstance(given, Mapping) else list(given or ())
 
 
@@ -145,9 +145,11 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """Return Views (a rank's stored tensors by their names in a plan) to receive into if `receives`, else to send.
+    """Return Views of the tensors `natives` that `rank` stores, by their names in a plan (the keys of `slots`): to
+    receive into if `receives`, else to send.
 
-    Raises StoreError with everything that does not fit, ExchangeError for a tensor whose memory does not exist.
+    `own` are globs of tensors that the trainer lacks; `functions` compute stored tensors. Raises StoreError with
+    everything that does not fit, ExchangeError for a tensor whose memory does not exist.
     """
     stored = bound.natives(rank)
     locals_ = {native: to_local(tensor) for native, tensor in natives.items()}
@@ -236,7 +238,9 @@ def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
 def check_named(
     rank: int, engines: Sequence[str], dst: Given | Mapping[str, Given] | None
 ) -> Mapping[str, Given]:
-    """Return `dst` as a mapping from engine to tensors. Raises ExchangeError unless it has exactly `engines`."""
+    """Return `dst` as a mapping from engine to tensors. Raises ExchangeError unless its keys are exactly `engines`, the
+    engines that have `rank`.
+    """
     given = dst or {}
     named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
     if not isinstance(given, Mapping) or set(named) != set(engines):
@@ -251,14 +255,16 @@ def check_named(
 
 
 def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
-    """Whether `dst` is given by engine: a mapping from exactly the names of `engines` to each one's tensors."""
+    """Whether `dst` is a mapping by engine: its keys are exactly the names in `engines`, and no value is a tensor."""
     if not isinstance(dst, Mapping) or set(dst) != set(engines):
         return False
     return not any(isinstance(given, Tensor) for given in dst.values())
 
 
 def drop_window(local: str, bound: KnownSide) -> str:
-    """Return the logical tensor's name for the name `local` of a tensor in a plan, such as `w` for its slice `w[0]`."""
+    """Return the name of the logical tensor that a plan calls `local`: the same if `bound` has a layout of that name,
+    else without the index of a slice, as `w` for `w[0]`.
+    """
     return local if local in bound.layouts else local.rpartition("[")[0]
 
 

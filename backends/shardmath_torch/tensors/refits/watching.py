@@ -217,7 +217,9 @@ class Watch(TorchDispatchMode):
         return _return_written(func, written) if is_target else func(*args, **kwargs)
 
     def explain(self, tensor: Tensor, into: Tensor) -> Write:
-        """Return the Write (a record) for a copy of `tensor` into the target `into`."""
+        """Return the Write for a copy of `tensor` into the target `into`: which elements it writes where, if known, and
+        what computed them.
+        """
         content = self._contents.get(key_of(tensor))
         made_by = self._operations.get(key_of(tensor), ())
         if content is BLANK:

@@ -131,7 +131,9 @@ class _QuantizeStage(Stage):
         return made
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Quantize by the blocks' largest magnitudes over all ranks, and write data and scales; return no pairs."""
+        """Quantize with the blocks' largest magnitudes over all ranks, and write data and scales; return (), as nothing
+        is left to write.
+        """
         if not self._is_holder:
             return ()
         slots = {}
@@ -173,7 +175,7 @@ class _QuantizeStage(Stage):
         self._call = _QuantizeCall(None)
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of all outputs if a failure interrupted writing them; else none."""
+        """Return the names of all outputs if a failure interrupted writing them, else (); `keys` is not used."""
         return tuple(self._parts.tensors) if self._writes else ()
 
 

@@ -174,9 +174,8 @@ class EndStage(Stage):
         self._checked_signature = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Compute destination tensors, in place or as copies (shadows); return pairs (tensor, copy) for the commit.
-
-        In place, there are no pairs.
+        """Compute destination tensors: in place, returning no pairs, or with commit="all" as copies (shadows),
+        returning pairs (tensor, copy) to write at the commit.
         """
         if self.shadows is not None:
             self._make_all(self.shadows.tensors)
@@ -216,8 +215,8 @@ class EndStage(Stage):
             worker.let_go()
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of destination tensors that a failure may have left torn: each of `keys` that is received in
-        place, and tensors being computed.
+        """Return the names of destination tensors that a failure may have left torn (partly new): those received in
+        place as one of the plan's tensors `keys`, and those being computed.
         """
         torn = []
         for job, worker in self._parts[1]:
@@ -246,8 +245,8 @@ class TransformedMover(Mover):
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes of this rank's buffers for transformed tensors, which the first move allocates or, for a hook,
-        `compile_transformed`.
+        """The bytes of this rank's buffers for transformed tensors; a hook's buffers are allocated at compile time,
+        others by the first move.
 
         Memory in which messages are packed (`staging_bytes`) is not counted.
         """
@@ -343,7 +342,9 @@ def make_ends(
     commit: object,
     holds: bool = False,
 ) -> tuple[Plan | Program, EndStage]:
-    """Return the plan of the transformed tensors, and the stage that applies transforms on this rank. Collective."""
+    """Return the plan of the transformed tensors, and the stage that applies transforms on this rank; `holds` promises
+    that callers never change the mappings they pass. Collective.
+    """
     party = join_group(group, timeout)
     plan_and_stage, objection = attempt(
         lambda: _check_and_make(party, transforms, plan, commit, holds)

@@ -73,8 +73,8 @@ FINALIZE: dict[type, _Function] = {
 
 
 def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Apply `transform` at the source: compute the tensors to send from `values`, into `out`. Raises any error of the
-    transform.
+    """Apply `transform` at the source: compute the tensors to send from `values`, into `out`; `src` and `dst` are a
+    tensor's shape and dtype at both ends. Raises any error of the transform.
     """
     into = PREPARE.get(type(transform))
     if into is not None:
@@ -92,7 +92,8 @@ def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _V
 
 
 def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Apply `transform` at the destination: compute the tensors to store from the received `values`, into `out`.
+    """Apply `transform` at the destination: compute the tensors to store from the received `values`, into `out`; `src`
+    and `dst` are a tensor's shape and dtype at both ends.
 
     Raises what the transform raises.
     """
@@ -117,8 +118,8 @@ def _unwrap(values: Sequence[Any]) -> Any:
 
 
 def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
-    """Copy the `results` of a transform, one tensor or several, into the tensors `out`. Raises ExchangeError if number,
-    shapes or dtypes differ.
+    """Copy the `results` of a transform, one tensor or several, into the tensors `out`. Raises ExchangeError, worded
+    with `maker` and `side`, if number, shapes or dtypes differ.
     """
     tensors = results if isinstance(results, list | tuple) else [results]
     check_made(tensors, list(map(describe, out)), maker, side)
@@ -127,8 +128,8 @@ def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
 
 
 def check_made(tensors: Sequence[object], wanted: Sequence[str], maker: str, side: str) -> None:
-    """Raise ExchangeError unless there is one of `tensors` for each text in `wanted`, such as "float32[4, 3]", with
-    that dtype and shape.
+    """Raise ExchangeError, worded with `maker` and `side`, unless `tensors` have, one by one, the dtypes and shapes in
+    `wanted`, texts such as "float32[4, 3]".
     """
     if len(tensors) != len(wanted):
         what = f"{maker} {plural(tensors, 'tensor')} {side}, not {len(wanted)}"

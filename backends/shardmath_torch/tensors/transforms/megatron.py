@@ -55,8 +55,8 @@ METHODS = ("should_transform", "prepare_send", "prepare_recv", "finalize_recv")
 
 
 def megatron_hook(hook: Hook, components: Iterable[Component]) -> MegatronHook:
-    """Return a transform that calls `hook`, a ReshardTransform of Megatron-Core, and sends the tensors that
-    `components` describe instead of a tensor.
+    """Return a transform that calls `hook`, a ReshardTransform of Megatron-Core; in place of a tensor, the tensors that
+    `components` describe are sent.
 
     All ranks state the same components, in the hook's order; the hook itself may differ per rank. The transform's
     `rules` are for the tensors that the hook transforms. Raises PlanError for a value that is not a hook, and for

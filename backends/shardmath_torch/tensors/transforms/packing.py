@@ -24,7 +24,9 @@ __all__ = ["Packing"]
 
 
 class Packing:
-    """The positions of a rank's elements in its padded local tensor; `is_view` tells whether slices select them."""
+    """The positions of a rank's elements in its padded local tensor; `is_view` if slices select them, so that `read`
+    makes no copy.
+    """
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
         cells = find_cells(layout, rank)

@@ -27,7 +27,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Write `values`, rounded to the dtype `t.wire`, into `out`: quantized, unless `t` quantizes at the destination."""
+    """Round `values` to the dtype `t.wire`, and write them into `out`: quantized, or as numbers if `t` quantizes at the
+    destination.
+    """
     assert isinstance(t, Quantize)
     if t.at == "destination":
         cast_into(values[0], src.dtype, t.wire, out[0])
@@ -77,7 +79,9 @@ def _quantize_into(t: Quantize, numbers: Tensor, out: _Values) -> None:
 
 
 def dequantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Dequantize `values` (data and scales) into `out`, at either end; NaN get the same bits on all processors."""
+    """Dequantize `values` (data and scales) into `out`, at the source or the destination; the bits of NaN are the same
+    on all devices.
+    """
     assert isinstance(t, Dequantize)
     if dst.dtype in DTYPES:
         numbers = dequantize(t.format, values, dtype_of(dst.dtype), out[0])
