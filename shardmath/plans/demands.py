@@ -86,7 +86,10 @@ class Demands:
         return self.sets[self.receivers[block]]
 
     def cuts_of(self, line: int) -> Ints:
-        """Return the bytes at which line number `line` is divided among its holders: 0, the borders, and its length."""
+        """Return the byte offsets at which line number `line` (bytes with equal holders) is divided among its holders.
+
+        They ascend from 0 to the length of the line.
+        """
         first = int(self.cut_first[line])
         return self.cuts[first : first + len(self.held_by(line)) + 1]
 

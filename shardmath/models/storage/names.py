@@ -104,7 +104,8 @@ class Name:
         return parse(str(self).removesuffix(REST) + rest)
 
     def fill(self, numbers: Mapping[str, object], component: str = "", star: str = "") -> str:
-        """Return the pattern as a name, with `numbers` for its indices, `component` for its choice, `star` for `*`.
+        """Return the pattern as a name: with `numbers` for its indices such as {l}, `component` for its choice such as
+        [q k v], and `star` for `*`.
 
         `numbers` has the number of each index by name; a `...` at the end is left out.
         """

@@ -85,7 +85,7 @@ class _Location:
 
 
 class Owners:
-    """A finder of the ranks that hold the tensors of one row (a line of a storage table).
+    """A finder of the ranks that hold the tensors of one Row (a rule for how tensors of one name pattern are stored).
 
     Raises StoreError if no mesh has all of the row's axes.
     """

@@ -50,7 +50,11 @@ class PartStretches(NamedTuple):
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
         """Divide the part into boxes, and yield each as two tuples of slices: of the tensor, and of an array that has
-        only the part's positions. Ranges are cut in two at their first border between blocks of these `sizes`."""
+        only the part's positions.
+
+        A range that crosses a border between blocks of `sizes` is cut once, at the first: one piece lies inside a
+        block, and the other begins with a block.
+        """
         placed = map(_place_stretches, self.dims, sizes)
         for box in itertools.product(*placed):
             in_tensor, in_part = zip(*box, strict=True)

@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes of a call that moves all elements: sent and received, by other rank, and kept."""
+        """The messages and bytes that a call for all elements sends to, and receives from, each other rank, and keeps."""
         if self._traffic is None:
             self._traffic = count_traffic(self._list_rounds())
         return self._traffic
