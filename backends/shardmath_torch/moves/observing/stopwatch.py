@@ -60,7 +60,7 @@ class Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes that a call for all elements sends to, and receives from, each other rank, and keeps."""
+        """The messages and bytes that a call for all elements sends to and gets from each other rank, and keeps."""
         if self._traffic is None:
             self._traffic = count_traffic(self._list_rounds())
         return self._traffic
