@@ -82,7 +82,7 @@ class Custom:
         return f"Custom({self.name!r}: {', '.join(map(str, self.parts))}{names})"
 
     def companions(self, end: End) -> tuple[Companion, ...]:
-        """Return the companions (arrays beside the tensor, such as scales) that were given for the source
+        """Return the companions (arrays sent with the tensor, such as scales) that were given for the source
         or the destination, as `end` says."""
         at_source, at_destination = self.beside
         return at_source if end == "source" else at_destination
