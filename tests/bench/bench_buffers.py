@@ -84,8 +84,9 @@ def main() -> None:
         for ranks in RANKS
     ]
     about = (
-        "The share of a model's flat buffers that is padding; bfloat16, the whole model of transformers' own "
-        "architecture, divided by data parallelism alone, default bucket sizes; FSDP1 and Megatron-FSDP without units."
+        "The share of a model's flat buffers that is padding. Each model is the whole one that transformers builds, in "
+        "bfloat16, divided by data parallelism alone into buckets of default sizes. FSDP1 and Megatron-FSDP have no "
+        "units."
     )
     show(
         given.page, "Padding of flat buffers", about, ["model", "parameters", "ranks", *RULES], rows

@@ -107,7 +107,10 @@ def main(
         ours, theirs = (slowest(way) for way in zip(*(each[label] for each in ranks), strict=True))
         found.append([label, f"{ours:.3f}", f"{theirs:.3f}", f"{theirs / ours:.1f}x"])
     kind = "in memory" if folder else "on disk"
-    about = f"{TENSORS} tensors of {rows} x {rows} float32, 8 processes, seconds, median of {repeats}, slowest rank."
+    about = (
+        f"Seconds of the slowest of 8 processes, the median of {repeats} runs: {TENSORS} tensors of {rows} x {rows} "
+        f"float32."
+    )
     show(
         page, f"Checkpoints {kind}", about, ["step", "shardmath", "torch DCP", "DCP / ours"], found
     )

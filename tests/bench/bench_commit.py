@@ -68,7 +68,10 @@ def main(megabytes: int = 256, repeats: int = 9, page: Path | None = None) -> No
         shadows = show_bytes(rows * rows * 4 // 8)
         found.append([f"`{name}`", *(f"{figure:.3f}" for figure in figures), shadows])
     workers.close()
-    about = f"{rows} x {rows} float32 on 8 gloo processes (dp=2 tp=4), seconds, median of {repeats}, slowest rank."
+    about = (
+        f"Seconds of the slowest of 8 gloo processes (dp=2 tp=4), the median of {repeats} runs: a tensor of "
+        f"{rows} x {rows} float32."
+    )
     show(page, "Commit", about, HEADS, found)
 
 

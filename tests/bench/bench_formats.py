@@ -89,7 +89,10 @@ def main(megabytes: int = 64, repeats: int = 7, page: Path | None = None) -> Non
     torch.manual_seed(0)
     tensor = torch.randn(ROWS, megabytes * 2**20 // 2 // ROWS).bfloat16()
     found = [weigh(one, tensor, repeats) for one in FORMATS]
-    about = f"GB of bfloat16 per second of a core, a tensor of {megabytes} MB; torchao without torch.compile."
+    about = (
+        f"GB of bfloat16 that one core takes in a second, from a tensor of {megabytes} MB. torchao runs without "
+        f"torch.compile."
+    )
     show(page, "Quantized formats", about, HEAD, found)
 
 

@@ -43,11 +43,11 @@ WIDTH = 128
 """Bytes of a window."""
 BATCH = 8
 PUBLISHED = (
-    "Published, of other models and texts: 3.3e-4 to 3.7e-4 between a trainer and an engine in FP8 that both quantize "
-    "weights rounded to bfloat16, and 8.7e-3 after one step of a trainer that quantizes its float32 masters "
-    "(Qwen3.5-35B-A3B, k3 estimates; InternLM/xtuner#2044); 0.035 to 0.036 of NVFP4 against FP8 "
-    "(lukealonso/Qwen3.5-397B-A17B-NVFP4, WikiText-2; voipmonitor/rtx6kpro, `benchmarks/kld-evaluation.md`). "
-    "Activations of these are quantized too."
+    "Others have published figures of other models and texts, with activations quantized too. Between a trainer and an "
+    "engine in FP8 that both quantize weights rounded to bfloat16: 3.3e-4 to 3.7e-4; after one step of a trainer that "
+    "quantizes its float32 masters: 8.7e-3 (Qwen3.5-35B-A3B, k3 estimates; InternLM/xtuner#2044). Of NVFP4 against "
+    "FP8: 0.035 to 0.036 (lukealonso/Qwen3.5-397B-A17B-NVFP4, WikiText-2; voipmonitor/rtx6kpro, "
+    "`benchmarks/kld-evaluation.md`)."
 )
 
 Tensor: TypeAlias = torch.Tensor
@@ -154,13 +154,14 @@ def main(steps: int, count: int, page: Path | None = None) -> None:
     rows += [measure(one, model, windows, reference) for one in FORMATS]
     size = sum(weight.numel() for weight in model.parameters())
     about = (
-        f"KL(bfloat16 || format) of the next byte in nats, the mean over {windows.numel():,} bytes of held-out text. "
-        f"The model is a Llama of 4 layers and {size / 1e6:.1f} million weights, trained in this run for {steps} steps "
-        "on Python's language reference, as no pretrained one can be had without a network; in bfloat16 it needs "
-        f"{loss:.2f} nats per byte. Weights of linear layers alone are quantized: rounded to bfloat16 first, or, as "
-        '"of masters", from float32 directly. Arithmetic is in bfloat16, which alone costs what the first row says; '
-        "between the two orders it is in float32, as bfloat16 would hide the difference. A trainer and an engine that "
-        f"keep one order have equal bytes, and no KL. By `tests/bench/bench_kl.py`.\n\n{PUBLISHED}"
+        "How far quantized weights move a model's predictions: KL(bfloat16 || format) of the next byte in nats, the "
+        f"mean over {windows.numel():,} bytes of held-out text. The model is a Llama of 4 layers and {size / 1e6:.1f} "
+        f"million weights; it is trained in this run, for {steps} steps on Python's language reference, since a "
+        f"pretrained one needs a network. In bfloat16 its loss is {loss:.2f} nats per byte. Only the weights of linear "
+        'layers are quantized, either from bfloat16 or ("of masters") directly from float32. Arithmetic is in '
+        "bfloat16; the first row shows what that alone costs. The last column compares the two ways, in float32 "
+        "arithmetic, since bfloat16 would hide the difference. If both ends quantize the same way, their bytes "
+        f"are equal and the KL is 0. By `tests/bench/bench_kl.py`.\n\n{PUBLISHED}"
     )
     show(page, "KL of quantized weights", about, HEAD, rows)
 

@@ -98,10 +98,11 @@ def main(megabytes: int = 256, repeats: int = 5, page: Path | None = None) -> No
         ]
         found.append([f"{mesh} `{src} -> {dst}`", *shown])
     workers.close()
-    what = (
-        f"{rows} x {rows} float32, gloo, milliseconds of a call, median of {repeats}, slowest rank"
+    about = (
+        f"Milliseconds of a call on the slowest rank over gloo, the median of {repeats} runs: a tensor of {rows} x "
+        f"{rows} float32. `received` is the MiB that the fullest rank receives; `bound` is the least that it must "
+        "receive."
     )
-    about = f"{what}; MiB that the fullest rank receives, and has to."
     show(page, "Redistribute", about, HEAD, found)
 
 

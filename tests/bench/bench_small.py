@@ -169,8 +169,8 @@ def show_small(count: int, repeats: int, page: Path | None) -> None:
         found = run(size, move_small, count, repeats)
         rows += [[str(size), *row] for row in tabulate(found, OURS, 1e3)]
     about = (
-        f"{count:,} tensors, 4 KiB of each from rank to rank, half of the gloo processes to the other half; "
-        f"milliseconds, median of {repeats}, slowest rank, and processor time of a rank. By "
+        f"{count:,} tensors, of which half of the gloo processes hold parts of 4 KiB each, and the others receive "
+        f"them. Milliseconds of the slowest rank, the median of {repeats} runs, and a rank's processor time. By "
         f"`tests/bench/bench_small.py`."
     )
     heads = ["processes", "way", "ms", "processor ms", "/ shardmath", "processor / shardmath"]
@@ -181,8 +181,9 @@ def show_agreement(repeats: int, page: Path | None) -> None:
     """Of 8 processes."""
     rows = tabulate(run(8, agree, repeats), "dist.barrier", 1e6)
     about = (
-        f"A move of an empty plan on 8 gloo processes, compared with torch's collectives; us per call, {CALLS} "
-        f"calls, median of {repeats}, slowest rank, and processor time of a rank. By `tests/bench/bench_small.py`."
+        f"A move of an empty plan, which only agrees, next to torch's collectives on 8 gloo processes. Microseconds "
+        f"per call of the slowest rank, the median of {repeats} runs of {CALLS} calls, and a rank's processor time. By "
+        f"`tests/bench/bench_small.py`."
     )
     heads = ["call", "us", "processor us", "/ barrier", "processor / barrier"]
     show(page, "Agreement", about, heads, rows)

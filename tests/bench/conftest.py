@@ -101,9 +101,9 @@ def page(rows: list[Row], notes: dict[str, list[str]], pace: list[float]) -> str
     out = [
         "# Benchmarks",
         "",
-        f"Written by `make bench` on {machine}. Every cache is emptied before each round; medians, then minima. "
-        "No target fails a test: machines are shared and noisy. On this one, before every test, a million turns of an "
-        f"empty loop took {fast} at best and {slow} at worst.",
+        f"Written by `make bench` on {machine}. Before each round every cache is emptied. No target fails a test, "
+        "since machines are shared and noisy: on this one a million turns of an empty loop, timed before every test, "
+        f"took from {fast} to {slow}.",
         "",
         f"| {' | '.join(HEAD)} |",
         "|" + "---|" * len(HEAD),

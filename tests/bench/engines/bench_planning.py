@@ -28,8 +28,9 @@ def main(page: Path | None = None) -> None:
     """Plans both, and shows the table."""
     rows = [list_row("as the checkpoint", False), list_row("stacked, as transformers", True)]
     about = (
-        f"To record, exchange and plan, without data: {TRAINERS} trainers under FSDP2, vLLM 0.32.0 with tensor "
-        f"parallelism of {TP}; the most seconds of a rank's own processor. The goal is 10."
+        f"What it takes to record loaders, exchange descriptions and plan, without moving data, between {TRAINERS} "
+        f"trainer ranks under FSDP2 and vLLM 0.32.0 with tensor parallelism of {TP}. Seconds of processor time of the "
+        f"rank that needs most; the goal is 10."
     )
     show(page, TITLE, about, HEADS, rows)
 

@@ -70,9 +70,9 @@ def main(layers: int, updates: int, page: Path | None = None) -> None:
         case = describe(number, updates)
         rows += list_rows(case, run(case))
     about = (
-        f"vLLM 0.32.0 on this processor, tensor parallelism of 2; FSDP2 over 4 processes; gloo; bfloat16; median of "
-        f"{updates} updates, by both ways in turn. The peer gathers tensors whole, and sends them whole to every "
-        f"worker, as vLLM's engine `nccl` does. Memory is the most of all processes and updates."
+        f"From FSDP2 over 4 processes to vLLM 0.32.0 on this processor with tensor parallelism of 2, in bfloat16 over "
+        f"gloo; the median of {updates} updates, the two ways in turn. The peer gathers each tensor and sends it whole "
+        f"to every worker, as vLLM's engine `nccl` does. Memory is the most of any process in any update."
     )
     show(page, TITLE, about, HEADS, rows)
 
