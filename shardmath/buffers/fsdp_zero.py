@@ -74,8 +74,9 @@ def flat_parameter(
 def zero(
     params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False
 ) -> PerBufferParamLayout:
-    """Return the layout of the flat buffer of a parameter group in DeepSpeed's ZeRO stage 1 or 2; `params` have one
-    dtype, and are in the optimizer's order.
+    """Return the layout of the flat buffer of a parameter group in DeepSpeed's ZeRO stage 1 or 2. `params` have one
+    dtype, and are in the optimizer's order; `round_robin` is DeepSpeed's option `round_robin_gradients`, which reorders
+    them.
 
     With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
@@ -113,7 +114,8 @@ def megatron_fsdp(
     sharded: bool = True,
 ) -> PerBufferParamLayout:
     """Return one layout of all flat buffers in which Megatron-FSDP keeps `params` (of one FSDP unit, or all outside
-    units); each flat buffer is a bucket of it.
+    units); each flat buffer is a bucket of the layout. Parameters are placed in chunks of `chunk_size_factor` elements;
+    if `sharded`, the end of each buffer is padded.
 
     For a unit, leave `bucket_size` at None. Without a `chunk_size_factor` parameters are sorted by the length of their
     rows, longest first, and the factor of each bucket is found as Megatron finds it; with one, they stay in forward
@@ -272,7 +274,8 @@ class _LeftmostFit:
         self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
 
     def find(self, start: int, most: int) -> int | None:
-        """The first index, `start` or higher, whose number is at most `most` and not removed; None if there is none."""
+        """Return the first index, `start` or higher, at which the sequence has a number that is at most `most` and not
+        removed; None if there is no such index."""
         if start >= self.size:
             return None
         node = self.size + start

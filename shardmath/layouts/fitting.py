@@ -64,8 +64,8 @@ class Trim(NamedTuple):
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """Find the strided view (offset, step, length) that contains all held local positions of `runs`; return it, and the
-    Runs of the local positions in it."""
+    """Find a strided view (offset, step, length) of the local positions that contains all positions that hold elements.
+    Return the view, and `runs` with local positions counted in the view."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)

@@ -150,7 +150,8 @@ def _number_notes(panels: Sequence[_PanelDrawer]) -> Iterator[str]:
 
 
 def colors_of(several: Iterable[Panels]) -> Colors:
-    """A dict from each set of ranks (Holders) that holds a cell in `several` pictures to its color, sorted by ranks."""
+    """Return a dict that gives a color to each set of ranks (Holders) that holds a cell in any picture of `several`.
+    The dict is sorted by ranks."""
     panels = [panel for cells in several for panel in cells.panels]
     distinct = _list_holders(panels)
     return dict(zip(distinct, palette(len(distinct)), strict=True))

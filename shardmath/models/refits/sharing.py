@@ -33,8 +33,8 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """Join the layouts of engines that store equally on different ranks. Return, for each tensor, a tuple of the joined
-    layouts, and, for each engine, the index of its layout in these tuples.
+    """Join the layouts of engines that store all tensors in the same way, only on different ranks. Return two tuples:
+    for each tensor, a tuple of joined layouts, one per set of such engines; for each engine, the index of its set.
 
     `held` has, for each engine, the layouts of the tensors, in the same order.
     """
