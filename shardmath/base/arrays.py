@@ -156,8 +156,8 @@ class Offsets:
         return np.diff(_ends(sizes)[self.first])
 
     def begin(self, sizes: Ints) -> Ints:
-        """Return an array with a number per item: the sum of `sizes` over the earlier items of the same owner, without
-        the item itself. `sizes` has one number per item."""
+        """Return an exclusive prefix sum of `sizes` that starts again at 0 for each owner. `sizes` has one number per
+        item; this object says which items each owner has."""
         ends = _ends(sizes)
         return ends[:-1] - self.spread(ends[self.first[:-1]])
 

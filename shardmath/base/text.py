@@ -145,7 +145,8 @@ def show_ranks(
     most: int | None = None,
 ) -> str:
     """Return `ranks` (numbers or ranges) as text in the given order, such as "ranks 4-5, 7", or "4-5, 7" if `noun` is
-    False. Successive ranks are shown as a range from `joined_from` ranks on; `most` limits the entries in the list.
+    False. At least `joined_from` successive ranks become one range. With more than `most` entries, the list is
+    shortened, and ends with the number of all ranks.
 
     `joined_from` is 2 or more; None: each rank is an entry. Of more than `most` entries, the first half of `most` and
     the number of all ranks are shown.

@@ -113,13 +113,14 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """Return one layout of all flat buffers in which Megatron-FSDP keeps `params` (of one FSDP unit, or all outside
-    units); each flat buffer is a bucket of the layout. Parameters are placed in chunks of `chunk_size_factor` elements;
-    if `sharded`, the end of each buffer is padded.
+    """Return one layout of the flat buffers in which Megatron-FSDP keeps `params`. Each buffer is a bucket, which ends
+    with the parameter that fills it to `bucket_size` elements (None: no limit). Parameters are placed in chunks of
+    `chunk_size_factor` elements. `sharded` says whether the ranks divide each buffer, whose end is then padded.
 
-    For a unit, leave `bucket_size` at None. Without a `chunk_size_factor` parameters are sorted by the length of their
-    rows, longest first, and the factor of each bucket is found as Megatron finds it; with one, they stay in forward
-    order. `sharded=False` is the strategy "no_shard", without padding at the end.
+    `params` are the parameters of one FSDP unit, or all outside units; for a unit, leave `bucket_size` at None. Without
+    a `chunk_size_factor` parameters are sorted by the length of their rows, longest first, and the factor of each
+    bucket is found as Megatron finds it; with one, they stay in forward order. `sharded=False` is the strategy
+    "no_shard", without padding at the end.
 
     Raises ParamLayoutError for a parameter given twice or without elements, and for sizes below 1.
     """

@@ -103,8 +103,9 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Return whether the bucket takes a parameter of `numel` elements. Until it is full (`bucket_size`), it takes
-        every parameter; then only one that does not enlarge its shards, which are padded to multiples of `divisor`.
+        """Return whether the bucket takes another parameter, of `numel` elements. A full bucket (as a rule, with at
+        least `bucket_size` elements) takes a parameter only if the bucket's shards, padded to multiples of `divisor`,
+        do not grow.
 
         It is full from `bucket_size` elements on, or later if its largest parameter is large.
         """

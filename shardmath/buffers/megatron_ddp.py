@@ -46,9 +46,9 @@ def default_bucket_size(
     pipeline_rank: int = 0,
     chunk: int = 0,
 ) -> int | None:
-    """Return the number of elements per bucket that Megatron-Core's DDP chooses by default; None means one bucket. If
-    `num_buckets` is given, it divides `num_parameters`; `chunk` is the index of the model chunk (virtual pipeline
-    stage).
+    """Return the number of elements per bucket that Megatron-Core's DDP chooses by default; None means one bucket. With
+    `num_buckets`, the number is `num_parameters // num_buckets`. `chunk` is the index of the model chunk (virtual
+    pipeline stage).
 
     `num_parameters` counts all of the model chunk. Only the first stage's first chunk has buckets: other stages have
     time to reduce all at once. `data_parallel_world_size` counts ranks of one optimizer instance.

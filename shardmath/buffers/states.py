@@ -208,9 +208,9 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return the layouts (windows) of one optimizer state by parameter name, and a Store of their offsets. First,
-    `layouts` divide `params` by model parallelism; then `rule` divides each part, in flat buffers, among the ranks
-    along `axis`.
+    """Return the layouts (windows) of one optimizer state by parameter name, and a Store: the offsets that `ranks`
+    (None: all) have in arrays named `buffer`. `layouts` give the part of each of `params` on each rank; `rule` divides
+    these parts, in flat buffers, among the ranks along `axis`.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

@@ -67,8 +67,9 @@ def equivalent(a: Layout, b: Layout) -> bool:
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Return two digests of a layout, which are equal for equivalent layouts. The first is of the elements that each
-    rank holds, in ascending order of ranks; the second is of the rank numbers."""
+    """Return two digests, both equal for equivalent layouts (the same shape and dtype, and the same elements in the
+    same order on each rank). The first is of the elements by ascending rank, without the rank numbers; the second is of
+    the rank numbers alone."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)

@@ -123,10 +123,10 @@ def _kind_of_tail(tail: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return whether `pattern` fits the tensor `name`. If `pattern` is the name of a kind, such as "column", the tensor
-    must be of this kind; any other `pattern` is a glob that must match `name`.
+    """Return whether `pattern` fits the tensor `name`. It is a glob for names, or else "column", "row", "vocab" or
+    "replicate": how tensor parallelism divides a tensor with such a name.
 
-    A kind is never read as a glob.
+    None of these four is ever read as a glob.
     """
     if pattern in KINDS:
         return kind(name) == pattern

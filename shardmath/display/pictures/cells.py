@@ -299,8 +299,9 @@ def write_holders(holders: Holders, op: str | None) -> str:
 
 
 def write_label(holders: Holders, op: str | None, letters: int) -> str:
-    """Return text of at most `letters` characters with the ranks that hold a cell, or their number; "" if neither fits.
-    `op` is the reduction of a Partial layout that joins the ranks in the text, as in "0 + 1" for "sum"."""
+    """Return text with the ranks that hold a cell, or with their number; "" if no such text fits in `letters`
+    characters. `op` is the reduction of a Partial layout, otherwise None; ranks with different partial values are
+    joined by it, as in "0 + 1" for "sum"."""
     if not holders:
         return ""
     count = sum(map(len, holders))

@@ -359,8 +359,8 @@ def ink(fill: str) -> str:
 
 
 def shade(share: float, *, crossing: bool = False) -> str:
-    """Return a shade of blue, or of orange if `crossing` (most bytes cross from node to node). The larger the `share`
-    (0 to 1), the darker the shade."""
+    """Return the color of a number of bytes in a picture: the larger `share` (this number divided by the largest one),
+    the darker. The color is orange if `crossing` is True (most of the bytes go from node to node), otherwise blue."""
     shades = ORANGES if crossing else BLUES
     last = len(shades) - 1
     number = math.ceil(share * len(shades)) - 1

@@ -87,8 +87,8 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A timeline of spans (intervals of work) with a common beginning. `clock` is the clock of the traced rank, or None
-    if the timeline is modeled or has several ranks.
+    """A timeline: spans (intervals of work), all timed in seconds from the same moment. `clock` is the clock of the
+    traced rank, or None if the timeline is modeled or has several ranks.
 
     `left_out` counts calls for which there was no room. Raises ShardError for overlapping spans of one track.
     """

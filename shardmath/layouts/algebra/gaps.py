@@ -31,9 +31,9 @@ GRID = 1 << 24
 
 
 def find_gap(shape: tuple[int, ...], products: tuple[Product, ...]) -> tuple[int, ...] | None:
-    """Return the index of the first element, in row-major order, of a tensor of shape `shape` that none of `products`
-    contains; None if there is no such element. A product lists ranges per dimension, and contains all their
-    combinations.
+    """Find the first element, in row-major order, that no product in `products` contains, and return its index in a
+    tensor of shape `shape`; None if there is no such element. A product lists ranges per dimension, and contains all
+    their combinations.
 
     No dimension is empty. A grid of all cells is one product of matrices; if it would be too large,
     the first dimension is taken border by border.

@@ -45,9 +45,9 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """Split `piece` (elements of a logical tensor in a stored tensor) into Boxes: grids, each axis of which runs along
-    one dimension of both tensors. `cells` is the shape of the stored tensor, and `elements` is the shape of the logical
-    tensor.
+    """Split `piece`, which maps elements of a logical tensor to positions in a stored tensor, into Boxes (grids). Each
+    axis of a Box runs along one dimension of the logical tensor, and along one dimension, perhaps another, of the
+    stored tensor. `cells` is the stored tensor's shape, and `elements` the logical tensor's.
 
     Raises StoreError if the piece needs more than 65536 boxes.
     """

@@ -38,9 +38,9 @@ class PlainSide:
         )
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> PlainSide:
-        """Return the side with only `tensors` (shape and dtype by name). Raises StoreError, which lists all tensors
-        that have no layout, or a layout of another shape or dtype. Tensors that match a glob in `unused` can lack a
-        layout."""
+        """Return a PlainSide (the layouts in which a trainer or engine stores tensors) with only `tensors`. Raises
+        StoreError if the layout of a tensor is missing, or differs from `tensors` in shape or dtype. A tensor that
+        matches a glob in `unused` can lack a layout."""
         faults = []
         held = {}
         for name, (shape, dtype) in tensors.items():
@@ -83,8 +83,9 @@ class PlainSide:
         """Return None: a plain side stores each of the tensors `names` as it is, never a function of its values."""
 
     def row_of(self, native: tuple[int, str], rank: int) -> str:
-        """Return text that says how `rank` stores the tensor `native`, a (chunk, name): "stored name = logical name :
-        layout", with two equal names. Raises StoreError if `rank` does not store the tensor."""
+        """Return text that says how `rank` stores the tensor `native`, a (chunk, name): "name = name : layout". The
+        name is there twice, since every tensor is stored under its logical name. Raises StoreError if `rank` does not
+        store the tensor."""
         _, name = native
         if name not in self.layouts or rank not in self.layouts[name].mesh:
             stored = [other for other, layout in self.layouts.items() if rank in layout.mesh]

@@ -163,9 +163,9 @@ class Refit:
         engine: str | None = None,
         own: Sequence[str] = (),
     ) -> None:
-        """Compare `has`, the shapes of a rank's tensors by (chunk, name), with the tensors that `rank` of `engine`
-        (None: the trainer, if it has the rank) should store. Raises StoreError, which lists all differences; additional
-        tensors that match a glob in `own` are ignored.
+        """Raise StoreError, which lists all differences, unless `has` gives the shapes, by (chunk, name), of the
+        tensors that `rank` of `engine` should store. If `engine` is None, the trainer is meant, or, for a rank outside
+        the trainer, the first engine that has this rank. Additional tensors that match a glob in `own` are ignored.
 
         The side is the engine that is named, otherwise the trainer or, for a rank that the trainer lacks, the first
         engine that has the rank. `has` are the shapes of all parameters and persistent buffers of the rank by
@@ -182,7 +182,8 @@ class Refit:
 
     def explain(self, native: str, rank: int, engine: str | None = None) -> str:
         """Return text about the stored tensor `native` on `rank`: its declaration, and the slices in which it has
-        logical tensors. If `engine` is None, the rank is of the first engine that has it, or else of the trainer.
+        logical tensors. If `engine` is None, the number `rank` is looked up in the engines, in order, and then in the
+        trainer.
 
         Raises StoreError for a tensor that the rank does not store.
         """

@@ -89,9 +89,9 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError unless each quantized tensor begins, in its fused tensor, at the offset of its scales in their
-    fused tensor times the block size. `of` has the tensors' shapes and dtypes; the transforms `rules` make the
-    scales."""
+    """Raise StoreError if a quantized tensor begins at an offset other than the offset of its scales times the block
+    size. An engine can fuse tensors, and both offsets are in the fused tensors. `of` has the tensors' shapes and
+    dtypes; the transforms `rules` make the scales."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():
