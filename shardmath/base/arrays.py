@@ -62,7 +62,8 @@ def _differ(sorted_: Ints) -> Bools:
 
 
 def distinct(numbers: Ints) -> tuple[Ints, Ints]:
-    """Return two arrays: the distinct values in `numbers`, ascending, and for each number the index of its value.
+    """Return two arrays: the distinct values in `numbers`, ascending; and, for each element of `numbers`, the index of
+    its value in the first array.
 
     `numpy.unique` with `return_inverse`, faster for few numbers.
     """
@@ -74,10 +75,8 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Number the distinct tuples (keys[0][i], keys[1][i], ...) in ascending order; return two arrays: the first i of
-    each tuple, and the number of the tuple at each i.
-
-    The first array is in the order of the numbers.
+    """Sort the distinct tuples among (keys[0][i], keys[1][i], ...). Return two arrays: for each distinct tuple, in
+    sorted order, the first i that has it; and for each i, its tuple's index in the sorted order.
 
     >>> number_alike([np.array([1, 0, 1, 1]), np.array([5, 9, 5, 4])])
     (array([1, 3, 0]), array([2, 0, 2, 1]))
@@ -157,7 +156,8 @@ class Offsets:
         return np.diff(_ends(sizes)[self.first])
 
     def begin(self, sizes: Ints) -> Ints:
-        """For each item, the sum of the `sizes` of its owner's items before it; `sizes` has one number per item."""
+        """Return an exclusive prefix sum of `sizes` that starts again at 0 for each owner. `sizes` has one number per
+        item; this object says which items each owner has."""
         ends = _ends(sizes)
         return ends[:-1] - self.spread(ends[self.first[:-1]])
 

@@ -59,8 +59,8 @@ def names_digest(names: Sequence[str]) -> str:
 
 
 def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) -> T:
-    """Return `read(json.loads(text))`. Raises StoreError unless `text` has format `name`, this `version`, and the
-    digest of the value returned.
+    """Return `read(json.loads(text))`. Raises StoreError unless the JSON in `text` states the format `name`, the
+    version `version`, and a digest that equals the `digest` attribute of the value returned.
 
     Raises NotationError if `read` does.
     """

@@ -38,7 +38,8 @@ class ShardError(ValueError):
 
 @public
 class RunsError(ShardError):
-    """Error for malformed Runs (positions that a rank holds), and for Runs that cannot be composed or inverted."""
+    """Error for malformed Runs (maps from a rank's local positions to global positions), and for Runs that cannot be
+    inverted, or composed with others."""
 
 
 @public
@@ -69,7 +70,7 @@ def _around(text: str, position: int) -> str:
 
 @public
 class NotationError(ShardError):
-    """Error for text that cannot be read as a layout, a mesh, or a row or rule that says how ranks store tensors.
+    """Error for text that cannot be read as a layout, as a mesh, or as a declaration of how ranks store tensors.
 
     A caret (^) in the message marks the error.
     """
@@ -100,8 +101,8 @@ class LayoutError(ShardError):
 
 @public
 class StoreError(ShardError):
-    """Error for invalid storage of tensors (views of buffers, recordings, or declarations in rows of text), and for
-    storage that does not fit its layouts.
+    """Error for an invalid description of how ranks store tensors (offsets in buffers, storage recorded from a weight
+    loader, or declarations in text), and for a description that does not fit the tensors' layouts.
 
     For example, views overlap or reach outside a buffer, or a row is wrong.
     """
@@ -115,7 +116,8 @@ class ParamLayoutError(ShardError):
 
 @public
 class PlanError(ShardError):
-    """Error for a plan that cannot be made or used, or that does not bring its source into its destination."""
+    """Error for a plan that cannot be made or used, or that does not move tensors from their source layouts to their
+    destination layouts."""
 
 
 @public

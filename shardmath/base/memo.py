@@ -60,8 +60,8 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the estimated bytes of a call's `arguments` and `result` to the total of all caches; the call's `seconds`
-        limit the time spent on the estimate.
+        """Add the estimated bytes of a call's `arguments` and `result` to the total of all caches. `seconds` is how
+        long the call took, and limits the time spent on the estimate.
 
         If the total would exceed the limit, all caches are emptied first. Weighing takes a share of `seconds`; a call
         for which no time is left counts as the last one weighed.
@@ -77,7 +77,8 @@ class _Account:
         _Account.total += self._last_nbytes
 
     def empty(self) -> None:
-        """Empty this function's cache, and subtract its bytes from the total."""
+        """Empty the cache of the function that this object accounts for, and subtract the cache's bytes from the total
+        of all caches."""
         assert self.cache is not None, "an account is listed with its cache"
         self.cache.cache_clear()
         _Account.total -= self.nbytes
@@ -88,7 +89,8 @@ _accounts: list[_Account] = []
 
 
 def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
-    """Return a decorator that caches the `most` last used results of a pure function.
+    """Return a decorator that caches results of a pure function. `most` limits the number of cached results; the least
+    recently used are dropped.
 
     All such caches are emptied before they take more than about 512 MiB. Arguments are positional and hashable.
     """

@@ -54,7 +54,8 @@ def find_former(name: str, now: str) -> object:
 
 
 def former_attributes(**names: str) -> Callable[[type[_T]], type[_T]]:
-    """A class decorator: former attribute names (former="present") still work, with a DeprecationWarning.
+    """Return a class decorator that keeps old attribute names working, with a DeprecationWarning. Each keyword is an
+    old name, and its value is the present name, as in `old="new"`.
 
     They work for reading an attribute, and as keywords of the constructor.
 

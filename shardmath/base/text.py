@@ -144,11 +144,12 @@ def show_ranks(
     joined_from: int | None = 2,
     most: int | None = None,
 ) -> str:
-    """Return `ranks` (numbers or ranges) as text in the given order, such as "ranks 4-5, 7"; without `noun`, "4-5, 7".
-    At least `joined_from` successive ranks are joined, and at most `most` words are listed.
+    """Return `ranks` (numbers or ranges) as text in the given order, such as "ranks 4-5, 7", or "4-5, 7" if `noun` is
+    False. At least `joined_from` successive ranks become one range. With more than `most` entries, the list is
+    shortened, and ends with the number of all ranks.
 
-    `joined_from` is 2 or more; None: each rank is a word. Of more than `most` words, the first half of `most` and the
-    number of all ranks are shown.
+    `joined_from` is 2 or more; None: each rank is an entry. Of more than `most` entries, the first half of `most` and
+    the number of all ranks are shown.
 
     >>> show_ranks([3]), show_ranks([range(4, 6), 7]), show_ranks([0, 1, 3, 4, 5], noun=False, joined_from=3)
     ('rank 3', 'ranks 4-5, 7', '0, 1, 3-5')

@@ -60,8 +60,8 @@ class Draft:
     def finish(
         self, params: Sequence[Param], *, ranks: int, shards: int | None = None
     ) -> PerBufferParamLayout:
-        """Return the layout of the finished buffer of `params`, in forward order, for `ranks` ranks; `shards` is the
-        number of optimizer shards, if no parameter crosses their borders."""
+        """Return the layout of the finished buffer of `params`, in forward order, for `ranks` data-parallel ranks.
+        `shards` is the number of optimizer shards if every parameter lies within one shard, otherwise None."""
         shape_of = {param.name: param.shape for param in params}
         kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
         return PerBufferParamLayout(

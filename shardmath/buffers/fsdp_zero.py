@@ -74,8 +74,9 @@ def flat_parameter(
 def zero(
     params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False
 ) -> PerBufferParamLayout:
-    """Return the layout of the flat buffer of a parameter group in DeepSpeed's ZeRO stage 1 or 2; `params` have one
-    dtype, and are in the optimizer's order.
+    """Return the layout of the flat buffer of a parameter group in DeepSpeed's ZeRO stage 1 or 2. `params` have one
+    dtype, and are in the optimizer's order; `round_robin` is DeepSpeed's option `round_robin_gradients`, which reorders
+    them.
 
     With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
@@ -112,12 +113,14 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """Return one layout of all flat buffers in which Megatron-FSDP keeps `params` (of one FSDP unit, or all outside
-    units); each flat buffer is a bucket of it.
+    """Return one layout of the flat buffers in which Megatron-FSDP keeps `params`. Each buffer is a bucket, which ends
+    with the parameter that fills it to `bucket_size` elements (None: no limit). Parameters are placed in chunks of
+    `chunk_size_factor` elements. `sharded` says whether the ranks divide each buffer, whose end is then padded.
 
-    For a unit, leave `bucket_size` at None. Without a `chunk_size_factor` parameters are sorted by the length of their
-    rows, longest first, and the factor of each bucket is found as Megatron finds it; with one, they stay in forward
-    order. `sharded=False` is the strategy "no_shard", without padding at the end.
+    `params` are the parameters of one FSDP unit, or all outside units; for a unit, leave `bucket_size` at None. Without
+    a `chunk_size_factor` parameters are sorted by the length of their rows, longest first, and the factor of each
+    bucket is found as Megatron finds it; with one, they stay in forward order. `sharded=False` is the strategy
+    "no_shard", without padding at the end.
 
     Raises ParamLayoutError for a parameter given twice or without elements, and for sizes below 1.
     """
@@ -272,7 +275,8 @@ class _LeftmostFit:
         self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
 
     def find(self, start: int, most: int) -> int | None:
-        """The first index, `start` or higher, whose number is at most `most` and not removed; None if there is none."""
+        """Return the first index, `start` or higher, at which the sequence has a number that is at most `most` and not
+        removed; None if there is no such index."""
         if start >= self.size:
             return None
         node = self.size + start

@@ -102,8 +102,8 @@ def full_layout(
     expert_data_parallel_world_size: int | None = None,
     **options: object,
 ) -> FullParamLayout:
-    """Return the layout of each flat buffer of a model (or of one virtual stage), by BufferKey; `rule` lays out each
-    buffer, but `beside` the buffers of parameters that `rule` does not manage.
+    """Return the layout of each flat buffer of a model (or of one virtual stage), by BufferKey. `rule` lays out the
+    buffers; a second rule, `beside`, lays out the buffers of parameters that `rule` does not manage.
 
     `params` are in forward order. `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters
     that `rule` does not manage; for `layer_wise`, even with options bound by functools.partial, it is

@@ -103,8 +103,9 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Whether the bucket takes a parameter of `numel` elements: it is not full (`bucket_size`), or its shards,
-        padded to multiples of `divisor`, would not grow.
+        """Return whether the bucket takes another parameter, of `numel` elements. A full bucket (as a rule, with at
+        least `bucket_size` elements) takes a parameter only if the bucket's shards, padded to multiples of `divisor`,
+        do not grow.
 
         It is full from `bucket_size` elements on, or later if its largest parameter is large.
         """
@@ -188,8 +189,9 @@ class _Shards:
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:
-        """Assign `param` to the shard with the least work (orthogonalization) that has room, or else to the emptiest;
-        `least` is the smallest number of elements of this and all later parameters."""
+        """Assign `param` to the shard with the least work (orthogonalization) among the shards with room, or else to
+        the emptiest. `least` is the size of the smallest parameter that is still to be assigned: later calls skip
+        shards without room for it."""
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:

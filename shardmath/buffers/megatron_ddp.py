@@ -46,10 +46,12 @@ def default_bucket_size(
     pipeline_rank: int = 0,
     chunk: int = 0,
 ) -> int | None:
-    """The bucket size, in elements, that Megatron-Core's DDP uses if it is not given one; None means one bucket.
+    """Return the number of elements per bucket that Megatron-Core's DDP chooses by default; None means one bucket. With
+    `num_buckets`, the number is `num_parameters // num_buckets`. `chunk` is the index of the model chunk (virtual
+    pipeline stage).
 
-    `num_buckets` divides `num_parameters`, all of the model chunk. Only the first stage's first chunk has buckets:
-    other stages have time to reduce all at once. `data_parallel_world_size` counts ranks of one optimizer instance.
+    `num_parameters` counts all of the model chunk. Only the first stage's first chunk has buckets: other stages have
+    time to reduce all at once. `data_parallel_world_size` counts ranks of one optimizer instance.
     """
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     stage = as_integer(pipeline_rank, "pipeline_rank", ParamLayoutError)
@@ -126,12 +128,13 @@ def nvfp4_packed(
     data_parallel_world_size: int | None = None,
     pad_for_high_nccl_busbw: bool = False,
 ) -> PerBufferParamLayout:
-    """Return the layout, in bytes, of Megatron-Core's packed buffer of `params`, with the buckets of `layout` (of their
-    gradients): half a byte per element of NVFP4 parameters, one per element of others.
+    """Return the layout, in bytes, of Megatron-Core's packed buffer of `params`: half a byte per element of NVFP4
+    parameters, and one byte per element of others. `layout` is the layout of the gradients' buffer, which has the same
+    buckets.
 
-    NVFP4 are the parameters with `quantized="nvfp4"`, or True. `layout` is the gradients' layout, whose buckets the
-    bytes keep, by a rule that places the last parameter first; without `data_parallel_world_size` nothing is padded.
-    Shapes are left out: they count elements, not bytes.
+    NVFP4 are the parameters with `quantized="nvfp4"`, or True. `layout` is by a rule that places the last
+    parameter first; without `data_parallel_world_size` nothing is padded. Shapes are left out: they count elements, not
+    bytes.
 
     Raises ParamLayoutError for an odd number of elements, and if the layout is not of these parameters in this
     order, or is for another number of ranks.

@@ -98,8 +98,8 @@ def pad_param_start(start: int) -> int:
 
 
 def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: bool = False) -> int:
-    """Return the number of elements to whose multiples Megatron-Core's distributed optimizers pad the end of every
-    bucket."""
+    """Return a number of elements: Megatron-Core's distributed optimizers pad the end of every bucket to a multiple of
+    this number."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
     more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
     return math.lcm(size, NCCL, more)

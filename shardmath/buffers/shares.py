@@ -145,8 +145,8 @@ Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
 def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
-    """Yield (name, Shares) for each parameter in `buffer`: how it is divided among `shards` shards. Parameters with
-    equal cuts share one tuple of cuts, kept in `known`."""
+    """Yield (name, Shares) for each parameter in `buffer`: how it is divided among `shards` shards. `known` is a cache,
+    which the call fills: parameters that are cut at the same places share one tuple of ranges."""
     check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]

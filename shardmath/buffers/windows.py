@@ -35,7 +35,8 @@ __all__ = ["GroupShares", "make_windows"]
 
 
 class GroupShares(NamedTuple):
-    """The part of a tensor that one data-parallel group holds: the ranks, the positions, and each rank's share."""
+    """The part of a tensor that one data-parallel group holds: the group's ranks, the part's positions in each
+    dimension of the tensor (Runs), and each rank's share of the part."""
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]
@@ -43,8 +44,8 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window (slice of a tensor), which begins `within` elements after the start of `cut`, the
-    rank's range."""
+    """A rank that holds a window (a slice of a tensor). The field `cut` is the rank's range of elements, and `within`
+    is the window's offset in this range."""
 
     window: int
     group: int
@@ -80,8 +81,8 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """Divide tensors of `shapes` among ranks as `held` says; return a dict from name to layouts (windows), and a Store
-    (offsets in arrays named `buffer`) for `ranks`.
+    """Return the layouts (windows) of tensors by name, and a Store: the offsets that `ranks` (None: all) have in arrays
+    named `buffer`. `held` lists, per tensor, the part of each data-parallel group and the shares of the group's ranks.
 
     Without `ranks`, the Store is for all. Raises ParamLayoutError for a tensor that no rank holds, and if a window has
     the name of a tensor.

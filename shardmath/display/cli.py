@@ -34,7 +34,8 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv`; return its exit status, 1 for a ShardError, 2 for an unknown name, 130 on SIGINT."""
+    """Run the command in `argv`, and return its exit status: 1 for a ShardError, 2 for an unknown command, 130 on
+    SIGINT."""
     commands = dict(BUILT_IN)
     for point in entry_points(group="shardmath.commands"):
         commands[point.name] = _defer_import(point)

@@ -82,7 +82,8 @@ def window(layout: Layout, box: Box) -> Layout:
 
 
 def sliced(layout: Layout, box: Box) -> Layout:
-    """Return the layout of the slice `box` as a separate tensor; local tensors keep their shapes, with holes outside.
+    """Return the layout of a slice of the tensor, as a separate tensor of the slice's shape. `box` has a (start, stop)
+    per dimension; local tensors keep their shapes, with padding (holes) outside the slice.
 
     A box is one (start, stop) per dimension. Raises LayoutError for a box that is not inside the tensor.
     """

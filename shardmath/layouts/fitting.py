@@ -64,8 +64,9 @@ class Trim(NamedTuple):
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """Find the strided view (offset, step, length) that contains all held local positions of `runs`; return it, and the
-    Runs of the local positions in it."""
+    """Return the strided view (offset, step, length) from the first to the last local position that holds an element,
+    and `runs` with local positions counted in this view. The step is above 1 if single elements are separated by equal
+    gaps."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)

@@ -67,8 +67,9 @@ def equivalent(a: Layout, b: Layout) -> bool:
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Return two digests of a layout: one of the elements held (by ranks in ascending order), one of the rank numbers;
-    equivalent layouts have equal digests."""
+    """Return two digests, both equal for equivalent layouts (the same shape and dtype, and the same elements in the
+    same order on each rank). The first is of the elements by ascending rank, without the rank numbers; the second is of
+    the rank numbers alone."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)
@@ -169,16 +170,16 @@ class Windows(tuple[Layout, ...]):
 
     @property
     def is_single(self) -> bool:
-        """Whether the tensor has had only one layout (window) from the start, so that its local tensor is named without
-        `[i]`.
+        """Whether there is only one layout (window), and no other was ever removed, so that the local tensor's name has
+        no index `[i]`.
 
         One that is left of several does not count: it keeps its [i].
         """
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
-        """Return the name of the local tensor under the layout at index `window`: `name` if `is_single`, else `name[i]`
-        with the layout's number i."""
+        """Return the name of the local tensor under the layout at index `window`: `name` if `is_single`, else
+        `name[i]`. The number i is `window`, or the layout's original index if other layouts were removed."""
         if self.is_single:
             return name
         number = window if self.numbers is None else self.numbers[window]
@@ -220,7 +221,8 @@ class Windows(tuple[Layout, ...]):
 
 
 def count_stored(side: Mapping[str, Windows]) -> dict[int, int]:
-    """Return the bytes of all local tensors in `side` (source or destination of a plan), holes included, by rank.
+    """Return a dict from rank to the number of bytes in all its local tensors of `side` (the source or destination of a
+    plan), including padding (holes).
 
     >>> count_stored({"w": Windows([Layout((5, 2), Mesh(tp=2), "(tp n) h")])})
     {0: 24, 1: 16}
@@ -252,10 +254,8 @@ def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
 def read_windows(
     side: Mapping[str, object], error: type[ValueError], names: Iterable[str] | None = None
 ) -> dict[str, Windows]:
-    """Return a dict from name to Windows (layouts) of the tensors in `names` (default: all of `side`), in this order.
-
-    Raises `error` for anything but a Layout or a tuple of Layouts.
-    """
+    """Return a dict from name to Windows (layouts) of the tensors in `names` (default: all of `side`), in the order of
+    the names. Raises `error` if a value in `side` is not a Layout or a tuple of Layouts."""
     order = list(side if names is None else names)
     held = list(map(side.__getitem__, order))
     windows_by_id: dict[int, Windows] = {}

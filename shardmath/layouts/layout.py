@@ -117,7 +117,8 @@ class Layout:
 
     @property
     def text(self) -> str:
-        """The layout as text in canonical notation; reading it back with the same `rules` gives this layout."""
+        """The layout as text in canonical notation. Reading the text gives this layout; if it has custom placements,
+        reading needs the same `rules` (a mapping from name in the text to placement)."""
         return unparse(self.dims, self.partial, self.mesh.shape)
 
     @property

@@ -124,8 +124,8 @@ def _make_parts(pieces: list[_Ranges]) -> tuple[Runs, ...]:
 @public
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A placement: dimension `dim`, of length n, is cut into chunks of ceil(n / parts) elements for the `parts` ranks
-    along the mesh axis, as in DTensor.
+    """A placement: dimension `dim` is cut into chunks of ceil(n / p) elements, one per rank along the mesh axis, as in
+    DTensor. Here n is the length of the dimension, and p the number of ranks along the axis.
 
     If `parts` does not divide the length, the last parts are shorter, or empty.
     """
@@ -326,7 +326,8 @@ class Table:
         return self._hash
 
     def split(self, n: int, parts: int) -> tuple[Runs, ...]:
-        """Return the parts of the table, as Runs. Raises PlacementError unless there are `parts` of them."""
+        """Return the parts of the table, as Runs; `n`, the length of the dimension, is not used. Raises PlacementError
+        unless the number of parts in the table equals `parts`."""
         if len(self.parts) != parts:
             raise PlacementError(
                 f"Table({self.dim}, ...) has {plural(self.parts, 'part')} for a mesh axis of "
@@ -359,7 +360,8 @@ BuiltIn: TypeAlias = Shard | Balanced | StridedShard | Packed | Ragged | BlockCy
 
 
 def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]) -> Stage:
-    """Return the Stage (cuts in order) that `placement` makes along mesh `axes` of `sizes`, taken as one merged axis.
+    """Return the Stage (cuts in order) that `placement` makes along the mesh axes `axes`, as if they were merged into
+    one. `sizes` has the size of each axis.
 
     A custom placement is one UserCut. Raises PlacementError if it has no `split` or cannot
     be hashed.

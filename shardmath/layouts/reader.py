@@ -48,7 +48,8 @@ def _make_pattern(marks: str) -> re.Pattern[str]:
 
 
 def list_tokens(text: str, marks: str = MARKS) -> Iterator[Token]:
-    """Yield the tokens of `text`, whose punctuation is in `marks`, and last a token of kind "end".
+    """Yield the tokens of `text`, and then a token of kind "end". `marks` lists the punctuation that `text` can have,
+    separated by blanks.
 
     Raises NotationError at a character that begins no token.
     """
@@ -75,7 +76,8 @@ class Cursor:
         self.next = 0
 
     def fail(self, what: str, at: int, fix: str) -> NoReturn:
-        """Raise NotationError, which says that `what` is wrong at position `at` of the text, and how to `fix` it."""
+        """Raise NotationError for the text at position `at`. In the message, `what` says what is wrong, and `fix` says
+        what to write instead."""
         raise NotationError(what, self.text, at, fix)
 
     @property
@@ -101,7 +103,8 @@ class Cursor:
         return matches
 
     def expect(self, text: str, fix: str) -> None:
-        """Move past the next token, the punctuation `text`. Raises NotationError, with `fix`, for any other token."""
+        """Move past the next token, which must be the punctuation `text`. Otherwise raises NotationError; `fix`, the
+        advice in its message, says what to write."""
         if not self.accept(text):
             self._fail_expecting(repr(text), fix)
 
@@ -115,14 +118,16 @@ class Cursor:
         return int(digits)
 
     def word(self, what: str) -> Token:
-        """Move past the next token, a word, and return it. Raises NotationError, asking for `what`, for any other."""
+        """Move past the next token, which must be a word, and return it. Otherwise raises NotationError; `what`
+        describes the expected word in its message, such as "a mesh axis"."""
         if self.here.kind != "word":
             self._fail_expecting(what, f"write {what}")
         return self.take()
 
 
 class LayoutReader(Cursor):
-    """A reader of a layout's text, for the tensor's shape and the mesh axes; it records the names used so far."""
+    """A reader of a layout's text, made with the tensor's shape and the sizes of the mesh axes. It records which names
+    of dimensions and which mesh axes the text has used so far."""
 
     def __init__(self, text: str, shape: tuple[int, ...], axes: Axes, rules: Rules) -> None:
         super().__init__(text)

@@ -73,8 +73,8 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """Read the layout text `spec`: return its dimensions and Partial axes. `rules` maps names in `spec` to placements;
-    `stored` must be None or empty.
+    """Return the dimensions and the Partial axes that the layout text `spec` describes. `rules` maps names in the text
+    to placements; `stored` (padding of dimensions) must be None or empty, since a text has its own notation for it.
 
     Raises LayoutError, PlacementError or NotationError.
     """
@@ -116,10 +116,9 @@ def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """Read placements `spec`: return how `mesh` divides each dimension of `shape`, and the Partial axes. `reading` says
-    how to read StridedShard; `stored` has padded lengths or Runs of dimensions.
-
-    Raises LayoutError or PlacementError.
+    """Return how the placements `spec` divide each dimension of `shape`, and the Partial axes. `stored` maps a
+    dimension to its padded length or its Runs; `reading` says whether StridedShard is applied as written ("placement")
+    or stands for an order of splits ("order").
 
     Raises LayoutError or PlacementError.
     """

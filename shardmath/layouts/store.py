@@ -310,8 +310,9 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """Return layouts (windows) and a Store (offsets) for a tensor of which rank r holds the elements `ranges[r]`,
-    (start, stop) in row-major order.
+    """Return layouts (windows) and a Store (offsets) for a tensor whose elements, in row-major order, are divided among
+    ranks. `ranges[r]` is the (start, stop) of the elements on rank r; `buffer` names each rank's flat array (default:
+    `name`).
 
     A range is (lo, hi) of the tensor's row-major elements. Windows are listed rank by rank and in order. They lie in a
     flat buffer per rank, called `buffer` (`name`, if not given), whose element 0 is the rank's element lo. Raises

@@ -39,7 +39,8 @@ __all__ = [
 
 
 class Style(NamedTuple):
-    """A style of tensor parallelism: the dimension in which it divides a layer's weight, and the style of its bias.
+    """A style of tensor parallelism for a layer. `divided` is the dimension in which the layer's weight is divided, or
+    None; `bias` is the name of the style for the layer's bias, such as "replicate".
 
     `divided` is the dimension of its weight, counted from the end if negative, or None if it is not divided;
     `bias` is the style of its bias.
@@ -122,9 +123,10 @@ def _kind_of_tail(tail: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return whether `pattern` is the kind of the tensor `name`, such as "column", or a glob that matches the name.
+    """Return whether `pattern` fits the tensor `name`. It is a glob for names, or else "column", "row", "vocab" or
+    "replicate": how tensor parallelism divides a tensor with such a name.
 
-    A kind is never read as a glob.
+    None of these four is ever read as a glob.
     """
     if pattern in KINDS:
         return kind(name) == pattern
@@ -132,7 +134,8 @@ def fits(pattern: str, name: str) -> bool:
 
 
 def is_expert(name: str) -> bool:
-    """Return whether the tensor `name` belongs to routed experts, numbered or grouped; shared experts do not count."""
+    """Return whether the tensor `name` belongs to routed experts, either to one numbered expert or to several in one
+    tensor. Shared experts do not count."""
     return ".experts." in f".{name}"
 
 

@@ -27,7 +27,8 @@ __all__ = ["WrittenDigit", "make_field"]
 
 
 class WrittenDigit(NamedTuple):
-    """A word in the group of a dimension in a layout's text: mesh axes, a number, sizes or a free name.
+    """One item in the parentheses of a dimension in a layout's text, such as tp or n in (tp n). It is a product of mesh
+    axes, a number of parts, a list of sizes, or a name that is not a mesh axis and stands for the remaining length.
 
     `at` is its position in the text.
     """

@@ -65,7 +65,8 @@ KEY = 'a-z parameters, #= others, . padding, | between ranks; "at" is where in t
 
 
 class BucketSpan(NamedTuple):
-    """A range of a bucket in a picture: one parameter, a number (`several`) of them, or padding (`several` is 0)."""
+    """A range of a bucket in a picture. The field `several` is the number of parameters in the range: 1, more if they
+    are drawn together, or 0 for padding."""
 
     start: int
     end: int

@@ -218,8 +218,9 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """Return the Holders (ranks) of a panel's cells, one tuple per row; `held` flags the ranks that hold its slice,
-        `rows` and `columns` those that hold each row and column."""
+        """Return the Holders (ranks) of each cell in a panel (a 2-D slice of a tensor), one tuple per row. A rank holds
+        a cell if its flags for the slice (`held`), for the row (in `rows`) and for the column (in `columns`) are all
+        True."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held
@@ -228,7 +229,8 @@ class _HolderFinder:
         return tuple(panel)
 
     def of_cell(self, held: Bools) -> Holders:
-        """The ranks whose flags in `held` are True, grouped by the addend (summand) that they hold."""
+        """Return the ranks whose flags in `held` are True, in groups. Ranks in different groups hold different partial
+        values, which a Partial layout still has to reduce; otherwise there is one group."""
         key = np.packbits(held).tobytes()
         if key not in self.known:
             self.known[key] = self._by_addend(held)
@@ -255,7 +257,8 @@ def idle_ranks(layout: Layout) -> list[int]:
 
 
 def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
-    """Two lists: ranges of local positions of `runs`, and texts: the global range of each, or "" if it is a hole.
+    """Return two lists of equal length: ranges of local positions in `runs`; and for each range a text, its global
+    range, or "" if it is padding that holds no element.
 
     Of many ranges, only the first are listed.
     """
@@ -277,8 +280,8 @@ def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
 
 
 def write_holders(holders: Holders, op: str | None) -> str:
-    """Return text with the ranks that hold a cell: "ranks 0, 1", "nobody", or, for addends that are reduced by `op`,
-    "sum of (0) + (1)".
+    """Return text with the ranks that hold a cell: "ranks 0, 1" or "nobody". If they hold partial values that `op`
+    still has to reduce, the text is "sum of (0) + (1)", with ranks in the parentheses.
 
     A long text is shortened.
     """
@@ -296,7 +299,9 @@ def write_holders(holders: Holders, op: str | None) -> str:
 
 
 def write_label(holders: Holders, op: str | None, letters: int) -> str:
-    """A text of at most `letters` characters with the ranks that hold a cell, or their number; "" if neither fits."""
+    """Return text with the ranks that hold a cell, or with their number; "" if no such text fits in `letters`
+    characters. `op` is the reduction of a Partial layout, otherwise None; ranks with different partial values are
+    joined by it, as in "0 + 1" for "sum"."""
     if not holders:
         return ""
     count = sum(map(len, holders))

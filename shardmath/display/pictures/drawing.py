@@ -41,7 +41,7 @@ def svg(
     inline: bool = False,
 ) -> str:
     """Return the SVG of a mesh, a layout, a plan or a program: a document, or an element for a web page if `inline`.
-    `topology` marks nodes; of a plan or program, the layouts of `tensor` are drawn.
+    `topology` gives the nodes to mark; `tensor` names the one tensor of a plan or program whose layouts are drawn.
 
     A layout has no nodes. Raises ShardError for values of other types.
     """

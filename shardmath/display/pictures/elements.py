@@ -98,8 +98,8 @@ def number(value: float) -> str:
 
 
 def words(x: float, y: float, text: str, **attributes: object) -> str:
-    """Return an SVG text element at (x, y) with XML `attributes`, in whose names `_` stands for `-`; a long text is
-    shortened."""
+    """Return an SVG text element at (x, y); a long `text` is shortened. Other keyword arguments become XML attributes,
+    with `_` in their names replaced by `-`."""
     place = f'x="{number(x)}" y="{number(y)}"'
     shown = brief(text, MOST_LETTERS)
     return f"<text {place}{_written(attributes)}>{plain(shown)}</text>"
@@ -243,8 +243,8 @@ def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
 def list_ticks(
     spans: Sequence[Stretch], scale: Scale, *, across: bool
 ) -> Iterator[tuple[float, int]]:
-    """Yield (pixel, position) of the borders of `spans` whose labels have room, side by side if `across`, else one
-    below the other; the last border is always yielded."""
+    """Yield (pixel, position) for each border of `spans` where a label has room, and always for the last border. If
+    `across`, labels stand next to each other, otherwise one below the other."""
     if not spans:
         return
     *inner, last = _list_borders(spans, scale)
@@ -278,8 +278,8 @@ def _half(position: int, across: bool) -> float:
 
 
 def every(ranks: int, width: float, room: float) -> int:
-    """Return the least power of two n such that labels at every n-th of `ranks` ranks, drawn `width` pixels wide, are
-    at least `room` pixels apart.
+    """Return the least power of two n for which labels at every n-th rank are at least `room` pixels apart. The drawing
+    of all `ranks` ranks is `width` pixels wide.
 
     Without room for two labels, it is the least one that is not below `ranks`.
     """
@@ -322,7 +322,8 @@ ORANGES = ("#feedde", "#fdbe85", "#fd8d3c", "#e6550d", "#a63603")
 
 
 def palette(count: int) -> tuple[str, ...]:
-    """A tuple of `count` colors, `#rrggbb`: up to eight of the Okabe-Ito palette, or colors evenly along viridis."""
+    """Return a tuple of `count` colors, each "#rrggbb". Up to eight are from the Okabe-Ito palette; for a larger
+    `count`, all are evenly spaced along viridis."""
     if count <= len(OKABE_ITO):
         return OKABE_ITO[:count]
     return tuple(_blend(i / (count - 1)) for i in range(count))
@@ -358,7 +359,8 @@ def ink(fill: str) -> str:
 
 
 def shade(share: float, *, crossing: bool = False) -> str:
-    """A shade of blue, or of orange if `crossing`; the larger the `share` (0 to 1), the darker."""
+    """Return the color of a number of bytes in a picture: the larger `share` (this number divided by the largest one),
+    the darker. The color is orange if `crossing` is True (most of the bytes go from node to node), otherwise blue."""
     shades = ORANGES if crossing else BLUES
     last = len(shades) - 1
     number = math.ceil(share * len(shades)) - 1

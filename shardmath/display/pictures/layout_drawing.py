@@ -150,7 +150,8 @@ def _number_notes(panels: Sequence[_PanelDrawer]) -> Iterator[str]:
 
 
 def colors_of(several: Iterable[Panels]) -> Colors:
-    """A dict from each set of ranks (Holders) that holds a cell in `several` pictures to its color, sorted by ranks."""
+    """Return a dict from set of ranks (Holders) to color, sorted by ranks. It has every set whose ranks hold a cell in
+    any of the pictures; `several` has one Panels for each picture."""
     panels = [panel for cells in several for panel in cells.panels]
     distinct = _list_holders(panels)
     return dict(zip(distinct, palette(len(distinct)), strict=True))

@@ -87,7 +87,8 @@ MOST = 1 << 24
 
 
 class Shown(str):
-    """Text of `value` whose repr is the text itself; a notebook shows the value's picture instead, if it has one."""
+    """A str that describes the object `value`. Its repr is the text itself, without quotes; a notebook shows a picture
+    of `value` instead, if there is one."""
 
     value: object
 

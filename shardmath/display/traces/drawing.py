@@ -98,7 +98,8 @@ class _Row(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The text at the left of the row: its rank and its track."""
+        """The text at the left of a row of the timeline: the rank, and the track (the kind of work that the row shows),
+        such as "moves"."""
         return f"{self.place} {self.track}"
 
 
@@ -131,8 +132,8 @@ class _Bar(NamedTuple):
 
 
 def svg(trace: Trace, *, tracks: Iterable[str] = TRACKS, inline: bool = False) -> str:
-    """Return a picture of the trace's timeline, with the rows named in `tracks`, as SVG: a document, or an element for
-    a web page if `inline`.
+    """Return a picture of the trace's timeline as SVG: a document, or an element for a web page if `inline`. `tracks`
+    chooses the rows to draw, by the kind of work that they show, such as "phases".
 
     `tracks` are the tracks to draw, if a place has them: "moves", "phases", "rounds", "work", "to 3", "from 0".
     Raises ShardError for anything but a trace, and if it has none of the tracks.

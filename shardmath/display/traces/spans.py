@@ -64,8 +64,8 @@ class Span(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """A vote of all ranks on a move: its `name`, and the time `at_s`, in seconds, when the traced rank had the answers
-    of all others."""
+    """A vote in which all ranks agree to start a move. `name` identifies it; `at_s` is the time, in seconds, when the
+    traced rank had the votes of all others."""
 
     name: str
     at_s: float
@@ -87,7 +87,8 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A timeline of spans with a common beginning; `clock` is the rank's clock, None for a model or several ranks.
+    """A timeline: spans (intervals of work), all timed in seconds from the same moment. `clock` is the clock of the
+    traced rank, or None if the timeline is modeled or has several ranks.
 
     `left_out` counts calls for which there was no room. Raises ShardError for overlapping spans of one track.
     """
@@ -138,7 +139,8 @@ def name_step(step: Step) -> str:
 
 
 def describe_message(message: Message) -> dict[str, object]:
-    """The details of `message` to show with its span, a dict: "bytes", "pieces" (how many), "leg" (hop) and "round"."""
+    """Return a dict of details of `message`, to show with its span: "bytes", "pieces" (the number of slices sent),
+    "round", and "leg" (1 if the source sends the message, 2 or more if a rank relays it)."""
     return {
         "bytes": message.payload,
         "pieces": len(message.pieces),

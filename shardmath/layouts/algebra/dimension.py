@@ -66,7 +66,8 @@ class Field:
 
 
 def divided(size: int, stages: Iterable[Stage]) -> Field:
-    """Return the Field of `size` positions that `stages` (cuts, one after another) divide, in canonical form.
+    """Return the Field that divides `size` positions by `stages` (cuts, one after another). The stages are simplified:
+    cuts without effect are left out, and stages are merged where possible.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -76,13 +77,15 @@ def divided(size: int, stages: Iterable[Stage]) -> Field:
 
 
 def lengths_at(f: Field, stage: int) -> set[int]:
-    """Return the set of lengths of parts of the Field `f` after its first `stage` stages (cuts, one after another)."""
+    """Return the set of lengths of the parts that the Field `f` has after some of its stages (cuts, one after another).
+    `stage` is the number of stages applied."""
     return {len(runs) for runs in _field_cells(f.size, f.stages[:stage])}
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One dimension of a layout: its `size` in the tensor, and how the stored positions are divided among ranks.
+    """One dimension of a layout: its `size` in the tensor, and how positions are divided among ranks. If the dimension
+    is stored with padding or in another order, `stored` maps positions in storage to positions in the tensor.
 
     `stored` is the Runs from stored to logical positions, None for the identity; `fields` cover the
     stored positions one after the other. Raises PlacementError if sizes do not fit.
@@ -119,7 +122,7 @@ class Dimension:
 
     @property
     def stored_size(self) -> int:
-        """The number of stored positions, holes included."""
+        """The number of positions that are stored, including padding (holes), which holds no element of the tensor."""
         return self.size if self.stored is None else len(self.stored)
 
     @property

@@ -31,7 +31,9 @@ GRID = 1 << 24
 
 
 def find_gap(shape: tuple[int, ...], products: tuple[Product, ...]) -> tuple[int, ...] | None:
-    """Return the first index, row-major, in `shape` that none of `products` (ranges per dimension) contains; or None.
+    """Find the first element, in row-major order, that no product in `products` contains, and return its index in a
+    tensor of shape `shape`; None if there is no such element. A product lists ranges per dimension, and contains all
+    their combinations.
 
     No dimension is empty. A grid of all cells is one product of matrices; if it would be too large,
     the first dimension is taken border by border.
@@ -69,7 +71,8 @@ class _RangeTable(NamedTuple):
     owner: Ints
 
     def holds(self, position: int) -> Bools:
-        """A bool array: for each range, in the order of `lo` and `hi`, whether it contains `position`."""
+        """Return a bool array: for each range of the table, whether it contains `position`. Range i is from `lo[i]` to
+        before `hi[i]`."""
         has_begun = self.lo <= position
         return has_begun & (position < self.hi)
 

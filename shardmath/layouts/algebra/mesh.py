@@ -127,7 +127,8 @@ class Mesh:
         return _make_mesh, (self.axes, self.ranks)
 
     def svg(self, *, topology: object = None) -> str:
-        """Draw the mesh as an SVG document: ranks at their coordinates, colored by node if `topology` is given."""
+        """Draw the mesh as an SVG document, with ranks at their coordinates. If `topology` is given (a Topology, which
+        describes a cluster), ranks are colored by node."""
         return svg(self, topology=topology)
 
     def _repr_html_(self) -> str:
@@ -177,7 +178,8 @@ class Mesh:
         return out
 
     def ranks_along(self, names: Iterable[str]) -> tuple[frozenset[int], ...]:
-        """Return, for each coordinate on the axes `names` merged into one, the first slowest, the set of ranks there.
+        """Merge the axes `names` into one, the first varying slowest. Return a tuple with the set of ranks at each
+        coordinate along it, in order.
 
         >>> Mesh(dp=2, tp=2).ranks_along(["tp"])
         (frozenset({0, 2}), frozenset({1, 3}))
@@ -220,8 +222,8 @@ class Mesh:
         return _make_mesh(tuple(axes), self.ranks)
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:
-        """Return the mesh with the axes `names` merged, the first slowest, into one axis `into` at the place of the
-        first.
+        """Return the mesh with the axes `names` merged, the first varying slowest, into one axis. The new axis is
+        called `into`, and stands where the first of `names` stood.
 
         Raises MeshError if no axis is named, or one twice.
         """

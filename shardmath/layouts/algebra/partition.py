@@ -29,8 +29,8 @@ __all__ = ["Partition", "list_spans", "overlapping", "partition"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The distinct sets of positions (`parts`) that ranks hold of a dimension, and, in `cell`, the number of the part
-    at each combination of coordinates on `axes`.
+    """The distinct sets of positions of a dimension that ranks hold, called `parts`. For each combination of mesh
+    coordinates on `axes`, `cell` has an index into `parts`.
 
     The combinations are in row-major order.
     """
@@ -40,13 +40,15 @@ class Partition:
     cell: Ints
 
     def by_rank(self, mesh: Mesh) -> Ints:
-        """Return the number of the part that each rank of `mesh` holds, in the order of the mesh's ranks."""
+        """Return an array with an index into `parts` for each rank of `mesh`: the part that the rank holds. Ranks are
+        in the order of the mesh."""
         return self.cell[mesh.coordinate(self.axes)]
 
 
 @memo()
 def partition(dimension: Dimension) -> Partition:
-    """Return the Partition of `dimension`: the distinct parts that ranks hold, and which is held at each coordinate."""
+    """Return the Partition of `dimension`: the distinct sets of positions that ranks hold, and, for each mesh
+    coordinate, the index of the set held there."""
     number: dict[Runs, int] = {}
     cell = []
     for runs in cells(dimension):

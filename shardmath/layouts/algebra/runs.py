@@ -79,7 +79,8 @@ class Runs:
 
     @staticmethod
     def canonical(segments: tuple[Segment, ...], length: int) -> Runs:
-        """Make a Runs, without checks, of `segments` that are already sorted, merged and disjoint."""
+        """Make a Runs with `length` local positions from `segments`, without checks. `segments` must already be sorted,
+        merged and disjoint; a segment is (local start, global start, number of positions)."""
         runs = object.__new__(Runs)
         object.__setattr__(runs, "segments", segments)
         object.__setattr__(runs, "length", length)

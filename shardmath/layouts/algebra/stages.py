@@ -72,7 +72,8 @@ Coords: TypeAlias = Mapping[str, int]
 
 
 def stage_axes(stage: Stage) -> dict[str, int]:
-    """Return the mesh axes, name -> size, along which `stage` divides a dimension among ranks, in order."""
+    """Return the mesh axes, name -> size, along which the cuts of `stage` divide a dimension among ranks, in the order
+    of the cuts."""
     out: dict[str, int] = {}
     for digit in stage:
         out.update(zip(digit.axes, digit.sizes, strict=True))
@@ -175,8 +176,8 @@ def _piece_runs(start: int, n: int) -> Runs:
 
 
 def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """Return the same Runs as `stage_runs` (positions that the rank at `coords` keeps), found piece by piece: slower,
-    but also for custom cuts."""
+    """Return the positions, out of 0..length-1, that the rank at `coords` keeps after the cuts of `stage`, as Runs.
+    This is slower than `stage_runs`, which calls it if a cut is custom."""
     pieces = [identity(length)]
     for digit in stage:
         kept = None
@@ -228,7 +229,8 @@ def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:
 
 
 def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """Return `stages` (sequences of cuts) in a simpler form: without useless cuts, and merged where possible.
+    """Return `stages` (sequences of cuts) in a simpler form: cuts without effect are left out, and successive stages
+    are merged into one where possible.
 
     The parts stay the same.
     """
@@ -271,7 +273,8 @@ def _is_hidden(digit: Digit, after: Digit) -> bool:
 
 
 def check_stage(stage: Stage, length: int) -> None:
-    """Raise PlacementError if a cut of `stage`, applied to `length` positions, does not fit the piece it divides."""
+    """Raise PlacementError if `length` positions cannot be divided by the cuts of `stage`, one after another. For
+    example, a cut into given sizes needs a range whose length is the sum of the sizes."""
     sizes = {length}
     for digit in stage:
         parts: set[int] = set()

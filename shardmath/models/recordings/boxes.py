@@ -26,8 +26,8 @@ MOST_BOXES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """One axis of a Box: `number` elements, `step` apart along dimension `dim` of the stored tensor and `stride` apart
-    along dimension `of` of the logical tensor."""
+    """One axis of a Box (a grid of elements), with `number` elements. They are `step` apart along dimension `dim` of
+    the stored tensor; in the logical tensor, they are `stride` apart along the dimension whose index is `of`."""
 
     number: int
     dim: int
@@ -45,8 +45,9 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """Split `piece` into Boxes (grids) with axes along dimensions of both the stored tensor, of shape `cells`, and the
-    logical tensor, of shape `elements`.
+    """Split `piece`, which maps elements of a logical tensor to positions in a stored tensor, into Boxes (grids). Each
+    axis of a Box runs along one dimension of the logical tensor, and along one dimension, perhaps another, of the
+    stored tensor. `cells` is the stored tensor's shape, and `elements` the logical tensor's.
 
     Raises StoreError if the piece needs more than 65536 boxes.
     """

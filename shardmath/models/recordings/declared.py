@@ -32,8 +32,8 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 def record_declared(bound: KnownSide, shapes: Shapes, rank: int) -> Recorded:
-    """Return the Recorded of `rank` (the logical element in each stored position), computed from `bound` without a
-    loader; `shapes` maps logical names to shape and dtype.
+    """Return the Recorded of `rank`: which logical element is at each position of its stored tensors. It is computed
+    from `bound`, the declared storage, without loading weights; `shapes` maps logical names to shape and dtype.
 
     A stored tensor has the dtype of the first logical tensor in it.
     """

@@ -131,7 +131,8 @@ class Recorded:
         return digest(_list_plain(self))
 
     def fill(self, arrays: Mapping[str, NDArray[Any]], empty: float = 0) -> dict[str, NDArray[Any]]:
-        """The arrays that the rank stores, by name, filled from the logical `arrays`; unfilled positions are `empty`.
+        """Return the arrays that the rank stores, by name, filled from the logical `arrays`. Positions without a
+        logical element get the value of `empty`.
 
         Functions, such as neg_exp, are not applied.
         """

@@ -210,8 +210,8 @@ class _ViewFinder:
         self._views_by_key: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
-        """Return the view that stores the logical tensor `name`, of this `shape`, on a rank; `holders` lists the stored
-        tensors with elements of it, and must have only one.
+        """Return the view in which a rank stores the logical tensor `name`, whose shape is `shape`. `holders` lists the
+        stored tensors that have elements of the logical tensor; more than one is an error.
 
         Raises StoreError if there are several, or if it is not one view.
         """
@@ -282,8 +282,9 @@ class _LayoutFinder:
         self._layouts_by_key: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Find the layout of the tensor `name`, whose shape and dtype are `entry`: add it to `layouts` or an error to
-        `faults`, or `name` to `missing` if no rank stores it."""
+        """Find the layout of the tensor `name`, whose shape and dtype are `entry`, and add it to `layouts`. If the
+        tensor has no single layout, add a message to `faults`; if no rank stores the tensor, add `name` to
+        `missing`."""
         parts = {}
         for rank, on_rank in self.held.items():
             if name in on_rank.parts:
@@ -301,7 +302,8 @@ class _LayoutFinder:
             self.faults.append(f"{name!r} has no single layout over its ranks: {error}")
 
     def list_faults(self, unused: Sequence[str]) -> list[str]:
-        """The errors found, and one for all tensors that no rank stores, except those that match a glob in `unused`."""
+        """Return a list of messages: the errors found so far, and one more if there are tensors that no rank stores.
+        Tensors whose names match a glob in `unused` do not count as missing."""
         missing = [name for name in self.missing if not matches(name, unused)]
         if not missing:
             return self.faults

@@ -56,7 +56,8 @@ class RecordedView:
         self._spans = {stored_dims[of]: view.span for of, (view, _) in enumerate(trimmed)}
 
     def cut(self, ndim: int) -> tuple[int | slice, ...]:
-        """The index that selects the view from the stored tensor, reshaped to `ndim` dimensions by appending 1s."""
+        """Return the index tuple that selects the view from the stored tensor. Before indexing, the stored tensor must
+        be reshaped to `ndim` dimensions, by appending dimensions of size 1."""
         cut: list[int | slice] = [0] * ndim
         cut[: len(self.stored)] = self.boxes[0].cell
         for dim, span in self._spans.items():

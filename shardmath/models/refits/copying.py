@@ -28,8 +28,8 @@ __all__ = ["copy_bound"]
 
 
 def copy_bound(bound: Bound, stored: Stored) -> Bound | None:
-    """Return a copy of `bound` with the ranks of `stored`, or None if the storage of `bound` differs from `stored` in
-    more than ranks."""
+    """Return a copy of `bound` (how the ranks of one engine store tensors) for the ranks of another engine, whose
+    storage is declared in `stored`. Return None if the two engines differ in more than their ranks."""
     ranks = _match_ranks(bound.stored.meshes, stored.meshes)
     if ranks is None or dataclasses.replace(bound.stored, meshes=stored.meshes) != stored:
         return None

@@ -33,8 +33,8 @@ def show_native(native: Native) -> str:
 
 
 def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[str]:
-    """Compare the shapes in `stored` and `has`, by (virtual stage, name): return an error text for each missing, extra
-    or different tensor, except extra ones that match a glob in `own`.
+    """Return an error text for each tensor that is in only one of `stored` (expected shapes) and `has` (a rank's
+    shapes), or has different shapes in them. Tensors only in `has` that match a glob in `own` are not errors.
 
     Shapes that differ only in dimensions of 1 count as equal.
     """

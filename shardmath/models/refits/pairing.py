@@ -25,8 +25,8 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """Return two dicts of layouts by name: the trainer's, of the tensors that engines or the transforms `rules` need,
-    and the engines', of all their tensors.
+    """Return two dicts of layouts by name, the source and the destination of a plan. The first has the trainer's
+    tensors that engines or the transforms `rules` need; the second has all tensors of the engines.
 
     The second has one layout per tensor for one engine, else a tuple of layouts (windows). Raises PlanError if an
     engine stores only a part of a tensor.
@@ -84,7 +84,8 @@ def group_tensors(
 def list_held(
     engines: Mapping[str, KnownSide], together: tuple[str, ...]
 ) -> dict[str, tuple[Layout, ...]]:
-    """The layouts of the tensors `together`, in this order, by engine; engines that store none of them are left out.
+    """Return a dict from engine to the layouts of the tensors whose names are in `together`, in the same order. Engines
+    that store none of these tensors are left out.
 
     Raises PlanError if an engine stores only some.
     """

@@ -38,8 +38,9 @@ class PlainSide:
         )
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> PlainSide:
-        """Return the side with only `tensors`; those that match a glob in `unused` may be missing. Raises StoreError,
-        which lists all others that are missing or that differ."""
+        """Return a PlainSide (the layouts in which a trainer or engine stores tensors) with only `tensors`. Raises
+        StoreError if the layout of a tensor is missing, or differs from `tensors` in shape or dtype. A tensor that
+        matches a glob in `unused` can lack a layout."""
         faults = []
         held = {}
         for name, (shape, dtype) in tensors.items():
@@ -60,8 +61,8 @@ class PlainSide:
         return PlainSide(held)
 
     def slots(self, rank: int) -> dict[str, Slot]:
-        """Return a dict from each tensor's name to the Slot (stored tensor, slices) of its part on `rank`, which is all
-        of the stored tensor."""
+        """Return a dict from name to Slot (stored tensor, slices) of each tensor with a part on `rank`. The slices of
+        each Slot select the whole stored tensor."""
         return {name: slot for name, slot, _ in self.visit(rank)}
 
     def natives(self, rank: int) -> dict[tuple[int, str], tuple[int, ...]]:
@@ -82,7 +83,9 @@ class PlainSide:
         """Return None: a plain side stores each of the tensors `names` as it is, never a function of its values."""
 
     def row_of(self, native: tuple[int, str], rank: int) -> str:
-        """A text, `name = name : layout`, that says how `rank` stores `native`. Raises StoreError if it does not."""
+        """Return text that says how `rank` stores the tensor `native`, a (chunk, name): "name = name : layout". The
+        name is there twice, since every tensor is stored under its logical name. Raises StoreError if `rank` does not
+        store the tensor."""
         _, name = native
         if name not in self.layouts or rank not in self.layouts[name].mesh:
             stored = [other for other, layout in self.layouts.items() if rank in layout.mesh]

@@ -92,10 +92,10 @@ class Refit:
         return windows_of(self.transforms.held_dst[name], name, PlanError)
 
     def slots(self, rank: int, engine: str | None = None) -> dict[str, Slot]:
-        """A dict from local tensor's name to the Slot (stored tensor, slices) where `rank` of `engine` stores it.
+        """Return a dict from each local tensor's name to the Slot (stored tensor, slices) where `rank` of `engine`
+        stores it. If `engine` is None, `rank` is a rank of the trainer.
 
-        It has the tensors that move, by the plan's names, such as w[1]. Without `engine`, `rank` is the trainer's.
-        Raises PlanError for an unknown engine.
+        It has the tensors that move, by the plan's names, such as w[1]. Raises PlanError for an unknown engine.
         """
         if engine is None:
             moved = set(self.moved)
@@ -163,8 +163,9 @@ class Refit:
         engine: str | None = None,
         own: Sequence[str] = (),
     ) -> None:
-        """Raise StoreError, listing all differences, unless `has` (shapes by chunk and name) are the tensors that
-        `rank` should store; extra ones that match a glob in `own` are ignored.
+        """Raise StoreError, which lists all differences, unless `has` gives the shapes, by (chunk, name), of the
+        tensors that `rank` of `engine` should store. If `engine` is None, the trainer is meant, or, for a rank outside
+        the trainer, the first engine that has this rank. Additional tensors that match a glob in `own` are ignored.
 
         The side is the engine that is named, otherwise the trainer or, for a rank that the trainer lacks, the first
         engine that has the rank. `has` are the shapes of all parameters and persistent buffers of the rank by
@@ -180,8 +181,9 @@ class Refit:
             raise StoreError("\n".join([f"rank {rank}:", *faults]))
 
     def explain(self, native: str, rank: int, engine: str | None = None) -> str:
-        """Return text about the stored tensor `native` on `rank` of `engine` (default: found by the rank): its row
-        (declaration), and where it has logical tensors.
+        """Return text about the stored tensor `native` on `rank`: its declaration, and the slices in which it has
+        logical tensors. If `engine` is None, the number `rank` is looked up in the engines, in order, and then in the
+        trainer.
 
         Raises StoreError for a tensor that the rank does not store.
         """
@@ -242,8 +244,9 @@ def refit(
     served: Shapes | Vocabulary | None = None,
     rules: Mapping[str, Transform] | None = None,
 ) -> Refit:
-    """Return a Refit: a plan that moves weights `shapes` (shape and dtype by name) from a trainer to an engine, or to
-    several by name. Engines may lack `unused` tensors (globs); they hold `served` shapes if `rules` transform weights.
+    """Return a Refit: a plan that moves weights from a trainer to one engine, or to several by name. `shapes` has the
+    shape and dtype of each weight; if the transforms `rules` change weights, `served` has their shapes and dtypes in
+    engines. Engines can lack tensors that match a glob in `unused`.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` returns for a module
     under FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Shapes in a Vocabulary are

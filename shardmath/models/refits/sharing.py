@@ -33,11 +33,9 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """Join the layouts of engines that store equally on different ranks. Return, for each tensor, a tuple of the joined
-    layouts, and, for each engine, the index of its layout in these tuples.
-
-    `held` has, for each engine, the layouts of the tensors, in the same order.
-    """
+    """Join the layouts of engines that store all tensors in the same way, only on different ranks. `held` has one tuple
+    per engine, with a layout for each tensor. Return two tuples: for each tensor, its joined layouts, one per group of
+    such engines; for each engine, the index of its group."""
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:

@@ -36,8 +36,8 @@ __all__ = ["check_places", "check_scales", "explain_cut"]
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
-    """Return the error message if `side` (a trainer or engine) cuts a tensor in `of` inside a block of values that
-    share a scale under the transforms `rules`, or None.
+    """Return an error message if `side` (a trainer or engine) cuts a quantized tensor between values that share a
+    scale, otherwise None. `of` has the tensors' shapes and dtypes; the transforms `rules` make the scales.
 
     A side that has other faults, or is not declared in rows, gives None too.
     """
@@ -60,8 +60,8 @@ def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) ->
 def check_scales(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if an engine stores a tensor in `of` and its scales (made by the transforms `rules`), but a rank
-    has values without their scales."""
+    """Raise StoreError if a rank of an engine has values of a quantized tensor without their scales, and the engine
+    stores these scales. `of` has the tensors' shapes and dtypes; the transforms `rules` make the scales."""
     companions = _list_scales(of, rules)
     checked: set[tuple[int, int]] = set()
     for engine, side in engines.items():
@@ -89,8 +89,9 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError unless each tensor in `of` that has scales (by the transforms `rules`) starts, in its fused
-    tensor, at the start of its scales in theirs times the block size."""
+    """Raise StoreError if a quantized tensor begins at an offset other than the offset of its scales times the block
+    size. An engine can fuse tensors, and both offsets are in the fused tensors. `of` has the tensors' shapes and
+    dtypes; the transforms `rules` make the scales."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

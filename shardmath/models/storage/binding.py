@@ -47,8 +47,8 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The stored tensors that one row (a line of text) declares; `star` is the word, "weight" or "bias", for the row's
-    `*`, if it has one."""
+    """The stored tensors that one row (a line of text) declares. If names in the row have a `*`, it stands for "weight"
+    or "bias"; `star` says for which one here, and is "" otherwise."""
 
     row: Row
     star: str

@@ -80,8 +80,8 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """Return the positions of the dimension `group` that ranks at the mesh coordinates `coords` store, as Runs; `frame`
-    has the values of its words.
+    """Return, as Runs, the positions of a dimension that ranks at the mesh coordinates `coords` store. `group` is the
+    dimension as a text in parentheses describes it, such as (tp n); `frame` has the values of names in the text.
 
     Positions count the components (q, k, v), one after the other. Raises LayoutError for unknown words, and if an axis
     or a number does not divide what it cuts.
@@ -90,7 +90,8 @@ def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
 
 
 def axes_of(group: GroupedDim, frame: Frame) -> tuple[str, ...]:
-    """Return the mesh axes that occur in `group`, a dimension that a row writes in parentheses, in mesh order."""
+    """Return the mesh axes that occur in `group`, in mesh order. `group` is a dimension that a text in parentheses
+    describes, such as (tp n); `frame` has the names of all mesh axes."""
     named = {word.name for word in list_words((group,))}
     return tuple(axis for axis in frame.axes if axis in named)
 
@@ -107,7 +108,8 @@ class _GroupLayer:
         self.before: list[_Piece] | None = None  # the pieces of the stages laid so far
 
     def lay(self, group: GroupedDim) -> Runs:
-        """The positions of the dimension `group` that ranks at these mesh coordinates store, as Runs.
+        """Return, as Runs, the positions of the dimension `group` that ranks store at the mesh coordinates with which
+        this object was made.
 
         Each stage cuts what the last left.
         """

@@ -75,7 +75,8 @@ class _StoredDim:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A stored tensor's layout: its dimensions (`stored`), and each component's (q of qkv) dimensions (`dims`)."""
+    """The layout of a stored tensor that has one or more logical tensors (components), as qkv has q, k and v. `stored`
+    lists the dimensions of the stored tensor; `dims` has the dimensions of each component, by name."""
 
     order: tuple[int, ...]
     stored: tuple[Stack | _StoredDim, ...]
