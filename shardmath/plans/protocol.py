@@ -57,8 +57,8 @@ class State(Enum):
 
 
 class Event(Enum):
-    """An event at a rank in the protocol: an act of the rank, a message from other ranks, or the end of the rank's
-    call."""
+    """An event at a rank in the protocol: an act of the rank, a message from other ranks, or the end of the rank's call
+    that takes part in it, such as a move."""
 
     VOTE = "vote"
     AGREE = "agree"
@@ -138,7 +138,8 @@ VERDICTS = frozenset({Event.COMMIT, Event.ABORT, Event.LOSE})
 
 @dataclass
 class Protocol:
-    """The state of one rank while its group agrees on a move, and the last verdict that it learned."""
+    """The state of one rank while its group agrees on a move. `verdict` is the decision that it last read from the
+    group's record: commit, abort, or that the record cannot be reached."""
 
     state: State = State.IDLE
     verdict: Event | None = None

@@ -67,8 +67,9 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """Return arrays (labels, blocks): each pair of a label below `count` and a block that some rank with the label
-    holds and some rank with it needs."""
+    """Return arrays (labels, blocks) with an item for each label below `count` and each block of bytes that some rank
+    with this label holds and some rank with this label needs. A label is a number of several ranks, such as their
+    node."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
@@ -182,11 +183,8 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield the worst Cut in each direction (bytes enter, or leave) among sets of ranks with one `label`, such as a
-    node, whose links are equal.
-
-    The worst Cut has the most bytes that must enter, or leave.
-    """
+    """Yield, for each direction (bytes enter, or leave), the Cut that the most bytes must cross, among sets of ranks
+    that have links of equal speed. A set is all ranks with the same `label`, such as a node."""
     count = int(label.max()) + 1
     hold = touch(table.holders, label, count)
     need = touch(table.receivers, label, count)

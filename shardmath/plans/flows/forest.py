@@ -28,7 +28,8 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Share lines (amounts of bytes) among the sinks (takers) of `network`, balanced; yield (line, sink, bytes).
+    """Divide each line (a number of bytes) among the sinks of `network` that can take it, so that loads are balanced;
+    yield (line, sink, bytes). A sink is a taker of bytes, such as a group of ranks that can send them.
 
     Bytes are whole. Uses the network up.
     """

@@ -27,7 +27,8 @@ SPREAD = 7919
 
 
 class Network(NamedTuple):
-    """Lines (amounts of bytes) and the sinks (takers, numbered from `first`) that may take bytes of each line.
+    """Lines, which are numbers of bytes to be sent, and the sinks among which they are divided, numbered from `first`.
+    A sink is a group of ranks that hold, and so can send, the same lines, or a node.
 
     At a level, a sink takes level x `weight` - `base` bytes. `reach` (the sinks of each line) and
     `base` change as lines lose sinks: a line with one sink left becomes part of that sink's base.
@@ -44,15 +45,16 @@ class Network(NamedTuple):
 
 
 class Subnetwork(NamedTuple):
-    """A part of a network: lines (amounts of bytes) and sinks (their takers) that can be balanced separately."""
+    """A part of a network that is balanced separately: the numbers of its lines (bytes to be sent) and of the sinks
+    (groups of ranks that can send them) among which these bytes are divided."""
 
     lines: list[int]
     sinks: list[int]
 
 
 class Leaf(NamedTuple):
-    """Sinks (takers) of one load, `nbytes / weight`; of a line of bytes that several sinks share, a sink takes
-    `sent[sink][line] / weight` bytes."""
+    """Sinks (groups of ranks that send bytes) with equal loads: `nbytes / weight` bytes per unit of weight. Of a line
+    (bytes to be sent) that several sinks share, a sink sends `sent[sink][line] / weight` bytes."""
 
     nbytes: int
     weight: int
