@@ -79,9 +79,9 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide each line (bytes that the same ranks hold) among its holders so that loads are balanced, over `nodes`
-    (rank -> node) too if given; line i has `length[i]` bytes. Returns (first, cuts): line i is cut at bytes
-    cuts[first[i]:first[i+1]].
+    """Divide each line (bytes that the same ranks hold) among its ranks, so that all ranks send about equally much.
+    With `nodes` (rank -> node), nodes send about equally much too. Line i has `length[i]` bytes. Returns (first, cuts):
+    line i is cut at bytes cuts[first[i]:first[i+1]].
 
     The cuts of line i include 0 and its length.
     """
@@ -181,8 +181,8 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """A finder of the bytes at which messages can be cut, on arrays. For each given byte of a block (bytes that the
-    same ranks need), it finds the last such byte that is not after it.
+    """A finder of the bytes at which messages can be cut. Given arrays of blocks (bytes that the same ranks need) and
+    of offsets in them, it returns an array with the last such byte up to each offset.
 
     It is fast if the elements between two ranks form one box.
 

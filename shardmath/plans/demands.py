@@ -116,8 +116,8 @@ class _Requests(NamedTuple):
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """Return a number for each request. Two requests have the same number if the same ranks hold their bytes and
-        their values of `near`, which says whether holders and receivers share a node, are equal."""
+        """Return a number for each request. Two requests have the same number if they agree in two things: the ranks
+        that hold their bytes, and whether these bytes stay within a node."""
         return self.holders * 2 + self.near
 
 

@@ -288,8 +288,8 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """Return the names, ascending, of tensors that the destination does not hold completely. Unless `window` is true,
-    only tensors whose value in `given` is a tuple of layouts can be incomplete, and others raise PlanError."""
+    """Return the names, ascending, of tensors that the destination does not hold completely. Raises PlanError for such
+    a tensor unless `window` is true or its value in `given` is a tuple of layouts."""
     in_part: list[str] = []
     for group in groups:
         if holds_all(group.dst):

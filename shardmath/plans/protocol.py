@@ -57,8 +57,8 @@ class State(Enum):
 
 
 class Event(Enum):
-    """An event at a rank in the protocol: an act of the rank, a message from other ranks, or the end of the rank's call
-    that takes part in it, such as a move."""
+    """An event at a rank during a joint action of ranks, such as a move. It is a step of this rank, a message from
+    other ranks, or the end of this rank's call."""
 
     VOTE = "vote"
     AGREE = "agree"

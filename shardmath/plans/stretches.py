@@ -51,8 +51,9 @@ def block_at(demands: Demands, line: int, at: int) -> int:
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """Return the number of the row that has byte `at` of block number `block`, counted in the bytes that one receiver
-    gets. A row is the same elements of each of several equally sharded tensors."""
+    """Return the number of the row that has byte `at` of block number `block` (bytes that the same ranks need). `at`
+    counts from the block's start in the bytes that one receiver gets. A row is the same elements of each of several
+    equally sharded tensors."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 

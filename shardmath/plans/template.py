@@ -176,8 +176,9 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield two Partitions for each extra dimension in which `rule` numbers partial values as it does indices of a
-    tensor. They say which of these values each source rank has, and which each destination rank gets."""
+    """Yield two Partitions for each extra dimension of a move: the positions in it that each source rank has, and those
+    that each destination rank gets. An extra dimension has a position for each partial value in the reduction
+    `rule`."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)

@@ -147,8 +147,8 @@ class _ClaimedTensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """Record the number of the partial value at the destination that receives the transfer `t`, aimed at `target`.
-        Nothing is recorded if the layouts left the plan no choice."""
+        """Record which partial value at the destination the transfer `t` goes into, if the layouts left the plan a
+        choice. `target` says which layout of the tensor, ranks and partial value `t` belongs to."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return

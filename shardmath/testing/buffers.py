@@ -61,8 +61,8 @@ def params(
     alike: bool = False,
 ) -> list[Param]:
     """A hypothesis strategy for lists of `least` to `most` Params in forward order, with dimensions of at most
-    `longest`. With `empty`, a Param can have no elements, and with `scalars` no dimensions; with `alike`, all Params
-    have one dtype.
+    `longest`. `empty` allows Params without elements, `scalars` allows Params without dimensions, and `alike` gives all
+    Params one dtype.
 
     They have up to three dimensions; some are shared, expert or quantized ones.
     """
@@ -400,8 +400,8 @@ def check_rule(
     start: int = 1,
     **options: object,
 ) -> None:
-    """Check that a custom `rule` of flat buffers obeys RULE_LAWS. It is called with `params` in forward order and all
-    further keyword arguments (`options`), but without `shards` and `start`.
+    """Check that a custom `rule` of flat buffers obeys RULE_LAWS for `params`, given in forward order. All other
+    keyword arguments (`options`) are passed to `rule`; `shards` and `start` only say what result to expect.
 
     `shards` is the number of shards of every bucket, by default `data_parallel_world_size` if given;
     parameters begin at multiples of `start`. Raises AssertionError, which names the case.

@@ -94,8 +94,8 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """List the index tuples (mostly slices) that cut `component`, such as q, out of a rank's stored tensor: one for
-        each position in `numbers` of a stacked tensor, such as an expert. `coords` are the rank's mesh coordinates.
+        """List the index tuples that cut `component`, such as q, out of the tensor that a rank stores: one tuple for
+        each item of `numbers`. If the tensor is a stack, such as of experts, these items are positions in it.
 
         `coords` are the mesh coordinates of ranks that store the tensor. If the stored tensor is a stack, a tuple has
         the position in the stack instead of a slice.

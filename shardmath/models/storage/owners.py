@@ -52,8 +52,9 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List a stored name for each position in `local`, which counts the tensors (such as experts) that one rank
-        stacks. Each name is the name pattern of `row` with numbers for its placeholders and `star` for its `*`."""
+        """List one stored name for each item of `local`, the positions of tensors (such as experts) in a rank's stack.
+        A name is the pattern of `row` with `star` for its `*`, the item for the stack's placeholder, and the Owner's
+        numbers for the others."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -342,9 +343,9 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """Make an OwnedTensor, and a tuple of layouts for each of its components. `numbers` are the values of its
-        name's placeholders, such as the layer; `names[i]` maps each number in the stack, such as an expert's, to the
-        logical name of component i.
+        """Return (tensor, layouts) for one stored tensor. layouts[i] is a tuple with the layout of component i for each
+        number in the stack, such as each expert. `numbers` are the values of the name's placeholders, such as the
+        layer; `names[i]` maps each number in the stack to component i's logical name.
 
         A component's layouts are in order of stack number; `numbers` leaves out the stacked index. Raises StoreError if
         numbers of a stack are missing, or differ in shape or dtype.

@@ -333,9 +333,9 @@ class Vocabulary:
         return self._grouped[key]
 
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
-        """List the values of `names`, a dict from a tensor's number in its group (from `find`) to its name, by
-        ascending number. Raises StoreError, which calls the numbers `index`, if a number is missing or a tensor differs
-        in shape or dtype."""
+        """List the tensor names in `names` (number -> name) by ascending number. Raises StoreError if a number is
+        missing or tensors differ in shape or dtype; its message uses `index`, such as "e", as the name of the
+        numbers."""
         # By identity; the names are kept too, so that nothing else gets their id.
         if id(names) not in self._ordered:
             self._ordered[id(names)] = names, self._check_order(names, index)

@@ -21,8 +21,8 @@ __all__ = ["divide_layers", "fill_sizes", "place_layers"]
 
 
 def divide_layers(layers: int, pp: int, *, spared: int = 0) -> list[int]:
-    """List the number of layers on each of `pp` stages: equally many, plus one on some stages if there is a remainder.
-    These are the last stages that come before the final `spared` stages.
+    """List the number of layers on each of `pp` stages. If `pp` does not divide `layers`, the remainder goes to the
+    last stages, one layer each, but the final `spared` stages get none of it.
 
     >>> divide_layers(7, 4), divide_layers(7, 4, spared=1)
     ([1, 2, 2, 2], [2, 2, 2, 1])

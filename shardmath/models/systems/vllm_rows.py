@@ -296,8 +296,8 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """Return, as text, a row `... = ...` for each kind of module in a layer, which covers all its tensors without
-    another row. Stored names begin with `native`, logical names with `logical`."""
+    """Return, as text, storage rows (rules) for all tensors of a layer that have no other row: they are stored whole on
+    each rank, under the same name. Stored names begin with `native`, logical names with `logical`."""
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 

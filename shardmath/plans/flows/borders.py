@@ -67,9 +67,9 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """Return arrays (labels, blocks) with an item for each label below `count` and each block of bytes that some rank
-    with this label holds and some rank with this label needs. A label is a number of several ranks, such as their
-    node."""
+    """Return two arrays (labels, blocks): some rank with the label labels[i] holds block number blocks[i] of bytes, and
+    some rank with this label needs it. A label is an id that ranks share, such as their node's; all are below
+    `count`."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
@@ -183,8 +183,8 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield, for each direction (bytes enter, or leave), the Cut that the most bytes must cross, among sets of ranks
-    that have links of equal speed. A set is all ranks with the same `label`, such as a node."""
+    """For each direction (in, out) and link speed, yield a Cut: the set of ranks with such links that the most bytes
+    must enter or leave. A set is all ranks with the same `label`, such as a node."""
     count = int(label.max()) + 1
     hold = touch(table.holders, label, count)
     need = touch(table.receivers, label, count)

@@ -28,8 +28,8 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Divide each line (a number of bytes) among the sinks of `network` that can take it, so that loads are balanced;
-    yield (line, sink, bytes). A sink is a taker of bytes, such as a group of ranks that can send them.
+    """Divide the bytes of `network` evenly among its sinks (groups of ranks, or nodes, that can send them); yield
+    (line, sink, bytes). A line is the id of bytes that the same sinks can send.
 
     Bytes are whole. Uses the network up.
     """

@@ -150,8 +150,8 @@ def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
 
 
 def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
-    """Return an array (turns, ranks) of the largest number of messages that each rank can have in a round of each turn.
-    In a turn, a rank exchanges messages with one of the groups into which its peers are divided.
+    """Return an array (turns, ranks) of the most messages, sent and received together, that a rank can have in a round
+    of each turn. A turn is all rounds in which ranks exchange messages with the same group of peers.
 
     There is one message for each leg and peer in each direction, whatever the phase.
     """

@@ -260,8 +260,8 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes that go from one rank to another) into Slices with time slots. The slots leave out that each
-    hop begins later than the hop before, and each line (bytes that the same ranks hold) later than the line before.
+    """Cut `streams` (bytes that go from one rank to another) into Slices with time slots. Slots are counted from the
+    start of a hop and of a line (bytes that the same ranks hold), without the delays at which these start.
 
     `list_slices` adds these delays.
     """
@@ -370,8 +370,8 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return the number of the turn (group of peers) in which two ranks exchange bytes in hop `leg`; callers take it
-    modulo the number of turns. `places` is the sum of the two ranks' positions among all `ranks` ranks.
+    """Return a number that, modulo the number of turns, is the turn (group of peers) in which two ranks exchange bytes
+    in hop `leg`. `places` is the sum of the two ranks' positions among all `ranks` ranks.
 
     Positions are among all `ranks` ranks. With 2 * `ranks` turns a rank has one peer in each turn; with 2 * `ranks`
     turns for each leg, one peer and one leg.

@@ -156,8 +156,8 @@ def _list_legs(plan: Plan, demands: Demands, topology: Topology, fanout: str) ->
 
 
 def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
-    """Return a Program that sends the transfers of `plan` as they are, each from its sender straight to its receiver,
-    as if the plan were compiled without a program.
+    """Return the Program that sends the transfers of `plan` unchanged, each straight from its sender to its receiver.
+    It is the Program that runs if `plan` itself is compiled.
 
     It sends each of the plan's transfers from its own sender, in one round per addend. The topology
     (default: the plan's own, or 8 ranks per node) says where the ranks are and changes no transfer.
