@@ -39,7 +39,8 @@ __all__ = ["Flip", "Transposed", "adjoint", "flip_digest", "flip_of", "swap_ends
 
 
 def swap_ends(t: Transfer) -> Transfer:
-    """Return the transfer `t` with source and destination swapped, and with the same operation and addend."""
+    """Return the transfer `t` with source and destination swapped. Its operation, such as "sum", and the number of the
+    partial value that it carries stay the same."""
     return t._replace(
         src_rank=t.dst_rank,
         dst_rank=t.src_rank,
@@ -56,13 +57,14 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A callable that turns a plan's transfer into its adjoint's: it swaps both ends and sets operation and addend."""
+    """A callable that turns a transfer of a plan into a transfer of the plan's adjoint. It swaps source and
+    destination, and replaces the operation ("copy" or "sum") and the number of the partial value that is carried."""
 
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return the operation ("copy" or "sum") and the addend number of the adjoint's transfers from the tensor with
-        local name `local` at `rank`.
+        """Return a pair for the adjoint's transfers out of the tensor with local name `local` at `rank`: their
+        operation, "copy" or "sum", and the number of the partial value that they carry.
 
         The plan's transfers arrive there.
         """
@@ -146,7 +148,8 @@ class Transposed:
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
-        """Yield all transfers, or only those from rank `src`, to rank `dst`, or, given both, from `src` to `dst`."""
+        """Yield the transfers. If `src` is given, only those from that rank are yielded; if `dst` is given, only those
+        to that rank."""
         return map(self.flip, self.forward.transfers(src=dst, dst=src))
 
     def sent_bytes(self) -> dict[int, int]:
@@ -158,7 +161,8 @@ class Transposed:
         return self.forward.sent_bytes()
 
     def shadow_bytes(self) -> dict[int, int]:
-        """Return, by rank, the extra memory in bytes that a commit="all" move needs to copy its destination tensors."""
+        """Return, by rank, the extra memory in bytes for a move with `commit="all"`. Such a move receives into copies
+        of the destination tensors, so that all ranks or none get the new values."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
@@ -292,7 +296,8 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
 
 
 def flip_of(plan: Plan) -> Flip:
-    """Return the Flip that turns a plan's transfers into its adjoint's: destination replicas become addends."""
+    """Return the Flip that turns a plan's transfers into transfers of its adjoint. There, the replicas of a destination
+    tensor are partial values that are summed."""
     known: dict[_Identities, list[Entry]] = {}
     entries: dict[str, Entry] = {}
     for name, windows in plan.dst.items():

@@ -79,11 +79,11 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Cut each line (bytes with equal holders) into a share per holder, balanced; return (first, cuts): line i is cut
-    at bytes cuts[first[i]:first[i+1]].
+    """Divide each line (bytes that the same ranks hold) among its ranks, so that all ranks send about equally much.
+    With `nodes` (rank -> node), nodes send about equally much too. Line i has `length[i]` bytes. Returns (first, cuts):
+    line i is cut at bytes cuts[first[i]:first[i+1]].
 
-    The cuts of line i include 0 and its length, `length[i]`. With `nodes` (rank -> node), loads of nodes are balanced
-    too.
+    The cuts of line i include 0 and its length.
     """
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
@@ -164,7 +164,8 @@ class Cutter:
         return at - inside + self.of_row(row, inside)
 
     def of_row(self, row: int, at: int) -> int:
-        """Return the last byte, not after `at`, at which a tensor of `row` (bytes of like tensors) may be cut."""
+        """Return the last byte up to `at` where a tensor can be cut between two senders. `row` is the number of a row
+        of the demands: the same elements of each of several equally sharded tensors."""
         demands = self.demands
         batch = self.batches[int(demands.batch[row])]
         template = batch.template
@@ -180,8 +181,8 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """A finder of the last byte, up to each given byte of a block (bytes with equal receivers), at which a message may
-    be cut; it works on arrays.
+    """A finder of the bytes at which messages can be cut. Given arrays of blocks (bytes that the same ranks need) and
+    of offsets in them, it returns an array with the last such byte up to each offset.
 
     It is fast if the elements between two ranks form one box.
 
@@ -220,7 +221,8 @@ class Grid:
         return row, inside % self.demands.each[row]
 
     def describe(self, first: int, end: int) -> tuple[bytes, ...]:
-        """Return a dict key for blocks first..end-1 (bytes with equal receivers), equal only if they are cut equally.
+        """Return a dict key for blocks `first` to `end` - 1 (each is bytes that the same ranks need). If two series of
+        blocks have equal keys, messages can be cut at the same bytes of both.
 
         The cuts are equal whatever the tensors and ranks of the blocks are.
         """
@@ -285,8 +287,8 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """Return, per row of `demands` (bytes of like tensors), the size in bytes of its largest piece that is never cut; 0
-    if unknown.
+    """Return, for each row of `demands` (the same elements of several equally sharded tensors), the bytes of its
+    largest piece that a message never divides, such as a small box. The size is 0 if it is unknown.
 
     It is unknown if the row is a stripe of a unit.
     """

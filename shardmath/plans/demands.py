@@ -73,8 +73,8 @@ class Demands:
 
     @property
     def rows(self) -> Offsets:
-        """Offsets that give each block (bytes with equal receivers) its rows (bytes of like tensors): block i has the
-        rows first[i]..first[i+1]-1."""
+        """Offsets of the rows of each block (bytes that the same ranks need): block i has the rows
+        first[i]..first[i+1]-1. A row is the same elements of each of several equally sharded tensors."""
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
@@ -116,14 +116,14 @@ class _Requests(NamedTuple):
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """Return a number per request, equal if the requests' holders are equal, and their receivers all are, or all
-        are not, on the holders' node."""
+        """Return a number for each request. Two requests have the same number if they agree in two things: the ranks
+        that hold their bytes, and whether these bytes stay within a node."""
         return self.holders * 2 + self.near
 
 
 def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
-    """Make a Demands table of all bytes that `batches` (of like tensors) move, not divided yet among the ranks that
-    hold them.
+    """Make a Demands table of the bytes that `batches` (groups of equally sharded tensors) move, with the ranks that
+    hold and need them. It does not say yet which of the holders sends a byte.
 
     With `topology`, bytes that are held on a receiver's node will come from there.
     """

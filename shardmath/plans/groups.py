@@ -63,8 +63,8 @@ Identities: TypeAlias = tuple[int, int]
 
 
 class Group(NamedTuple):
-    """Tensors with equivalent layouts on both sides, which therefore move in the same way; groups with equal `key` move
-    in the same way too.
+    """Tensors with equivalent source and destination layouts, which therefore move in the same way. Two groups with
+    equal `key` move in the same way too; only the notation of their layouts can differ.
 
     `src`, `dst` and `rule` belong to the first tensor.
     """
@@ -288,8 +288,8 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """Return the names, ascending, of tensors that the destination does not hold completely. Raises PlanError for one
-    if `window` is False and its value in `given` is not a tuple."""
+    """Return the names, ascending, of tensors that the destination does not hold completely. Raises PlanError for such
+    a tensor unless `window` is true or its value in `given` is a tuple of layouts."""
     in_part: list[str] = []
     for group in groups:
         if holds_all(group.dst):

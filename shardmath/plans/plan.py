@@ -213,7 +213,8 @@ def _as_rank(rank: int | None) -> int | None:
 
 def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool = False) -> Plan:
     """Return a Plan: the transfers that bring each rank of the layout `dst` its elements from ranks of the layout
-    `src`; both may be dicts of layouts by name.
+    `src`; both can be dicts of layouts by name. With `topology`, senders on the receiver's node are preferred; with
+    `window`, the destination can omit elements.
 
     With a topology, elements that a rank of the receiver's own node holds come from that node.
     `window=True` says that the destination may hold only parts of the tensors; a tuple of Layouts always
@@ -274,7 +275,8 @@ def digest_of(plan: Plan) -> str:
 
 
 def digest_without(whole: str, left: Ranks) -> str:
-    """Compute the digest of a plan without the ranks `left` from `whole`, the digest of the plan with them."""
+    """Compute the digest of a plan from which the ranks in `left` have been removed. `whole` is the digest of the plan
+    with all ranks."""
     return digest(("without", whole, left))
 
 

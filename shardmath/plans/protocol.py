@@ -57,8 +57,8 @@ class State(Enum):
 
 
 class Event(Enum):
-    """An event at a rank in the protocol: an act of the rank, a message from other ranks, or the end of the rank's
-    call."""
+    """An event at a rank during a joint action of ranks, such as a move. It is a step of this rank, a message from
+    other ranks, or the end of this rank's call."""
 
     VOTE = "vote"
     AGREE = "agree"
@@ -138,7 +138,8 @@ VERDICTS = frozenset({Event.COMMIT, Event.ABORT, Event.LOSE})
 
 @dataclass
 class Protocol:
-    """The state of one rank while its group agrees on a move, and the last verdict that it learned."""
+    """The state of one rank while its group agrees on a move. `verdict` is the decision that it last read from the
+    group's record: commit, abort, or that the record cannot be reached."""
 
     state: State = State.IDLE
     verdict: Event | None = None

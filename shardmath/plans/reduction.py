@@ -68,7 +68,8 @@ class Reduction:
         return OPERATIONS[self.op].fold
 
     def by_ranks(self, src: Layout, dst: Layout) -> tuple[object, ...]:
-        """Return a key that is equal for equal reductions over ranks, whatever the names and order of mesh axes."""
+        """Return a dict key for this reduction from `src` to `dst`. Keys are equal if the operation is the same and its
+        partial values lie on the same ranks, whatever the names and order of mesh axes."""
         if not (self.matched or self.folded or self.chosen):
             return ()
         folded = _list_coordinates(src.mesh.ranks_along(self.folded))
@@ -169,7 +170,8 @@ def check_arithmetic(op: str, dtype: str) -> None:
 
 
 def identity_of(op: str, dtype: str) -> complex:
-    """Return the value from which a reduction by `op` starts, such as 1 for "product"; `op` is not "max" or "min"."""
+    """Return the value from which a reduction by `op` starts, such as 1 for "product". `op` must not be "max" or "min",
+    which start from their first partial value."""
     identity = OPERATIONS[op].identity
     assert identity is not None, f"{op} starts from its first addend"
     return identity(dtype)

@@ -42,7 +42,8 @@ class Stretch(NamedTuple):
 
 
 def block_at(demands: Demands, line: int, at: int) -> int:
-    """Return the number of the block (bytes with equal receivers) that has byte `at` of `line`.
+    """Return the number of the block that has byte `at`, counted from the start of line number `line`. A line is bytes
+    that the same ranks hold, and a block is bytes of a line that the same ranks need.
 
     It is the last block if `at` is the end of the line.
     """
@@ -50,8 +51,9 @@ def block_at(demands: Demands, line: int, at: int) -> int:
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """Return the number of the row (bytes of like tensors) that has byte `at` of `block`, counted in the bytes of one
-    of the block's receivers."""
+    """Return the number of the row that has byte `at` of block number `block` (bytes that the same ranks need). `at`
+    counts from the block's start in the bytes that one receiver gets. A row is the same elements of each of several
+    equally sharded tensors."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 

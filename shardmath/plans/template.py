@@ -130,8 +130,8 @@ class Template:
 
     @property
     def hidden(self) -> int:
-        """The number of leading dimensions in `overlays` that stand for addends (partial values), not for dimensions of
-        the tensor."""
+        """The number of items at the beginning of `overlays` that stand for partial values of a sum and not for
+        dimensions of the tensor. `overlays` has a table of shared index ranges for each dimension."""
         return len(self.overlays) - self.src.ndim
 
 
@@ -176,8 +176,9 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield the source's and the destination's Partition (ranks' parts) of each extra dimension that a move by `rule`
-    needs to number addends (partial values)."""
+    """Yield two Partitions for each extra dimension of a move: the positions in it that each source rank has, and those
+    that each destination rank gets. An extra dimension has a position for each partial value in the reduction
+    `rule`."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)
@@ -343,7 +344,8 @@ def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
 
 
 def unit_addends(t: Template) -> Ints:
-    """Return an array with the addend number of each unit (elements that move together), 0 if none are reduced."""
+    """Return an array with the number of the partial value to which each unit (elements that move together) belongs.
+    All numbers are 0 if the move does not reduce."""
     if not t.reduction.folded:
         return np.zeros_like(t.unit_size)
     over = t.overlays[0]

@@ -63,7 +63,8 @@ def _show_box(slices: tuple[slice, ...]) -> str:
 
 
 class Planned(Protocol):
-    """The parts of a Plan from which its transfers are made: windows by name, batches of like tensors, and demands."""
+    """The parts of a Plan from which its transfers are made: windows (layouts) by tensor name, batches of equally
+    sharded tensors, and demands, a table of the bytes that ranks need and hold."""
 
     @property
     def src(self) -> Mapping[str, Windows]: ...

@@ -213,7 +213,8 @@ def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
 
 
 def check_covered(batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless each destination rank gets as many elements, of each addend, as its layouts have."""
+    """Raise PlanError unless each destination rank gets as many elements as its layouts have. If partial values are
+    reduced, it must get this number from each of them."""
     windows: dict[tuple[str, int], list[Batch]] = {}
     for batch in batches:
         key = batch.names[0], batch.target

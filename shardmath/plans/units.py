@@ -60,10 +60,8 @@ def unit_rows(t: Template) -> Ints:
 
 
 def unit_grains(t: Template) -> Ints:
-    """Return an array with the bytes of the largest piece of each unit (elements that move together) that is never cut.
-
-    They are a small box, or a row of a large one.
-    """
+    """Return an array with the bytes of the largest indivisible piece of each unit (elements that move together). Such
+    a piece is a small box, or a row of a large box."""
     largest = _find_largest(t)
     itemsize = t.src.itemsize
     small = largest.size * itemsize <= SMALL
@@ -132,8 +130,9 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return three lists by box of `unit` (elements that move together): row numbers in the dimensions' overlays
-    (tables of shared positions), shape, and number of elements up to its end.
+    """Return three lists with an item for each box of `unit` (elements that move together): its row numbers in the
+    overlays, its shape, and the number of elements from the start of `unit` to the end of the box. An overlay is a
+    table of shared index ranges in one dimension.
 
     Boxes are row-major.
     """
@@ -158,8 +157,8 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
 
 
 def snap(t: Template, unit: int, at: int) -> int:
-    """Return the last element of `unit`, not after element `at`, at which it may be cut: where a box, or a row of a
-    large box, begins."""
+    """Return the last element of `unit` (elements that move together), up to element `at`, where messages can cut it:
+    the start of a box, or of a row of a large box."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0

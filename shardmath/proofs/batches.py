@@ -30,7 +30,8 @@ __all__ = ["check_batches", "check_rule"]
 
 
 def check_batches(plan: Plan) -> list[list[Batch]]:
-    """Check the batches (tensors that move equally) of `plan` against its layouts; list them per group of tensors.
+    """Check the batches of `plan` (transfers of equally sharded tensors) against its layouts, and return them. Each
+    inner list has the batches that move the same tensors.
 
     Raises PlanError unless they move what the layouts ask for.
     """
@@ -179,7 +180,8 @@ def _check_rules(plan: Plan) -> None:
 
 
 def check_rule(name: str, given: Reduction | None, expected: Reduction) -> None:
-    """Raise PlanError unless a tensor's reduction is the expected one. Fills are compared as text, since -0.0 == 0."""
+    """Raise PlanError unless the reduction `given` for the tensor `name` is the `expected` one. Reductions are compared
+    as text, so that initial values 0.0 and -0.0 differ."""
     if given is expected or repr(given) == repr(expected):
         return
     what = f"{label(name)} is reduced by {given}, but its layouts need {expected}"

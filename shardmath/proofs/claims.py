@@ -147,8 +147,8 @@ class _ClaimedTensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """Record which addend (partial value) at the destination receives the transfer `t`, aimed at `target`, if the
-        plan was free to choose it."""
+        """Record which partial value at the destination the transfer `t` goes into, if the layouts left the plan a
+        choice. `target` says which layout of the tensor, ranks and partial value `t` belongs to."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return
@@ -394,7 +394,8 @@ def _name_element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, 
 
 
 def read_transfers(transfers: object) -> Iterator[Transfer]:
-    """Return an iterator of `transfers` with Python's own numbers. Raises PlanError unless all are Transfers.
+    """Return an iterator of `transfers`, in which all ranks, sizes and offsets are converted to Python's int. Raises
+    PlanError if an item is not a Transfer.
 
     It raises at the latest when the wrong item is reached.
     """

@@ -47,7 +47,7 @@ MATRICES = {"Overlay.src", "Overlay.dst", "Template.unit_pairs"}
 
 
 def require(holds: object, what: str) -> None:
-    """Raise PlanError, which says `what` is wrong, unless `holds` is true."""
+    """Unless `holds` is true, raise PlanError with a message that begins with `what`, a description of the mistake."""
     if not holds:
         raise PlanError(f"{what}; make the plan again")
 
@@ -116,7 +116,8 @@ def check_program_shapes(prog: Program) -> None:
 
 
 def check_integers(table: Overlay | Template | Demands) -> None:
-    """Raise PlanError unless the table's columns are 64-bit integers (`near`: bools), so that sums are exact."""
+    """Raise PlanError unless the arrays in `table` have 64-bit integers, so that sums are exact. Only the column `near`
+    has bools instead."""
     for field in fields(table):
         column = getattr(table, field.name)
         if not isinstance(column, np.ndarray):

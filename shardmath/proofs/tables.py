@@ -29,7 +29,8 @@ __all__ = ["MemberTable", "Places", "check_lines", "find_misfit_of_bands"]
 
 
 def check_lines(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless `demands` (bytes to be sent) is well formed: no gaps, and one sender for each byte."""
+    """Raise PlanError unless `demands` (bytes to be sent) has no gaps, agrees with the tensors in `batches`, and has
+    one sender for each byte."""
     check_integers(demands)
     _check_tables(demands)
     _check_numbers(demands, batches)
@@ -330,7 +331,8 @@ class MemberTable(NamedTuple):
     positions: Ints
 
     def of(self, numbers: Ints) -> tuple[Ints, Ints]:
-        """Return the positions of the ranks in the sets `numbers`, end to end, and the index in `numbers` of each."""
+        """Return two arrays: the mesh positions of the ranks in the sets numbered `numbers`, one set after the other,
+        and, for each position, the index in `numbers` of the set that it belongs to."""
         first = self.of_set.first
         items, owner = ranges(first[numbers], first[numbers + 1])
         return self.positions[items], owner

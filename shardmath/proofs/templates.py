@@ -216,8 +216,8 @@ def _check_units(t: Template, what: str) -> None:
 
 
 class End(NamedTuple):
-    """One end (source or destination) of a move: the part that each mesh position holds, and the parts that hold each
-    unit (elements that move together), per dimension.
+    """One end (source or destination) of a move, as tables per dimension: the part of the dimension that each mesh
+    position holds, and, for each unit (elements that move together), the parts that contain it.
 
     `sets[d]` are sets of parts, `held[d]` is the part that each position holds,
     and `set_numbers[:, d]` the set of each unit. Units with the same `code` have the same sets in every dimension.

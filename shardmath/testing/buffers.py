@@ -61,7 +61,8 @@ def params(
     alike: bool = False,
 ) -> list[Param]:
     """A hypothesis strategy for lists of `least` to `most` Params in forward order, with dimensions of at most
-    `longest`. They may have no elements if `empty` and no dimensions if `scalars`, and share one dtype if `alike`.
+    `longest`. `empty` allows Params without elements, `scalars` allows Params without dimensions, and `alike` gives all
+    Params one dtype.
 
     They have up to three dimensions; some are shared, expert or quantized ones.
     """
@@ -260,7 +261,8 @@ def evenly_divided(case: RuleCase) -> None:
 
 
 def uncut_where_said(case: RuleCase) -> None:
-    """Check that `num_optimizer_shards`, if set, is the number of shards, and that no shard border cuts a parameter."""
+    """If `num_optimizer_shards` is set, check that it is the number of shards, and that no shard border cuts a
+    parameter."""
     layout = case.layout()
     count = layout.num_optimizer_shards
     if count is None:
@@ -398,8 +400,8 @@ def check_rule(
     start: int = 1,
     **options: object,
 ) -> None:
-    """Check that a custom `rule` of flat buffers obeys RULE_LAWS if called with `params` in forward order and the
-    keyword arguments `options`.
+    """Check that a custom `rule` of flat buffers obeys RULE_LAWS for `params`, given in forward order. All other
+    keyword arguments (`options`) are passed to `rule`; `shards` and `start` only say what result to expect.
 
     `shards` is the number of shards of every bucket, by default `data_parallel_world_size` if given;
     parameters begin at multiples of `start`. Raises AssertionError, which names the case.

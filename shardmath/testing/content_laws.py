@@ -132,7 +132,8 @@ def any_change_is_found(data: st.DataObject, layout: Layout) -> None:
 
 
 def replicas_are_compared(data: st.DataObject, layout: Layout) -> None:
-    """Check that a flipped bit at one rank makes the digest raise if others hold the element, and else changes it."""
+    """Check that a digest detects a flipped bit at one rank. If other ranks hold the same element, computing the digest
+    must raise; if not, the digest must change."""
     held = distribute(layout, [_draw_bits(layout.shape)])
     before = digest_of(layout, held)
     rank = data.draw(st.sampled_from(layout.mesh.ranks))
@@ -184,7 +185,8 @@ def _holds(layout: Layout, rank: int, element: tuple[int, ...]) -> bool:
 
 
 def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """Check that changed elements, put into the result of an earlier move, give the result of a new move."""
+    """Check that sending only the elements that changed since an earlier move, and writing them into its result, gives
+    the same result as moving the new tensor completely."""
     planned = plan(src, dst)
     (old,) = addends(src)
     last = max(old.size - 1, 0)

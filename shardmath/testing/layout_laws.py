@@ -50,7 +50,8 @@ def compose_is_after(f: Runs, g: Runs) -> None:
 
 
 def invert_undoes(runs: Runs) -> None:
-    """Check that Runs inverted twice are the same, and compose with their inverse to the identity, except for holes."""
+    """Check that inverting Runs twice gives the same Runs. Composed with their inverse, Runs must map each local
+    position to itself, except holes (positions without an element), which stay holes."""
     back = invert(runs, runs.extent + 1)
     assert invert(back, len(runs)) == runs
     held = runs.indices() >= 0
@@ -159,8 +160,8 @@ def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
-    """Check that `(a n | b n)`, `(a b n)` and two Shard(0) give one layout, for length `n` and axes a and b of sizes
-    `first` and `second`."""
+    """Check that a dimension of length `n`, divided over mesh axis a and then b, has one layout for three ways to write
+    it: the texts `(a n | b n)` and `(a b n)`, and two Shard(0). The axes have sizes `first` and `second`."""
     mesh = Mesh(a=first, b=second)
     shape = (n,)
     shards = (Shard(0), Shard(0))

@@ -71,7 +71,8 @@ def plan_is_proved(src: Layout, dst: Layout) -> None:
 
 
 def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
-    """Check that a move keeps the tensor's value, and gives its part to each rank of a destination without Partial."""
+    """Check that a move keeps the tensor's value. If the destination is not Partial, each of its ranks must also have
+    exactly the elements that its layout gives it."""
     values = addends(src)
     shards = distribute(src, values, hole=99.0)
     out = run(plan(src, dst), shards)
@@ -155,7 +156,8 @@ def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, .
 
 
 def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Check that copies (groups of ranks) that leave one by one leave the same plan as if they leave together."""
+    """Check that removing copies from a plan's destination one by one gives the same plan as removing them together. A
+    copy is a group of ranks that together hold a whole tensor."""
     planned = plan(src, dst)
     rest = without(planned, leaving)
     size = dst.mesh.size // dst.mesh.axis_size("copy")
@@ -281,7 +283,8 @@ def _cast_shards(shards: dict[int, Array]) -> dict[int, Array]:
 
 
 def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """Check that moving a slice gives the slice of the move; elements outside it stay 0."""
+    """Check that a move of only a random box of the tensor gives each destination rank its elements of the box. All
+    other elements must stay 0."""
     box = data.draw(boxes(src.shape))
     index = tuple(slice(lo, hi) for lo, hi in box)
     values = addends(src)
@@ -298,8 +301,8 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
 
 
 def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """Check that a tensor held as windows (layouts that together hold it) arrives as its layouts say, moved from
-    windows and to windows."""
+    """Check that a tensor arrives as its layout says when the source or the destination has it as windows, which are
+    several layouts that together hold it. One move is from windows, and another to windows."""
     values = addends(src)
     src_windows = data.draw(tilings(src))
     dst_windows = data.draw(tilings(dst))

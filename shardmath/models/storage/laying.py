@@ -95,11 +95,11 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """List the index tuple (mostly slices) of `component`, such as q, in the stored tensor, for each stack position
-        in `numbers`.
+        """List the index tuples that cut `component`, such as q, out of the tensor that a rank stores: one tuple for
+        each item of `numbers`. If the tensor is a stack, such as of experts, these items are positions in it.
 
-        `coords` are the mesh coordinates of ranks that store the tensor. If it is a stack, a tuple has the position in
-        the stack instead of a slice.
+        `coords` are the mesh coordinates of ranks that store the tensor. If the stored tensor is a stack, a tuple has
+        the position in the stack instead of a slice.
         """
         spans = []
         stack_dim = None
@@ -127,8 +127,8 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 
 
 def stack_names(row: Row) -> dict[int, str]:
-    """Return a dict from each stored dimension along which `row` stacks tensors, such as experts, to the name of their
-    index."""
+    """Return a dict from the number of each dimension along which `row` stacks tensors, such as experts, to the name of
+    the placeholder that numbers these tensors, such as "e"."""
     indices = {index.name for index in row.logical.indices}
     stacks: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
@@ -144,8 +144,9 @@ def stack_names(row: Row) -> dict[int, str]:
 
 
 def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None = None) -> Laid:
-    """Return the layout of the stored tensor that `row` (a line of text) declares for components, such as q of qkv, of
-    `shapes`. `frame` has the values of its words, `stack` the stacked tensors.
+    """Return the layout of a stored tensor as `row` (a storage rule) declares it; `shapes` has the shapes of the
+    tensors stored in it, by name, such as q. `frame` has the sizes of mesh axes and other numbers that `row` names,
+    `stack` the stacked tensors of each rank.
 
     Raises StoreError if the words do not fit the shapes, LayoutError if a size does not divide.
     """
@@ -198,8 +199,8 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """List a pair per dimension of a stored tensor: its form in `row`, and the index (such as e) that numbers it, if it
-    is a stack, or None.
+    """List a pair (form, index) for each dimension of a stored tensor. The form is how `row` writes the dimension, such
+    as (tp n); the index is the name, such as "e", that numbers the tensors stacked along it, or None without a stack.
 
     `ndim` is the number of dimensions that are not stacks.
     """

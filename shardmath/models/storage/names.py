@@ -136,8 +136,8 @@ def split(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def parse(text: str) -> Name:
-    """Parse a pattern of tensor names, such as `layers.{l}.[q k v].*`. Raises NotationError that marks the wrong
-    place."""
+    """Parse a pattern of tensor names, such as `layers.{l}.[q k v].*`. Raises NotationError, which shows the position
+    of the mistake, if `text` is malformed."""
     parts: list[PatternPart] = []
     at = 0
     while at < len(text):

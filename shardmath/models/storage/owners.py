@@ -52,8 +52,9 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List, in order, the stored names of the tensors at the positions `local` of a rank's stack: the name pattern
-        of `row` with `star` for its `*`."""
+        """List one stored name for each item of `local`, the positions of tensors (such as experts) in a rank's stack.
+        A name is the pattern of `row` with `star` for its `*`, the item for the stack's placeholder, and the Owner's
+        numbers for the others."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -117,8 +118,8 @@ class Owners:
         return stacked[0] if stacked else None
 
     def place_stacked(self) -> int | None:
-        """Return the position (0, 1, ...), among the logical name's placeholders, of the one that numbers stacked
-        tensors, such as {e}; None without a stack."""
+        """Return the position (0, 1, ...) of the placeholder that numbers stacked tensors, such as {e} for experts,
+        among all placeholders of the logical name. Returns None if no tensors are stacked."""
         return None if self.stacked is None else self.indices.index(self.stacked)
 
     def _choose_mesh(self) -> Mesh:
@@ -144,7 +145,8 @@ class Owners:
             yield self.row.place.axis
 
     def find(self, numbers: Sequence[int], count: int) -> Owner:
-        """Return the Owner (ranks) of the stored tensor with the index values `numbers`, which stacks `count` tensors.
+        """Return the Owner (ranks) of the stored tensor that stacks `count` tensors, such as experts. `numbers` are the
+        values of the other placeholders in the logical name, such as the layer.
 
         `numbers` leaves out the stacked index; without one, `count` has no effect. Raises StoreError for a number
         without a declared spot, and for one that no rank has.
@@ -324,7 +326,8 @@ Layouts: TypeAlias = tuple[tuple[Layout, ...], ...]
 
 
 class Maker:
-    """A maker of OwnedTensors, with layouts, one for each stored tensor of a row (a line of a storage table)."""
+    """A maker of OwnedTensors: one for each stored tensor that a row (a storage rule) describes, together with the
+    layouts of the logical tensors in it."""
 
     def __init__(
         self, stored: Stored, vocabulary: Vocabulary, row: Row, components: tuple[str, ...]
@@ -340,8 +343,9 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """Make the OwnedTensor with index values `numbers`, and its layouts, a tuple per component; component i has the
-        logical names `names[i]`, by stack number.
+        """Return (tensor, layouts) for one stored tensor. layouts[i] is a tuple with the layout of component i for each
+        number in the stack, such as each expert. `numbers` are the values of the name's placeholders, such as the
+        layer; `names[i]` maps each number in the stack to component i's logical name.
 
         A component's layouts are in order of stack number; `numbers` leaves out the stacked index. Raises StoreError if
         numbers of a stack are missing, or differ in shape or dtype.

@@ -80,7 +80,7 @@ class KnownSide(Protocol):
 
     @property
     def ranks(self) -> Collection[int]:
-        """The layout of each logical (checkpoint) tensor, by name."""
+        """The ranks on which the tensors are stored."""
         ...
 
     def slots(self, rank: int) -> dict[str, Slot]:
@@ -92,7 +92,8 @@ class KnownSide(Protocol):
         ...
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """Return a Row, or a text, that says how `rank` stores the tensor `native`: (virtual stage, stored name).
+        """Return a description of how `rank` stores the tensor `native`, given as (virtual stage, stored name). It is a
+        Row if storage was declared by rows, and otherwise a text.
 
         Raises StoreError if `rank` lacks it.
         """
@@ -103,7 +104,8 @@ class KnownSide(Protocol):
         ...
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
-        """Return (name, Slot) of a tensor in `names` stored as a function of its values, such as neg_exp; or None."""
+        """Find a tensor in `names` that is stored as a function of its values, such as neg_exp (-exp), instead of the
+        values; return its name and its Slot (place in storage). Returns None if there is no such tensor."""
         ...
 
 
@@ -318,8 +320,9 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """Group the names of `template` in a dict: their numbers, except the one at position `stacked`, -> a dict from
-        that number to the name.
+        """Return the names that fit `template` as a dict of dicts. The outer key is a name's numbers, such as its
+        layer, except the one at position `stacked`; the inner key is that number, such as the expert, and its value the
+        name.
 
         `stacked` is a position among the numbers; if it is None, each name has a group with the number 0.
         """
@@ -330,11 +333,9 @@ class Vocabulary:
         return self._grouped[key]
 
     def order(self, names: Mapping[int, str], index: str | None) -> list[str]:
-        """List the names in `names` (number -> name, a group from `find`) by ascending number; errors call the number
-        `index`.
-
-        Raises StoreError if a number is missing, or if a name differs from the others in shape or dtype.
-        """
+        """List the tensor names in `names` (number -> name) by ascending number. Raises StoreError if a number is
+        missing or tensors differ in shape or dtype; its message uses `index`, such as "e", as the name of the
+        numbers."""
         # By identity; the names are kept too, so that nothing else gets their id.
         if id(names) not in self._ordered:
             self._ordered[id(names)] = names, self._check_order(names, index)

@@ -38,8 +38,8 @@ Number: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A component (q), mesh axis (tp) or number in a dimension of a storage row, with its suffixes, such as `=vocab` in
-    `n=vocab`."""
+    """One word of a dimension in a storage row: the name of a component (q) or mesh axis (tp), or a number. Suffixes
+    modify it: `n=vocab` is component n, padded to `vocab` positions."""
 
     name: Number
     over: Number | None = None
@@ -101,7 +101,8 @@ def list_words(dims: Iterable[Structure]) -> Iterator[Word]:
 
 
 def parse(text: str) -> GroupedDim:
-    """Parse one dimension written in parentheses, such as (tp n). Raises NotationError that marks the wrong place."""
+    """Parse one dimension written in parentheses, such as (tp n). Raises NotationError, which shows the position of the
+    mistake, if `text` is something else."""
     dims = read_dims(text)
     if len(dims) != 1 or not isinstance(dims[0], GroupedDim):
         what = f"expected one dimension in parentheses, found {text!r}"

@@ -74,7 +74,8 @@ class Config:
 
     @property
     def layers(self) -> int:
-        """The number of layers: the field or, without it, the length of a hybrid model's pattern or list of types."""
+        """The number of layers, from the field `num_hidden_layers`. Without this field, it is the length of a hybrid
+        model's layer pattern, and without a pattern the length of the list of layer types."""
         types = self.get("layers_block_type", ())
         pattern = self.get("hybrid_override_pattern", types)
         layers = self.get("num_hidden_layers", len(pattern))

@@ -73,11 +73,12 @@ def trainer(
     vocab_multiple: int = 1,
 ) -> dict[str, Layout]:
     """Return the layout of each tensor in `shapes`, by name, on a Megatron trainer with sizes `tp`, `pp` and `ep`, and
-    `stages[s]` layers on stage s.
+    `stages[s]` layers on stage s. With `stacked`, a rank has one buffer per projection for all its experts;
+    vocabularies are padded to a multiple of `vocab_multiple`.
 
-    With `stacked`, a rank's experts lie in one buffer per projection. `ranks` are in the order pp, dp, tp, last
-    fastest. `vocab_multiple` pads vocabularies, at their end, to a multiple of it (Megatron's own is 128 tp). Raises
-    MeshError if the ranks do not factor, LayoutError if layers do not fit the stages, experts ep or a dimension tp.
+    `ranks` are in the order pp, dp, tp, last fastest. Vocabularies are padded at their end (Megatron's own multiple is
+    128 tp). Raises MeshError if the ranks do not factor, LayoutError if layers do not fit the stages, experts ep or a
+    dimension tp.
     """
     meshes = _make_stages(tuple(ranks), tp, pp, ep)
     counts = expert_counts(shapes)
@@ -217,12 +218,12 @@ def engine(
     vocab_multiple: int = 64,
 ) -> dict[str, Layout]:
     """Return the layout of each tensor in `shapes`, by name, on a vLLM engine's `ranks` with tensor-parallel size `tp`
-    and `kv_heads` key-value heads.
+    and `kv_heads` key-value heads. With `stacked`, a rank has common buffers for all its experts; vocabularies are
+    padded to a multiple of `vocab_multiple`.
 
-    With `stacked`, a rank's experts lie in common buffers. `ranks` are in the order dp, tp, last fastest. Without
-    `kv_heads` there are at least tp of them. `vocab_multiple` pads vocabularies, at their end, to a multiple of it.
-    Raises MeshError if tp does not divide the ranks, LayoutError if it does not divide a dimension, or if neither of tp
-    and the key-value heads divides the other.
+    `ranks` are in the order dp, tp, last fastest. Without `kv_heads` there are at least tp of them. Vocabularies are
+    padded at their end. Raises MeshError if tp does not divide the ranks, LayoutError if it does not divide a
+    dimension, or if neither of tp and the key-value heads divides the other.
     """
     ids = tuple(ranks)
     size = len(ids)

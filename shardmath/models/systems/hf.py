@@ -51,8 +51,8 @@ def numbers(name: str) -> tuple[int | None, int | None]:
 
 
 def cell(expert: int, experts: int) -> str:
-    """Return the layout text of the expert dimension, of size `experts`, if only expert number `expert` is held, such
-    as <-2 0:1 -5>.
+    """Return the layout text of the expert dimension, of size `experts`, on a rank that holds only number `expert`. For
+    expert 2 of 8 it is <-2 0:1 -5>: the rank lacks 2 experts, holds the next one, and lacks 5.
 
     >>> cell(0, 1), cell(2, 8)
     ('<0:1>', '<-2 0:1 -5>')

@@ -90,8 +90,8 @@ def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
 
 
 def ep_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """Return the expert-parallel plan (pattern -> style) of transformers for a model with this `config`, with `prefix`
-    put before each pattern; {} if none."""
+    """Return transformers' expert-parallel plan for a model with this `config`: a dict from pattern to style, with
+    `prefix` put before each pattern. The dict is empty if the model has no such plan."""
     base = _read_plan(config, "base_model_ep_plan")
     return {f"{prefix}{pattern}": style for pattern, style in base.items()}
 
@@ -112,8 +112,8 @@ def hf_parallel(
     unused: Sequence[str] = (),
 ) -> dict[str, Layout]:
     """Return the layout of every parameter in `shapes`, by name, after transformers has divided the model over `axis`
-    of `mesh` by `plan` (pattern -> style). `experts` is its expert-parallel plan with a mesh; `unused` are globs of
-    patterns that may match nothing.
+    of `mesh` by `plan` (pattern -> style). `experts` is the model's expert-parallel plan with its mesh; patterns that
+    match no parameter are errors, except those that match a glob in `unused`.
 
     `plan` is a model's `tp_plan`; `experts` are its `ep_plan` and a mesh over the same ranks with an axis `ep`. Raises
     LayoutError for other patterns that match nothing, for a style that transformers does not have, and for experts that
@@ -141,7 +141,8 @@ class _AppliedPlan(NamedTuple):
     axis: str
 
     def find(self, name: str) -> str | None:
-        """Return the style that the plan gives the parameter `name`, or else its module; None if it gives none."""
+        """Return the style that the plan gives the parameter `name`. Without one, return the style that the plan gives
+        the parameter's module, or None if there is no such style either."""
         generic = _generalize(name)
         module = generic.rpartition(".")[0]
         return self.plan.get(generic, self.plan.get(module))

@@ -36,8 +36,8 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
 
 
 def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
-    """Return a Stored that says how a Hugging Face checkpoint (taken as one rank) stores a model with this `config`;
-    `names`, its tensors' names, select the rows.
+    """Return a Stored that says how a Hugging Face checkpoint (taken as one rank) stores a model with this `config`. If
+    `names`, the checkpoint's tensor names, are given, storage rules for tensors with other names are left out.
 
     Rows with other names are omitted. Without names, only fused tensors that belong to the kind of model are included.
     """

@@ -137,10 +137,10 @@ UNKNOWN = """
 
 
 def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = False) -> str:
-    """Return, as text, Megatron's storage rows for the layer `spec` ("te" or "local") and the form of routed `experts`;
-    with `unknown`, also for all other tensors.
+    """Return, as text, Megatron's storage rows (rules) for the layer `spec`, "te" or "local". `experts` says how routed
+    experts are stored: "grouped", "sequential" or "legacy"; `unknown` adds rows for all tensors without another row.
 
-    `experts` is "grouped", "sequential" or "legacy". Raises StoreError for an unknown spec or form.
+    Raises StoreError for an unknown spec or form.
     """
     known_spec = known(spec, tuple(SPECS))
     known_experts = known(experts, tuple(EXPERTS))

@@ -21,8 +21,8 @@ __all__ = ["divide_layers", "fill_sizes", "place_layers"]
 
 
 def divide_layers(layers: int, pp: int, *, spared: int = 0) -> list[int]:
-    """List the number of layers on each of `pp` stages: equal, with a remainder added one by one to the last stages
-    before the final `spared` ones.
+    """List the number of layers on each of `pp` stages. If `pp` does not divide `layers`, the remainder goes to the
+    last stages, one layer each, but the final `spared` stages get none of it.
 
     >>> divide_layers(7, 4), divide_layers(7, 4, spared=1)
     ([1, 2, 2, 2], [2, 2, 2, 1])
@@ -42,7 +42,8 @@ def place_layers(
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
     """Return the Spot (stage, chunk, number) of each layer, if stage s has `counts[c * pp + s]` layers in its chunk
-    (virtual stage) c. Layers keep their numbers in the model or, with `renumber`, are numbered from 0 in each chunk.
+    (virtual stage) c. With `renumber`, layers are numbered from 0 in each chunk; error messages end with the advice
+    `fix`.
 
     Raises StoreError, with `fix` as advice, when `counts` have another length than pp times `chunks`, another sum than
     `layers`, or a negative number.
@@ -65,8 +66,8 @@ def place_layers(
 
 
 def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -> dict[str, int]:
-    """Return the axis `sizes`, with None, if there is one, replaced by the size that makes their product `total`;
-    errors call the total's items `of`.
+    """Return the axis `sizes`, where a size None is replaced by the number that makes the product of all sizes `total`.
+    Error messages use `of` as the noun after the total, as in "8 ranks".
 
     Raises MeshError if the others do not divide the total.
 

@@ -51,8 +51,8 @@ RULE_FIX = "write a kind or a name pattern, then a layout: column (tp n) ..."
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule of a Side: a tensor whose name or kind (such as "column") matches `pattern`, and no earlier rule, has the
-    layout `layout`, given as text.
+    """A rule for the layouts of a Side (a mesh with rules): tensors whose name or kind, such as "column", matches
+    `pattern` have the layout text `layout`. If several rules match, the first applies.
 
     Scalars are replicated, whatever matches their names.
     """

@@ -79,7 +79,8 @@ class SGLangForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: SGLangForm) -> tuple[Row, ...]:
-    """Return SGLang's storage rows for a `kind` of model, written as `plain` returns it, with the options in `form`."""
+    """Return SGLang's storage rows for a model type `kind`, with the options in `form`. `kind` is written in lower-case
+    letters and digits only, without the suffix "text", such as "qwen35moe"."""
     prefix = "model.layers.{l}."
     of_kind = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
     text = f"{_write_ends(kind, form)}{of_kind}[{prefix} = {prefix}]{NORMS}"

@@ -194,8 +194,8 @@ def _write(expert_dim: int, ep: int, names: str) -> str:
 
 
 def checkpoint(config: object, names: Iterable[str] = ()) -> Stored:
-    """Return a Stored that says how a Hugging Face checkpoint (taken as one rank) stores torchtitan's tensors; `names`,
-    its tensors' names, select the rows."""
+    """Return a Stored that says how a Hugging Face checkpoint (taken as one rank) stores torchtitan's tensors. If
+    `names`, the checkpoint's tensor names, are given, storage rules for tensors with other names are left out."""
     side = hugging_face(config, names)
     return side.extended(HALVES) if Config(config).kind in TURNED else side
 

@@ -233,7 +233,8 @@ class VLLMForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """Return vLLM's storage rows for a `kind` of model, written as `plain` returns it, with the options in `form`."""
+    """Return vLLM's storage rows for a model type `kind`, with the options in `form`. `kind` is written in lower-case
+    letters and digits only, without the suffix "text", such as "qwen35moe"."""
     prefix = "model.layers.{l}."
     text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
     if form.unknown:
@@ -273,8 +274,9 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
-    """Return a storage table as text: the rows `attention` and `mlp` for all names of such modules, with the prefixes
-    `native` (stored) and `logical`. With `scales`, the rows of block scales follow."""
+    """Return, as text, the storage rows in `attention` once for each name that models give an attention module, such as
+    self_attn, and the rows in `mlp` likewise. Stored names begin with `native`, logical names with `logical`; `scales`
+    adds rows for block scales."""
     text = ""
     for modules, module_rows in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
@@ -294,8 +296,8 @@ def _write_scales(text: str) -> str:
 
 
 def write_unknown(native: str, logical: str) -> str:
-    """Return, as text, a `... = ...` row for each kind of module in a layer, for tensors without another row; `native`
-    (stored) and `logical` are the layer's prefixes."""
+    """Return, as text, storage rows (rules) for all tensors of a layer that have no other row: they are stored whole on
+    each rank, under the same name. Stored names begin with `native`, logical names with `logical`."""
     modules = ("self_attn.", "mlp.", "mixer.", "")
     return "".join(f"[{native}{name} = {logical}{name}]{UNKNOWN}" for name in modules)
 

@@ -31,8 +31,8 @@ Found: TypeAlias = tuple[tuple[int, ...], dict[Members, Members]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CollectiveSide:
-    """The elements (a box) and the local array (a buffer) of each class of ranks, which hold the same, before or after
-    a collective.
+    """The local data of each class of ranks before or after a collective: `held[i]` is the box of elements of class i,
+    `buffers[i]` its local array. Ranks of one class hold the same elements.
 
     Ranks outside the mesh hold `NOTHING`, as do those that hold no position of some dimension.
     """

@@ -36,7 +36,8 @@ NOTHING: Holding = ((),)
 
 
 def spans_of(runs: Runs) -> Spans:
-    """Return the tensor's positions in `runs`, as ascending ranges (start, stop); () if a position occurs twice."""
+    """Return the indices, in one dimension of the whole tensor, that a rank holds, as ascending ranges (start, stop).
+    `runs` maps the rank's local indices to these indices. The result is () if an index occurs twice."""
     return merge((g, g + n) for _, g, n in runs.segments) or ()
 
 

@@ -44,7 +44,8 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Machine:
-    """The ranks of a program, ascending, the node of each, the number of these ranks per node, and the speeds of links.
+    """The ranks of a program in ascending order, the node of each of these ranks, the number of these ranks on each
+    node, and the speeds of links.
 
     `intra` and `inter` are what the links of one rank carry, in bytes per second.
     """
@@ -72,8 +73,8 @@ class NumberedSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """The blocks of bytes of a plan as columns of a table: sets of holders and of receivers, bytes, and a number
-    (`key`) for group and addend.
+    """The blocks of bytes of a plan as columns of a table: the ranks that hold a block, the ranks that need it, its
+    bytes, and its `key`. A key is a number for a pair: group of tensors, and number of the partial value that is sent.
 
     `key` numbers (group, addend), ascending; `group` has the group of each key. `wanted` sums the
     blocks by receivers and key: (set, key, bytes).

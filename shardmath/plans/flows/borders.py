@@ -67,8 +67,9 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
 
 
 def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[Ints, Ints]:
-    """Return arrays (labels, blocks): each pair of a label below `count` and a block that some rank with the label
-    holds and some rank with it needs."""
+    """Return two arrays (labels, blocks): some rank with the label labels[i] holds block number blocks[i] of bytes, and
+    some rank with this label needs it. A label is an id that ranks share, such as their node's; all are below
+    `count`."""
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
@@ -182,11 +183,8 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield the worst Cut in each direction (bytes enter, or leave) among sets of ranks with one `label`, such as a
-    node, whose links are equal.
-
-    The worst Cut has the most bytes that must enter, or leave.
-    """
+    """For each direction (in, out) and link speed, yield a Cut: the set of ranks with such links that the most bytes
+    must enter or leave. A set is all ranks with the same `label`, such as a node."""
     count = int(label.max()) + 1
     hold = touch(table.holders, label, count)
     need = touch(table.receivers, label, count)

@@ -28,7 +28,8 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Share lines (amounts of bytes) among the sinks (takers) of `network`, balanced; yield (line, sink, bytes).
+    """Divide the bytes of `network` evenly among its sinks (groups of ranks, or nodes, that can send them); yield
+    (line, sink, bytes). A line is the id of bytes that the same sinks can send.
 
     Bytes are whole. Uses the network up.
     """

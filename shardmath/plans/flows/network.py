@@ -27,7 +27,8 @@ SPREAD = 7919
 
 
 class Network(NamedTuple):
-    """Lines (amounts of bytes) and the sinks (takers, numbered from `first`) that may take bytes of each line.
+    """Bytes to be sent, and the sinks (groups of ranks, or nodes) that can send them. Bytes that the same sinks can
+    send are a line; lines have ids below `first`, and sinks have ids from `first` on.
 
     At a level, a sink takes level x `weight` - `base` bytes. `reach` (the sinks of each line) and
     `base` change as lines lose sinks: a line with one sink left becomes part of that sink's base.
@@ -44,15 +45,17 @@ class Network(NamedTuple):
 
 
 class Subnetwork(NamedTuple):
-    """A part of a network: lines (amounts of bytes) and sinks (their takers) that can be balanced separately."""
+    """The ids of the lines and sinks in a part of a Network that is balanced separately. A sink is a group of ranks, or
+    a node; a line is bytes that the same sinks can send."""
 
     lines: list[int]
     sinks: list[int]
 
 
 class Leaf(NamedTuple):
-    """Sinks (takers) of one load, `nbytes / weight`; of a line of bytes that several sinks share, a sink takes
-    `sent[sink][line] / weight` bytes."""
+    """Sinks (groups of ranks) that send bytes in proportion to their weights, such as numbers of ranks. They send
+    `nbytes` bytes in total and have the total weight `weight`. `sent[sink][line]` is how many bytes of a line (bytes
+    that several sinks can send) the sink sends, multiplied by `weight` to be whole."""
 
     nbytes: int
     weight: int

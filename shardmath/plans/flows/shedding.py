@@ -33,10 +33,11 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """List how many of the `copies[i]` bytes of each line (bytes with equal holders) others must send, so that the
-    holders `held[i]` send about `target` each.
+    """List, for each line i (bytes that the same ranks hold), the bytes that ranks other than its holders `held[i]`
+    must send, so that each holder sends about `target` bytes. Line i has `copies[i]` bytes, and its holders send at
+    least `once[i]` of them.
 
-    A holder may send more if its lines cannot be shortened. At least `once[i]` bytes of line i are left to its holders.
+    A holder can send more if its lines cannot be shortened.
     """
     remaining = list(copies)
     for _ in range(CORRECTIONS):

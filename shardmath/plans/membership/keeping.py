@@ -83,8 +83,9 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
 
 
 def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
-    """Adapt one rank's `part` to `plan`, its plan after ranks left or came back, with the message limits `pace`; None
-    if nothing can be kept."""
+    """Adapt `part`, the program of one rank, to `plan`, the plan after ranks left or came back, and return it; messages
+    between ranks that stay are kept. Returns None if `part` does not fit, for example because `pace` has other message
+    limits."""
     change = compare(part, plan)
     if change is None or part.pace is None or not part.pace.is_like(pace):
         return None

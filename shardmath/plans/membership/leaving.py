@@ -45,8 +45,8 @@ __all__ = ["without"]
 
 
 def without(plan: Plan, ranks: Iterable[int], *, window: bool = False) -> Plan:
-    """Return `plan` without the destination ranks `ranks`, which have left; other transfers are unchanged. With
-    `window`, the ranks that stay may hold less of the tensors.
+    """Return `plan` without the destination ranks `ranks`, which have left; other transfers are unchanged. Unless
+    `window` is true, the ranks that stay must together hold all that the destination held before.
 
     `window=True` says that the destination may hold less of the tensors than before, as in `plan`: tensors that no rank
     asks for any longer are then dropped from the plan.

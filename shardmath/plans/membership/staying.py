@@ -48,7 +48,8 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """A cache of meshes and windows (layouts that together hold a tensor) without the ranks `left`."""
+    """A cache of meshes and windows from which the ranks in `left`, which are gone, have been removed. Windows are
+    layouts that together hold a tensor."""
 
     left: frozenset[int]
     _meshes: dict[Mesh, _Shorter] = field(default_factory=dict)

@@ -60,7 +60,8 @@ class Pace(NamedTuple):
 
 
 def most_peers(transfers: Iterable[Transfer]) -> int:
-    """Return the number of other ranks that `transfers` of one rank go to or come from, whichever number is larger."""
+    """Count the other ranks that one rank sends to, and those that it receives from, and return the larger number.
+    `transfers` are the transfers of that rank."""
     pairs = {(t.src_rank, t.dst_rank) for t in transfers}
     out_of: Counter[int] = Counter()
     into: Counter[int] = Counter()
@@ -76,7 +77,7 @@ def set_pace(
     ranks: tuple[int, ...], *, peers: int, max_inflight_bytes: int, by_addend: bool
 ) -> Pace:
     """Choose a Pace (message size, and peers at once) that keeps each of `ranks`, with at most `peers` peers, within
-    `max_inflight_bytes`. With `by_addend`, addends are sent one after the other.
+    `max_inflight_bytes`. With `by_addend`, the partial values of a sum are sent one after the other.
 
     `ranks` are the plan's ranks; `peers` is the largest `most_peers` of any rank. Raises ExchangeError
     if the limit has no room for a message of `ALIGNMENT` bytes in each direction.

@@ -41,8 +41,9 @@ __all__ = ["find_legs"]
 def find_legs(
     plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
-    """Yield the Legs (bytes that ranks send in each hop) of `plan` on nodes of `per_node` ranks; nothing if `relays` is
-    true but would change nothing. With `by_node`, the ranks of a node share the bytes that enter it.
+    """Yield one Legs, which says which bytes of `plan` each rank sends in each hop, on nodes of `per_node` ranks. With
+    `by_node`, the ranks of a node share the bytes that enter it. With `relays`, nodes forward bytes to other nodes; if
+    no bytes would be forwarded, nothing is yielded.
 
     Relays that shed nothing change nothing: the legs would equal those without relays.
     """

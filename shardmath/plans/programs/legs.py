@@ -34,8 +34,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """Parts (bands) of blocks of bytes, each with its route to the nodes, and the shares of bytes that holders send in
-    the first hop.
+    """Routes of the bytes of a plan: each block (bytes that the same ranks need) is cut into bands, and each band has a
+    route to the receiving nodes. The table also has the bytes that each holder sends in the first hop.
 
     Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
     node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight
@@ -57,7 +57,8 @@ class Bands:
 
 
 class Streams(NamedTuple):
-    """Streams, as a table: bytes lo..hi-1 of a block (bytes with equal receivers) from rank to rank, in one hop (leg).
+    """A table of streams: in row i, bytes `lo[i]` to `hi[i]` - 1 of block `block[i]` go from rank `sender[i]` to rank
+    `receiver[i]`, in hop `leg[i]`. A block is bytes that the same ranks need.
 
     Streams of a line with the same `root` are one stream of the first leg and its relays.
     """
@@ -72,7 +73,8 @@ class Streams(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """All streams (bytes from rank to rank) of several lines (bytes with equal holders), line by line.
+    """All streams (bytes that go from one rank to another) of several lines, sorted by line. A line is bytes that the
+    same ranks hold.
 
     `lines[i]` has the streams first[i]..first[i+1]-1. Roots are numbered within each line.
     """
@@ -84,7 +86,8 @@ class Bundle(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Legs:
-    """All bytes of a plan, and their parts (bands) by route, which together say what ranks send in each hop (leg).
+    """A description of the bytes that each rank sends in each hop (leg) of a plan. It consists of all bytes with the
+    ranks that hold and need them (`lines`), and their routes (`bands`).
 
     `sharing` neighboring ranks share the bytes that enter their group: a node's ranks, or 1 if every
     rank is served separately.
@@ -106,8 +109,8 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """Count, for each band i (a part of block number `block[i]`), the nodes that get it straight from holders;
-    `groups[b]` has an item per node of block b."""
+    """Count, for each band i (a part of block number `block[i]`), the nodes to which holders send it without relays.
+    `groups[b]` lists, for each node that receives block b, the number of its ranks that do."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]
@@ -123,7 +126,8 @@ def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
 
 
 class Nodes(NamedTuple):
-    """The ranks that receive each block of bytes, in groups (nodes or single ranks) that share the bytes that enter.
+    """The ranks that receive each block of bytes, in groups: the receiving ranks of a node, or single ranks. Each byte
+    enters a group once, and the ranks of the group then send it to each other.
 
     Node i has `size[i]` of `ranks`, from `start[i]` on.
 
@@ -164,7 +168,8 @@ MOST_SHARING = 1 << 62
 
 
 def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
-    """Group the ranks that receive each block of `lines` (with equal holders) by node, at most `sharing` per group.
+    """Group the ranks that receive each block by node, at most `sharing` per group, for all blocks of the lines
+    numbered `lines`. A line is bytes that the same ranks hold, and a block is bytes of a line that the same ranks need.
 
     Return the groups as Nodes. The ranks of a group are on one node.
     """
@@ -201,7 +206,8 @@ def _find_sharing(demands: Demands, sharing: int, blocks: Ints, lines: Ints) -> 
 
 
 def legs_as_cut(demands: Demands) -> Legs:
-    """Make the Legs in which each receiver gets its bytes straight from the holders, as `demands` divides them."""
+    """Make the Legs in which each receiver gets its bytes straight from the ranks that hold them; `demands` determines
+    which holder sends which bytes."""
     count = len(demands.nbytes)
     zero = np.zeros(count, np.int64)
     one = np.ones(count, np.int64)

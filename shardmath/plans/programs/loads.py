@@ -53,7 +53,8 @@ Loads: TypeAlias = NDArray[np.int64]
 
 
 class Pairs(NamedTuple):
-    """A table of bytes: a row per sender, receiver, phase (number of the addend) and hop (`leg`, counted from 0).
+    """A table of bytes: a row per sender, receiver, phase and hop (`leg`, counted from 0). Phase p has the bytes of
+    partial value number p of each sum; all other bytes are in phase 0.
 
     `sender` and `receiver` are places among the program's ranks.
     """
@@ -67,7 +68,8 @@ class Pairs(NamedTuple):
 
 
 def sum_pairs(prog: Program) -> Pairs:
-    """Sum the bytes from rank to rank in each phase (number of the addend) and hop of the program; return Pairs."""
+    """Sum the bytes that go from each rank to each other rank in each phase and hop of the program; return Pairs. Phase
+    p has the bytes of partial value number p of each sum; all other bytes are in phase 0."""
     ranks = np.array(prog.ranks, np.int64)
     count = len(ranks)
     phases = _count_phases(prog)
@@ -134,10 +136,8 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
 
 
 def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
-    """Return an array of the bytes of `pairs` by phase, hop, rank and link (in or out, inside or between nodes).
-
-    A phase is the number of an addend.
-    """
+    """Return the bytes of `pairs` as an array with four axes: phase, hop, rank, and link (out or in, inside or between
+    nodes). Phase p has the bytes of partial value number p of each sum."""
     shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
     out_link = 2 * pairs.far
@@ -150,7 +150,8 @@ def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
 
 
 def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
-    """Return the most messages that each rank may have in a round, by turn (a group of peers): an array (turns, ranks).
+    """Return an array (turns, ranks) of the most messages, sent and received together, that a rank can have in a round
+    of each turn. A turn is all rounds in which ranks exchange messages with the same group of peers.
 
     There is one message for each leg and peer in each direction, whatever the phase.
     """
@@ -170,8 +171,8 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
 
 
 def sum_round_loads(prog: Program) -> Loads:
-    """Return an array of bytes by round (three axes: addend, slice, group of peers), rank, and link (in or out, inside
-    or between nodes).
+    """Return the bytes of each round as an array with five axes: partial value, slice, group of peers, rank, and link.
+    The first three number the round; links are out or in, inside or between nodes.
 
     Bytes are exact, slice by slice. The latest loads are cached with the legs: a program that is scheduled is often
     certified and proved next.
@@ -314,8 +315,8 @@ def _code_ends(
 
 
 def estimate_seconds(where: Topology, loads: Loads) -> float:
-    """Estimate the seconds that rounds with bytes `loads` take one after the other on the cluster `where`: each takes
-    its fullest link's time plus a latency.
+    """Estimate the seconds for rounds that follow each other on the cluster `where`. `loads` has the bytes per round,
+    rank and link, and a round takes the time of its fullest link plus a latency.
 
     `loads` are bytes by (..., rank, link).
     """
@@ -335,8 +336,8 @@ def _time_links(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
-    """Return when each round begins and ends, in seconds: an array with the axes addend, slice and group of peers,
-    which number the round, and (begin, end).
+    """Return the seconds at which each round begins and ends, as an array with four axes: partial value, slice, group
+    of peers, and (begin, end). The first three number the round; `loads` has the bytes of each round.
 
     Empty rounds take no time. The last round ends at the time of `estimate_seconds`.
     """
@@ -347,8 +348,8 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
-    """Estimate the seconds that `loads` take if each hop is cut into `slots` equal parts, and hop i + 1 runs one part
-    behind hop i."""
+    """Estimate the seconds for sending the bytes in `loads`, given by phase, hop, rank and link. Each hop is cut into
+    `slots` equal parts, and hop i + 1 runs one part behind hop i."""
     total = 0.0
     few = min(slots, LEGS)
     for slot in range(few + LEGS - 1):

@@ -103,7 +103,8 @@ class Round(NamedTuple):
 
     @property
     def step(self) -> Step:
-        """The round's place in its program: (phase, slot, turn), the numbers of addend, slice and group of peers."""
+        """The round's place in its program: (phase, slot, turn). They number the partial value that is sent, the slice
+        of it, and the group of peers with which a rank exchanges it."""
         return self.messages[0].step
 
     @property
@@ -199,7 +200,8 @@ _ByAddend: TypeAlias = dict[int, list[tuple[Step, Box]]]
 
 
 def keeps_fold_order(rounds: Iterable[Round]) -> bool:
-    """Return whether the rounds of one rank are sure to bring the addends of each element in ascending order.
+    """Return whether the rounds of one rank are sure to bring the partial values of each element in ascending order of
+    their numbers, so that they are summed in this order.
 
     Rounds are ordered and pieces of one round are folded in order of addend, so a tensor is in order
     in two cases: its addends arrive in rounds one after the other, or they all bring the same

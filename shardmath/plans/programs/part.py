@@ -51,15 +51,16 @@ Slices = tuple[slice, ...]
 
 
 class LocalTensor(NamedTuple):
-    """A tensor that a rank stores under a local name: the name of the whole tensor, and the layout of the whole or of
-    one window (part) of it."""
+    """A tensor that a rank stores: the name of the whole tensor to which it belongs, and its layout. The layout covers
+    the whole tensor or one window (part) of it."""
 
     tensor: str
     layout: Layout
 
 
 class CellWork(NamedTuple):
-    """Boxes of the local tensor `key` whose elements are all filled with `value`, or all divided by it."""
+    """Work that a rank does on boxes of its local tensor `key`: it sets all their elements to `value`, or divides all
+    of them by `value`."""
 
     key: str
     boxes: tuple[Slices, ...]
@@ -92,8 +93,8 @@ class RankProgram:
         return len(self.rounds) + 2
 
     def list_torn(self, begun: int | None) -> tuple[str, ...]:
-        """Return the local names of destination tensors that may be partly written once `begun` of the rank's steps
-        have begun (at any time if None).
+        """Return the local names of destination tensors that are possibly half written when the rank stops after
+        `begun` of its steps have begun. If `begun` is None, the rank can have stopped at any step.
 
         `begun` is more than `steps` when everything is done.
         """
@@ -182,8 +183,9 @@ class Outline:
     def part(
         self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
     ) -> RankProgram:
-        """Make the rank's RankProgram; a plan's transfers are cut into messages by limits that follow from `peers`, the
-        most of any rank, and `max_inflight_bytes`. With `by_addend`, one addend goes after the other.
+        """Make the rank's RankProgram; the transfers of a plan are cut into messages so that at most
+        `max_inflight_bytes` are in flight. `peers` is the largest number of peers of any rank; with `by_addend`,
+        partial values of a sum are sent one after the other.
 
         A plan needs `by_addend` if otherwise some rank's part does not keep the order of addends. The limit applies to
         a plan; a program has its own. Raises ExchangeError if the limit has no room for a message.

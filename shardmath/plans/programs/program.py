@@ -51,7 +51,8 @@ __all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", 
 @public
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Program:
-    """A plan divided into rounds of messages between ranks, which other ranks may relay; made by `schedule`.
+    """A plan divided into rounds of messages between ranks, where a rank can forward bytes that it has received; made
+    by `schedule`.
 
     Each rank-to-rank stream is cut into `slots` slices, so that a relay forwards one slice while it
     receives the next; the peers of a rank take `turns` turns. No rank has more than
@@ -259,10 +260,10 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes from rank to rank) into Slices with time slots, without the delay of each hop and line
-    (bytes with equal holders).
+    """Cut `streams` (bytes that go from one rank to another) into Slices with time slots. Slots are counted from the
+    start of a hop and of a line (bytes that the same ranks hold), without the delays at which these start.
 
-    `list_slices` adds the delay.
+    `list_slices` adds these delays.
     """
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = prog.legs.lines.blocks.owners_of(streams.block)
@@ -369,8 +370,8 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return the turn (group of peers), modulo the number of turns, in which two ranks exchange bytes in hop `leg`;
-    their positions sum to `places`.
+    """Return a number that, modulo the number of turns, is the turn (group of peers) in which two ranks exchange bytes
+    in hop `leg`. `places` is the sum of the two ranks' positions among all `ranks` ranks.
 
     Positions are among all `ranks` ranks. With 2 * `ranks` turns a rank has one peer in each turn; with 2 * `ranks`
     turns for each leg, one peer and one leg.

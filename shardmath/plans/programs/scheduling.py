@@ -156,7 +156,8 @@ def _list_legs(plan: Plan, demands: Demands, topology: Topology, fanout: str) ->
 
 
 def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
-    """Return a Program without relays whose transfers are those that run when `plan` itself is compiled.
+    """Return the Program that sends the transfers of `plan` unchanged, each straight from its sender to its receiver.
+    It is the Program that runs if `plan` itself is compiled.
 
     It sends each of the plan's transfers from its own sender, in one round per addend. The topology
     (default: the plan's own, or 8 ranks per node) says where the ranks are and changes no transfer.
@@ -173,10 +174,8 @@ def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
 
 
 def run_straight(plan: Plan, topology: Topology | None = None) -> Program:
-    """Return a Program without relays, as `as_planned` does, but with an empty digest and limits that are not computed.
-
-    Each limit is 1.
-    """
+    """Return a Program without relays, as `as_planned` does, but without computing its digest and limits. The digest is
+    empty, and the limits on bytes and messages in flight are 1."""
     _check_plan(plan, "give what plan(src, dst) returns")
     chosen = _choose_topology(plan, topology)
     assumes = _assumes_nodes(plan, topology)
@@ -205,8 +204,8 @@ class _Undivided(NamedTuple):
 
     @property
     def by_rank(self) -> Ints:
-        """The bytes that each rank sends and receives in each phase (number of the addend), over all hops, as an array
-        (phase, rank)."""
+        """The bytes that each rank sends plus the bytes that it receives in each phase, over all hops, as an array
+        (phase, rank). Phase p has the bytes of partial value number p of each sum."""
         total: Ints = self.loads.sum(axis=(1, 3))
         return total
 

@@ -106,7 +106,8 @@ def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints)
 
 
 class Straight(NamedTuple):
-    """Bytes that go straight from holders to the first rank (entry) that takes them on a node, as columns of a table.
+    """A table of bytes that holders send straight to a node: to its entry, the first rank there that takes them. In row
+    i, `size[i]` bytes of block number `block[i]` (bytes that the same ranks need) go to entry number `entry[i]`.
 
     An item is `size` bytes: from byte `begin` of the content of `block`, at `place` on its line, to entry
     number `entry`.
@@ -120,7 +121,9 @@ class Straight(NamedTuple):
 
 
 def list_straight(legs: Legs, lines: Ints) -> Straight:
-    """List, as Straight, the bytes of `lines` (with equal holders) that go straight from holders, block by block."""
+    """List, as Straight, the bytes that ranks send without relays from what they hold themselves. `lines` are numbers
+    of lines (bytes that the same ranks hold), of which all blocks (bytes that the same ranks need) are listed in
+    order."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     return _pick_straight(legs, entries)
@@ -158,10 +161,8 @@ def _find_first(lines: Ints) -> int:
 
 
 def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
-    """Yield streams (bytes from rank to rank) in Bundles of lines or, with `some`, only Bundles with a line in `some`.
-
-    `some` are numbers of lines. A line is bytes with equal holders.
-    """
+    """Yield all streams (bytes that go from one rank to another), in Bundles of several lines (bytes that the same
+    ranks hold). If `some`, an array of line numbers, is given, only Bundles that contain such a line are yielded."""
     bundles = _divide_lines(legs)
     wanted: Iterable[int] = range(len(bundles))
     if some is not None:
@@ -173,10 +174,8 @@ def list_bundles(legs: Legs, some: Ints | None = None) -> Iterator[Bundle]:
 
 
 def bundle_lines(legs: Legs, lines: Ints) -> list[Ints]:
-    """Divide `lines` into consecutive arrays with similar numbers of streams (bytes between two ranks), if possible.
-
-    A line is bytes with equal holders.
-    """
+    """Divide `lines`, an array of line numbers, into consecutive arrays that have about equally many streams (bytes
+    that go from one rank to another). A line is bytes that the same ranks hold."""
     demands = legs.lines
     # A line has about one stream for each receiver of each band, and one more for each holder.
     bands = Offsets(legs.bands.first).counts()

@@ -33,7 +33,8 @@ _Column: TypeAlias = NDArray[Any]
 
 
 class Stretches(NamedTuple):
-    """Bytes lo..hi-1 of blocks (bytes with equal holders and receivers) that go from rank to rank, or stay; a table."""
+    """A table of byte ranges: in row i, bytes `lo[i]` to `hi[i]` - 1 of block `block[i]` go from `sender[i]` to
+    `receiver[i]`, which can be the same rank. A block is bytes that the same ranks hold and the same ranks need."""
 
     block: Ints
     sender: Ints
@@ -43,10 +44,10 @@ class Stretches(NamedTuple):
 
 
 class StretchParts(NamedTuple):
-    """Parts of stretches (bytes between ranks): part i is elements lo[i]..hi[i]-1 of a unit (elements that move
-    together) in `copies[i]` consecutive tensors.
+    """Parts of byte ranges that go from rank to rank. Part i is elements lo[i]..hi[i]-1 of a unit (elements that move
+    together), in each of `copies[i]` consecutive tensors.
 
-    It belongs to stretch number `stretch[i]`, and its unit to row `row[i]`. The first of the tensors has number
+    Part i belongs to byte range number `stretch[i]`, and its unit to row `row[i]`. The first of the tensors has number
     `tensor[i]` in its batch.
     """
 
@@ -63,7 +64,8 @@ class StretchParts(NamedTuple):
 
 
 def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
-    """Cut the byte ranges `given` (Stretches) into parts, each with the same elements of consecutive tensors."""
+    """Cut the byte ranges `given` into parts. A part is one range of elements, the same in each of several consecutive
+    tensors of a batch; `batches` are the groups of equally sharded tensors."""
     grid = make_grid(demands, batches)
     cut = _cut_by_row(grid, given)
     by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])

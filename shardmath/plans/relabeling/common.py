@@ -32,8 +32,8 @@ Pair: TypeAlias = tuple[Layout, Layout]
 
 
 def count_common(pairs: Mapping[Pair, int], ranks: Ints) -> Ints:
-    """Return an array (i, j) of the bytes that `ranks[i]` at the source and `ranks[j]` at the destination both hold;
-    `pairs` counts tensors by pair of windows."""
+    """Return an array (i, j) of the bytes that `ranks[i]` at the source and `ranks[j]` at the destination both hold.
+    `pairs` maps (source layout, destination layout) to the number of tensors that have these layouts."""
     common = np.zeros((len(ranks), len(ranks)), np.int64)
     for shared in _compare(pairs, ranks):
         _add(common, shared)
@@ -63,8 +63,8 @@ class _Shared(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """A dict key; keys are equal if both sides have equal ranks, in equally numbered classes (ranks that hold the
-        same)."""
+        """A dict key. Two objects have equal keys if they have the same source ranks and destination ranks, divided
+        into the same numbered classes (ranks that hold the same elements)."""
         columns = *self.rows[:2], *self.columns[:2]
         return tuple(column.tobytes() for column in columns)
 

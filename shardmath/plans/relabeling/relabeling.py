@@ -113,8 +113,8 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 
 def relabel(src: Side, dst: Side) -> Relabeling:
-    """Find the renumbering of the ranks of `dst` with which a plan from `src` moves the fewest bytes, while addends of
-    a Partial destination stay in place.
+    """Find the renumbering of the ranks of `dst` with which a plan from `src` moves the fewest bytes. It never changes
+    which partial value of a Partial destination a rank holds.
 
     `src` and `dst` are as in `plan`. `saving`, in bytes, is exact. The search takes 16 bytes of memory per pair of
     destination ranks. Raises PlanError if names, shapes, dtypes or reductions differ, and if scipy is needed and not
