@@ -30,8 +30,8 @@ _Span: TypeAlias = tuple[int, int]
 
 
 def find_bounds(box: Box, differ: Differ) -> Box:
-    """Find the smallest box that contains all differences in `box`, which has at least one, by calling `differ`, which
-    returns, for a list of boxes, a list of flags: whether each has any.
+    """Find the smallest box that contains all differences in `box`, which must have at least one. `differ` takes a list
+    of boxes, and returns a list of flags: True if that box has a difference.
 
     If answers contradict each other, because memory is written meanwhile, the box is larger.
     """

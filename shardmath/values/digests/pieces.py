@@ -53,8 +53,9 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Divide a local array, with `words` words per element at positions `runs`, into pieces to sum one by one; yield
-    each as one DimensionPart (local range) per dimension. `order` lists the dimensions, the closest in memory first.
+    """Divide a local array with elements at positions `runs` into pieces to be summed up one by one; yield each piece
+    as one DimensionPart (range of local positions) per dimension. `order` lists the dimensions, the closest in memory
+    first; `words` is how many integers of 16 bits (or 8) an element is read as.
 
     Pieces are cut near the ends of long ranges in `runs`.
     """

@@ -105,8 +105,9 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Return, as Blocks, the size of the block (positions of the tensor at `end`) that one element of the component
-        stands for. Raises PlanError if it has over `ndim` dimensions."""
+        """Return, as Blocks, the block of positions of the tensor at `end` that one element of the component stands
+        for: its size in each of the last dimensions. Raises PlanError if the block has more dimensions than the tensor,
+        which has `ndim`."""
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
@@ -131,8 +132,9 @@ class Component:
         return *others, last * spread
 
     def spread_at(self, end: End) -> int:
-        """Return how many neighboring elements of the component, along the last dimension, stand for one element of the
-        tensor at `end`: 2 if a byte there has two numbers."""
+        """Return the number of the component's elements, neighbors along the last dimension, per element of the tensor
+        at `end`. It is 2, for example, if the tensor's elements are bytes of two numbers, and the component's elements
+        are single numbers."""
         return self.spread[0 if end == "source" else 1]
 
 
@@ -189,7 +191,8 @@ class HasConditions(Protocol):
     the source or the destination."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if the transform cannot work on what ranks hold of the tensor `name` under `layout`."""
+        """Raise PlanError if the transform cannot be computed at `end` (source or destination) from the parts of the
+        tensor `name` that ranks hold under `layout`."""
         ...
 
 
@@ -233,6 +236,6 @@ class Transform(Protocol):
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Return a part of the destination's tensor, some whole blocks (elements computed together), computed from
-        `arrays`: the matching part of each component that was sent."""
+        """Compute some whole blocks (elements computed together) of the destination's tensor, and return them as one
+        array. `arrays` has one array for each component that was sent, with the elements for these blocks."""
         ...

@@ -110,8 +110,9 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return texts that describe `source` and must be equal on all ranks, as a dict with the keys "the source" and the
-    quoted name of each divided tensor. Ranks compare them before they exchange local shapes of DTensors."""
+    """Return a dict of texts about `source`, which ranks compare before they exchange local shapes of DTensors. The
+    text under "the source" says which kind of source it is; the text under the quoted name of a DTensor, or another
+    tensor that knows its shards, describes that tensor."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}

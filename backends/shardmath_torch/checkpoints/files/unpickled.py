@@ -288,8 +288,8 @@ def _set_fields(self: Any, state: tuple[object, ...]) -> None:
 
 
 def read_metadata(text: bytes, where: object) -> Metadata:
-    """Return the Metadata of a torch checkpoint, unpickled from `text` by an allow-list of classes. Its parts are
-    substitutes, not equal to torch's own.
+    """Return the Metadata of a torch checkpoint, unpickled from `text` by an allow-list of classes. Objects inside it
+    are instances of substitutes for torch's classes, and do not equal torch's own objects.
 
     Raises CheckpointError, naming the file `where`, for anything else.
     """
