@@ -68,8 +68,8 @@ class Broadcast:
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The rounds of messages between pairs of ranks that the plan has for this rank, for records that describe a
-        move. This engine does not send them: it broadcasts tensors."""
+        """The rounds of messages that the plan has for this rank; they are read only to count messages and bytes for
+        reports. This engine sends other messages: it broadcasts tensors."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:

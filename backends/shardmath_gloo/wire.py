@@ -91,8 +91,8 @@ class _Long(NamedTuple):
     answer: Callable[[], _Pending] | None = None
 
     def wait(self) -> None:
-        """Wait until this long message is complete; its receiver then sends a byte in answer, for which its sender
-        waits. Raises PeerFailure if a message fails or is late."""
+        """Wait until this long message and its answer, one byte that its receiver sends after receiving it, have both
+        been transferred. Raises PeerFailure if a message fails or is late."""
         for part in self.parts:
             part.wait()
         if self.answer is not None:

@@ -310,9 +310,8 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """A hypothesis strategy for three values: a source layout, a destination layout, and a tuple of ranks. In the
-    destination layout, disjoint sets of ranks hold several copies of the tensor; the tuple has all ranks of one or more
-    copies.
+    """A hypothesis strategy for a source layout, a destination layout, and a tuple of ranks. In the destination layout,
+    each of several disjoint sets of ranks holds one copy of the tensor; the tuple has all ranks of some of these sets.
 
     Both layouts have one shape. No rank of those copies is in the source layout, and the other ranks still reduce in
     the same way.

@@ -58,8 +58,8 @@ def preparing_commutes_with_slicing(
 def finalizing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `transform.finalize`, called with only a rank's parts of the wire tensors (those sent), returns the
-    same values as the rank's part of its result for the whole wire tensors."""
+    """Check that a rank gets the same values in two ways: if `transform.finalize` gets only the rank's parts of the
+    tensors that are sent, and if it gets them whole and its result is sliced."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     tensor = _only(whole.finalize(0, wires))

@@ -134,9 +134,9 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Check `found`, an untrusted record of bytes that differ per rank. Return a dict from the name that ranks use for
-    their bytes to a dict from rank to the name in `tensors` of that rank's bytes. Raises CheckpointError if a rank's
-    bytes are not in `tensors`, or if no rank saved bytes under a name."""
+    """Check `found`, an untrusted dict of dicts from the checkpoint `path`, and return it with ranks as ints. It maps
+    each name of bytes that differ per rank to a dict from rank to the key in `tensors` of that rank's bytes. Raises
+    CheckpointError, naming `path`, if a key is not in `tensors`, or if no rank saved bytes under a name."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():

@@ -354,9 +354,9 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError unless `paths` maps names in `names` to valid paths: tuples of keys of nested dicts and
-    lists that give the name when joined with dots. Also raise it if a path continues another path, or one has a list
-    where another has a dict."""
+    """Raise CheckpointError unless `paths` maps names, all of them in `names`, to tuples of keys of nested dicts and
+    lists, which give the name when joined with dots. Also raise it if two paths conflict: one begins with the whole
+    other path, or after the same first keys, one has an int (for a list) and the other a str (for a dict)."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)

@@ -168,10 +168,11 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the arguments `format` and `amax` of `cast` for `rank`. `amax` is an array with each block's largest
-        magnitude in `own` (measured by the rank) and `arrived` (a dict by name, received from other ranks).
+        """Return the format and the amaxes (each block's largest magnitude) with which `rank` quantizes its part. A
+        block's amax is the largest of the values in `own`, measured by the rank, and `arrived`, received from other
+        ranks. The format is the plan's own, but has the whole tensor's amax if NVFP4 needs it.
 
-        The format has the whole tensor's amax if NVFP4 needs it. `arrived` is by the names that `list_local` gives.
+        `arrived` is by the names that `list_local` gives.
         Raises PlanError.
         """
         part = self._find_part(rank)

@@ -49,9 +49,10 @@ class PartStretches(NamedTuple):
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Divide the rank's positions into boxes, and yield each as two tuples of slices: of the tensor, and of an
-        array that has only the rank's positions. `sizes` has the size of blocks in each dimension (None: the whole
-        dimension); a range is cut at its first border between blocks.
+        """Divide the rank's positions into boxes. In each dimension, a box begins where a block begins, or ends in the
+        block in which it begins, so that it can be quantized like a separate tensor. Each box is yielded as two tuples
+        of slices: of the tensor, and of an array that has only the rank's positions. `sizes` has the size of blocks in
+        each dimension (None: the whole dimension).
 
         A range that crosses a border between blocks of `sizes` is cut once, at the first: one piece lies inside a
         block, and the other begins with a block.

@@ -53,9 +53,10 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Divide a local array with elements at positions `runs` into pieces to be summed up one by one; yield each piece
-    as one DimensionPart (range of local positions) per dimension. `order` lists the dimensions, the closest in memory
-    first; `words` is how many integers of 16 bits (or 8) an element is read as.
+    """Divide a local array into pieces to be summed up one by one; yield each piece as one DimensionPart (range of
+    local positions) per dimension. `runs` maps each dimension's local positions to global ones; `order` lists the
+    dimensions, the closest in memory first. `words`, the number of integers as which an element is read, decides where
+    long ranges are cut.
 
     Pieces are cut near the ends of long ranges in `runs`.
     """

@@ -72,7 +72,7 @@ def list_shares(
 ) -> list[int]:
     """Return a list of the weighted sums that `rank` contributes to the digest: one per patch (elements that the same
     ranks hold), in the order of `list_held`. `arrays` maps the index of a layout in `windows` to the rank's local array
-    under that layout; `library` computes with the arrays."""
+    under that layout. The weights are random numbers drawn by `seed`; `library` computes with the arrays."""
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]
@@ -162,8 +162,9 @@ def weigh_boxes(
     library: Library = NUMPY,
 ) -> list[int]:
     """Return a list with, for each of `boxes`, the weighted sum modulo 2^61 - 1 of the elements of `portions` that lie
-    in the box. A portion is elements that one rank holds under one of the tensor's layouts (windows); `arrays` maps
-    that layout's index to the rank's local array."""
+    in the box. A portion is elements that one rank holds under one of the tensor's layouts; `arrays` maps that layout's
+    index to the rank's local array. The weights are random numbers drawn by `seed`; `library` computes with the
+    arrays."""
     sums = []
     for box in boxes:
         total = 0
@@ -178,8 +179,8 @@ MAKE_ALIKE = "make the replicas equal, or use a layout with Partial if they are 
 
 
 def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> str:
-    """Return the error message that says that replicas of the tensor `name` differ in `box`. The message ends with
-    `fix`, advice for the user."""
+    """Return the error message that says that replicas of the tensor `name` differ in `box`. `unlike` tells which ranks
+    hold the same bits, and which ranks hold other bits; `fix`, advice for the user, ends the message."""
     others = sorted({holder.rank for holder in unlike.others})
     alike = sorted({holder.rank for holder in unlike.alike})
     holds = "holds" if len(others) == 1 else "hold"

@@ -178,10 +178,10 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return a tuple of the layouts, without holes, of the data, scales and any other parts of a tensor quantized
-        with this `layout`, in the order of `parts`. FormatError is raised if ranks divide a block between them, unless
-        `duplicated`, which puts the block's scale on all of these ranks. With `kinds`, dtypes are torch's names instead
-        of the arrays' dtypes.
+        """Return the layouts of the data, scales and any other parts of a tensor quantized with this `layout`, in the
+        order of `parts`. Their local arrays have no unused positions, even if the tensor's local arrays have
+        some. FormatError is raised if ranks divide a block between them, unless `duplicated`, which puts the block's
+        scale on all of these ranks. With `kinds`, dtypes are torch's names instead of the arrays' dtypes.
 
         Raises FormatError, with the tensor's `name`, if a rank cuts a block, as `check_shape` does, and for a Partial
         layout: quantized addends do not add up to the quantized sum. If `duplicated`, ranks may cut blocks: the scale

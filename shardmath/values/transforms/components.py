@@ -105,9 +105,10 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Return, as Blocks, the block of positions of the tensor at `end` that one element of the component stands
-        for: its size in each of the last dimensions. Raises PlanError if the block has more dimensions than the tensor,
-        which has `ndim`."""
+        """Return how many elements of a tensor, in each of its last dimensions, one element of this component stands
+        for, as Blocks. A component is a tensor that is sent in place of another one, which has `ndim` dimensions; `end`
+        is "source" or "destination", where the counts can differ. Raises PlanError if the Blocks have more dimensions
+        than the tensor."""
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
@@ -132,9 +133,9 @@ class Component:
         return *others, last * spread
 
     def spread_at(self, end: End) -> int:
-        """Return the number of the component's elements, neighbors along the last dimension, per element of the tensor
-        at `end`. It is 2, for example, if the tensor's elements are bytes of two numbers, and the component's elements
-        are single numbers."""
+        """Return how many elements of this component stand for one element of a tensor: 2, for example, if each byte of
+        the tensor holds two numbers. A component is a tensor that is sent in place of another one; `end` is "source" or
+        "destination", where the counts can differ."""
         return self.spread[0 if end == "source" else 1]
 
 
@@ -236,6 +237,7 @@ class Transform(Protocol):
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Compute some whole blocks (elements computed together) of the destination's tensor, and return them as one
-        array. `arrays` has one array for each component that was sent, with the elements for these blocks."""
+        """Compute some blocks (elements computed together) of the destination's tensor from `arrays`, and return them
+        as one array. `arrays` has one array for each tensor that was sent in its place, with the elements for these
+        blocks. `src` and `dst` are the tensor's shape and dtype at the source and the destination."""
         ...

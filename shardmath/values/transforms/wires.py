@@ -198,8 +198,8 @@ def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> Lay
 
 
 def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
-    """Return the layout of `component`, which is sent instead of the tensor `name`; `layout` is the tensor's layout at
-    `end`.
+    """Return the layout of `component`, a tensor that is sent in place of the tensor `name`. `layout` is the layout of
+    the tensor `name` at the source or the destination, as `end` says.
 
     It has no holes. Raises PlanError for a cut inside a block.
     """

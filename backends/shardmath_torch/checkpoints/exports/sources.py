@@ -110,9 +110,9 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return a dict of texts about `source`, which ranks compare before they exchange local shapes of DTensors. The
-    text under "the source" says which kind of source it is; the text under the quoted name of a DTensor, or another
-    tensor that knows its shards, describes that tensor."""
+    """Return a dict of texts, which ranks compare to check that their `source` agrees. The text under "the
+    source" tells its kind. If `source` is a dict, each DTensor, or tensor marked by `checkpointable`, is described
+    under its name in quotes."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}

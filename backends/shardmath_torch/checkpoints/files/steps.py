@@ -73,9 +73,10 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """Call `act` on every rank of `group`; once all ranks have succeeded, return this rank's result. Every rank raises
-    CheckpointError, naming the `step`, if `act` raises on one, or if ranks disagree on `claim(result)`, a description
-    of the result; in the second case, the message ends with the advice `fix`.
+    """Call `act` on every rank of `group`; once all ranks have succeeded, return this rank's result. If `act` raises on
+    any rank, or ranks disagree on `claim(result)`, a description, every rank raises CheckpointError that names the
+    `step`. An error about a disagreement ends with the advice `fix`, or with what `fix` returns for a text that tells
+    the difference.
 
     `act` must not communicate. `fix`, or what it returns for what differs, ends the message about different claims. A
     rank that is interrupted in `act` raises the interrupt.

@@ -154,8 +154,8 @@ def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
 
 
 def check_key(key: object, of: str) -> None:
-    """Raise CheckpointError unless `key`, a key of a dict, is exactly a str; the message calls the dict `of`. A key of
-    a subclass would be loaded as a str."""
+    """Raise CheckpointError unless `key`, a key of a dict, is exactly a str, as a key of a subclass would be loaded as
+    a str. The argument `of` is the text for the dict in the message, such as "a parameter group"."""
     if type(key) is not str:
         what = f"{of} has the key {shown(key)}, of type {type(key).__name__}"
         raise CheckpointError(f"{what}; use text as keys, of exactly the type str")
