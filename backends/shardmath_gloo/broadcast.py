@@ -68,17 +68,19 @@ class Broadcast:
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The rounds of messages that the plan has for this rank, as records of a move show them, though this engine
-        broadcasts tensors instead."""
+        """The rounds of messages that the plan has for this rank; they are read only to count messages and bytes for
+        reports. This engine sends other messages: it broadcasts tensors."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:
-        """Return a new engine for `task` (one rank's work in a plan), since nothing of this engine can be reused."""
+        """Return a new engine for `task`, which is this engine's task (one rank's work in a plan) without sends to the
+        ranks in `gone`. Nothing of this engine is reused."""
         return Broadcast(task)
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
-        """Move the plan's tensors from `src` to `dst`, this rank's local tensors by name. Raises PeerFailure if a
-        message fails or is late."""
+        """Send tensors of `src`, and fill tensors of `dst` in place, as the plan says; both are this rank's local
+        tensors by name. `watch` records the time when all are filled. Raises PeerFailure if a message fails or is
+        late."""
         # Not known: tensors arrive in another order than in the part's steps.
         self.begun = None
         # Only in inference mode may inference tensors be written.

@@ -91,8 +91,8 @@ class _Long(NamedTuple):
     answer: Callable[[], _Pending] | None = None
 
     def wait(self) -> None:
-        """Wait until this long message is complete; its receiver then sends a byte in answer, for which its sender
-        waits. Raises PeerFailure."""
+        """Wait until this long message and its answer, one byte that its receiver sends after receiving it, have both
+        been transferred. Raises PeerFailure if a message fails or is late."""
         for part in self.parts:
             part.wait()
         if self.answer is not None:
@@ -134,7 +134,8 @@ class GlooWire:
         self._is_late = patience is not None
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
-        """Post a receive of bytes from `rank` into `memory`, and return a Pending to wait for. Raises PeerFailure."""
+        """Post a receive of bytes from `rank` into `memory`, and return a Pending to wait for. Raises PeerFailure if
+        the receive cannot be posted, as on a closed connection."""
         data = self._receive(memory, rank, self._patience, DATA)
         if memory.nbytes < LONG:
             return data
@@ -148,7 +149,8 @@ class GlooWire:
         return _Long((tail, data), answer)
 
     def send(self, memory: Tensor, rank: int) -> Pending:
-        """Post a send of the bytes of `memory` to `rank`, and return a Pending to wait for. Raises PeerFailure."""
+        """Post a send of the bytes of `memory` to `rank`, and return a Pending to wait for. Raises PeerFailure if the
+        send cannot be posted, as on a closed connection."""
         data = self._send(memory, rank, self._patience, DATA)
         if memory.nbytes < LONG:
             return data
@@ -181,13 +183,11 @@ class GlooWire:
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Send `record`, of the same size on all ranks, to all ranks; return a list of all ranks' records, in the
-        group's order. Raises PeerFailure.
+        group's order. Raises PeerFailure if a message fails, or takes longer than `patience` seconds (None: the limit
+        that `begin` set).
 
-        Waits `patience` seconds; None for the turn's.
-
-        Bruck's algorithm: each step doubles the records that a rank has, log2(size) steps in all.
-        gloo's own all-gather is a ring of size - 1 steps, twice as slow for 8 ranks, and does not
-        tell which rank failed.
+        Bruck's algorithm: each step doubles the records that a rank has, log2(size) steps in all. gloo's own all-gather
+        is a ring of size - 1 steps, twice as slow for 8 ranks, and does not tell which rank failed.
         """
         # Ctrl-C must end a wait that the caller has made long; a thread per wait would slow other votes.
         wait_for = _Pending.wait if patience is None else _wait_in_thread
@@ -215,7 +215,8 @@ class GlooWire:
         return [row.numpy().tobytes() for row in rows]
 
     def broadcast(self, memory: Tensor, rank: int) -> None:
-        """Broadcast the bytes of `memory` on `rank` into all other ranks' `memory`. Raises PeerFailure."""
+        """Broadcast the bytes of `memory` from the sender `rank` into `memory` of all other ranks. Raises PeerFailure
+        if the broadcast fails or is late."""
         options = dist.BroadcastOptions()
         options.rootRank = self._places[rank]
         options.asyncOp = True

@@ -61,7 +61,8 @@ class _Batch:
         self._is_ordered = False
 
     def wait(self) -> None:
-        """Have later work on the current CUDA stream wait for all messages of this batch. Raises PeerFailure."""
+        """Make later work on the current CUDA stream wait for all messages of this batch. Raises PeerFailure if a
+        message is already known to have failed."""
         if not self._is_ordered:
             _order(self.works)
             self._is_ordered = True
@@ -131,8 +132,11 @@ class NcclWire:
 
     @functools.cached_property
     def device(self) -> torch.device:
-        """The device that the group is bound to, or else the one that was current at the first read. A group has one
-        communicator per device."""
+        """The device on which the group communicates: the one that the group is bound to, or else the device that was
+        current when this property was first read.
+
+        A group has one communicator per device.
+        """
         return compat.device_of(self._group)
 
     def begin(self, turn: int, patience: float | None = None) -> None:
@@ -141,18 +145,20 @@ class NcclWire:
         self._patience = self._default_patience if patience is None else patience
 
     def receive(self, memory: Tensor, rank: int) -> _Batch:
-        """Queue a receive of bytes from `rank` into `memory`; the next `start` launches it with all queued messages."""
+        """Queue a receive of bytes from `rank` into `memory`; the next `start` launches it with all queued messages.
+        Return the _Batch of these messages, which are waited for together."""
         self._batch.ops.append(WireMessage(False, memory, self._places[rank]))
         return self._batch
 
     def send(self, memory: Tensor, rank: int) -> _Batch:
-        """Queue a send of the bytes of `memory` to `rank`; the next `start` launches it with all queued messages."""
+        """Queue a send of the bytes of `memory` to `rank`; the next `start` launches it with all queued messages.
+        Return the _Batch of these messages, which are waited for together."""
         self._batch.ops.append(WireMessage(True, memory, self._places[rank]))
         return self._batch
 
     def start(self) -> None:
         """Start all queued messages as one NCCL group; if 8 groups are in flight, first wait for the oldest. Raises
-        PeerFailure."""
+        PeerFailure if the start fails, or if the oldest group fails or is late."""
         # Messages posted later are of the next group, even if this one fails.
         batch, self._batch = self._batch, _Batch()
         if not batch.ops:
@@ -167,7 +173,8 @@ class NcclWire:
         self._started_batches.append(batch)
 
     def finish(self) -> None:
-        """Wait, on the host, until all started messages have been sent and received. Raises PeerFailure."""
+        """Wait, on the host, until all started messages have been sent and received. Raises PeerFailure if a message
+        fails or is late."""
         while self._started_batches:
             self._finish_first()
 
@@ -178,7 +185,8 @@ class NcclWire:
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Send `record`, of the same size on all ranks, to all ranks; return a list of all ranks' records, in the
-        group's order. Waits at most `patience` seconds (None: as set by `begin`). Raises PeerFailure."""
+        group's order. Raises PeerFailure if the gather fails, or if a wait for other ranks takes longer than `patience`
+        seconds (None: the limit that `begin` set)."""
         if patience is None:
             patience = self._patience
         self._meet(patience)

@@ -292,7 +292,8 @@ def pairs(
     draw: Draw, ops: tuple[str | None, ...] = OPERATIONS, count: int = 2, overlap: bool = True
 ) -> tuple[Layout, ...]:
     """A hypothesis strategy for tuples of `count` layouts of one shape, on equal, overlapping or disjoint meshes. Some
-    axes may be Partial by an operation drawn from `ops` (None: no axis is); parts overlap only if `overlap`."""
+    axes can be Partial by an operation drawn from `ops`; if None is drawn, no axis is Partial. Shards of an axis
+    overlap only if `overlap` is True."""
     shape = draw(shapes())
     op = draw(st.sampled_from(ops))
     first = draw(meshes(first=0))
@@ -309,8 +310,8 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """A hypothesis strategy for a source layout, a destination layout in which disjoint sets of ranks hold several
-    copies of the tensor, and a tuple of all ranks of one or more copies.
+    """A hypothesis strategy for a source layout, a destination layout, and a tuple of ranks. In the destination layout,
+    each of several disjoint sets of ranks holds one copy of the tensor; the tuple has all ranks of some of these sets.
 
     Both layouts have one shape. No rank of those copies is in the source layout, and the other ranks still reduce in
     the same way.

@@ -35,8 +35,9 @@ Case = tuple[Transform, Layout, Layout, int]
 
 
 def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check that `transform` obeys TRANSFORM_LAWS (for example: transforming a part gives a part of the transformed
-    whole), on a tensor drawn by `seed`, from layout `src` to layout `dst`. Raises AssertionError."""
+    """Check that `transform` obeys each law in TRANSFORM_LAWS, for a tensor with layout `src` before the transform and
+    `dst` after it, whose values are drawn by `seed`. Raises AssertionError if a law is broken: for example, if
+    transforming a part does not give a part of the transformed whole."""
     for law in TRANSFORM_LAWS:
         law(transform, src, dst, seed)
 
@@ -57,8 +58,8 @@ def preparing_commutes_with_slicing(
 def finalizing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `transform.finalize`, called with a rank's part of the wire tensors (those sent), returns the rank's
-    part of what it returns for all of them."""
+    """Check that a rank gets the same values in two ways: if `transform.finalize` gets only the rank's parts of the
+    tensors that are sent, and if it gets them whole and its result is sliced."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     tensor = _only(whole.finalize(0, wires))

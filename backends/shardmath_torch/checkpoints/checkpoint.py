@@ -69,8 +69,10 @@ def save(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save `tensors`, this rank's parts under `layouts`, together with all other ranks' parts as one checkpoint at
-    `path`, a folder or URL; replaces an older one.
+    """Save this rank's `tensors` (local tensors and bytes by name), together with all other ranks', as one checkpoint
+    at `path`, a folder or URL; replaces an older one. `layouts` has each tensor's layout, or None for bytes that differ
+    per rank. `paths` lets torch's tools load the tensors as nested dicts: by the path `("model", "w")`, the tensor
+    "model.w" is the item "w" of the dict "model".
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
@@ -202,6 +204,8 @@ def load(
     verify: bool = True,
 ) -> dict[str, Tensor]:
     """Read the checkpoint at `path`, and return a dict of this rank's local tensors by name, divided as `layouts` say.
+    `names` maps wanted names to names in the checkpoint, if they differ; with `verify`, the checksums of what is read
+    are checked.
 
     A local tensor has the shape `layout.local_shape(rank)`; positions without an element are zero.
 

@@ -90,8 +90,7 @@ class Claim(NamedTuple):
 
 def claim(folder: Place, save: str) -> Claim:
     """Begin the save with identifier `save` in `folder`: create its draft of `.metadata`, and lock the draft if the
-    file system can; return a Claim. Raises CheckpointError if the folder has an export, which no later export could
-    replace."""
+    file system can; return a Claim. Raises CheckpointError if the folder already has a model written by `export`."""
     if isinstance(folder, Path) and has_export(folder):
         what = (
             f"{folder} has a model by `export`, which no later export could replace next to a save"
@@ -169,8 +168,9 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove the files that dead saves (crashed, failed or replaced) have left in `folder`: all their drafts of
-    `.metadata`, and with `share` (i, n), of their other files those whose names fall to rank number i of n.
+    """Remove the files that dead saves (crashed, failed or replaced) have left in `folder`. With `share` (i, n), the
+    work is divided among n ranks by the files' names, and this rank removes the i-th share; every rank removes drafts
+    of `.metadata`.
 
     In an object store, the files of a save that still has a draft stay.
     """
@@ -247,8 +247,8 @@ def _remove(file: Place) -> None:
 
 
 def withdraw(held: Claim) -> None:
-    """Abandon the failed save `held` and remove its files, unless it is the folder's current save. After the first
-    error, the rest stays; a forked child process removes nothing."""
+    """Abandon the failed save `held` and remove its files, unless it is the folder's current save. If a removal fails,
+    the remaining files are kept, and no error is raised; a forked child process removes nothing."""
     if not held.is_ours:
         return
     folder = held.draft.parent

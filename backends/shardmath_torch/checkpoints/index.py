@@ -49,8 +49,8 @@ VERSION = 2
 
 
 def to_json(checkpoint: Checkpoint, save: str) -> str:
-    """Return the index of `checkpoint`, with its files, tensors and boxes, as JSON with a checksum. `save` is the
-    save's identifier."""
+    """Return the index of `checkpoint` as JSON with a checksum: its files, its tensors, and the boxes (parts of
+    tensors) that the files hold. `save` is the save's identifier."""
     number = {file: i for i, file in enumerate(checkpoint.sizes)}
     tensors: dict[str, list[object]] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -134,8 +134,9 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Check `found`, an untrusted record of bytes that differ per rank; return a dict from name to a dict from rank to
-    the stored name of its bytes. Raises CheckpointError if a stored name is not in `tensors`, or a name has no rank."""
+    """Check `found`, an untrusted dict of dicts from the checkpoint `path`, and return it with ranks as ints. It maps
+    each name of bytes that differ per rank to a dict from rank to the key in `tensors` of that rank's bytes. Raises
+    CheckpointError, naming `path`, if a key is not in `tensors`, or if no rank saved bytes under a name."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():
@@ -153,16 +154,16 @@ def as_blobs(
 
 
 def as_count(n: object) -> int:
-    """Return `n` if it is an int from 0 to MOST, as a number of bytes or elements must be. Raises ValueError if it is
-    not."""
+    """Return `n` if it is an int from 0 to 2^63 - 1, as a number of bytes or elements must be. Raises ValueError if it
+    is not."""
     if type(n) is not int or not 0 <= n <= MOST:
         raise ValueError(f"{shown(n)} is not a count from 0 to {MOST}; save it again")
     return n
 
 
 def as_counts(sizes: Any) -> tuple[int, ...]:
-    """Return `sizes`, a shape or offsets from a file, as a tuple of ints from 0 to MOST. Raises ValueError if it is not
-    a list of these."""
+    """Return `sizes`, a shape or offsets from a file, as a tuple of ints. Raises ValueError unless `sizes` is a list or
+    tuple of at most 64 ints, each from 0 to 2^63 - 1."""
     if not isinstance(sizes, list | tuple) or len(sizes) > MOST_DIMENSIONS:
         what = f"{shown(sizes)} is not a list of sizes of up to {MOST_DIMENSIONS} dimensions"
         raise ValueError(f"{what}; save it again")

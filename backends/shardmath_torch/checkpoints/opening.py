@@ -220,8 +220,8 @@ class _Files:
 
     def find(self, name: str, info: Any) -> Place:
         """Return the path of the file that holds a stored part (box) of tensor `name`, as torch's storage record `info`
-        says. Raises CheckpointError if the path leads out of the folder, or extensions of torch transformed the
-        data."""
+        says. Raises CheckpointError if the path leads out of the folder, or if the data were saved through torch's
+        stream extensions, such as compression."""
         if getattr(info, "transform_descriptors", None):
             through = shown(info.transform_descriptors)
             what = f"tensor {shown(name)} was saved through torch's extensions {through}"

@@ -62,7 +62,8 @@ _NOTHING = Checkpoint(Path(), {}, {}, {})
 
 
 class Reader(storage.StorageReader):
-    """A storage reader for torch.distributed.checkpoint.load, of checkpoints by `save`, by torch, or of Hugging Face.
+    """A storage reader for torch.distributed.checkpoint.load. It reads checkpoints that `save` wrote, checkpoints that
+    torch wrote, and safetensors files as Hugging Face keeps them.
 
     `share` is (i, n) if this rank compares the i-th of n shares of torch's archives with the metadata; `verify` says
     whether checksums are checked. Raises CheckpointError or WeightsError for what is missing, damaged or wrong.
@@ -112,7 +113,8 @@ class Reader(storage.StorageReader):
         """Do nothing, as `read_metadata` has prepared everything that reading needs."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Note which chunks of files with checksums this rank's `plan` reads, and return the plan unchanged."""
+        """Note which chunks this rank's `plan` reads, and return the plan unchanged. A chunk is a range of a file's
+        bytes for which a checksum is stored."""
         touched: list[tuple[StoredBox, int, int]] = []
         for reads in self._list_reads(plan).values():
             touched += [(read.box, *read.span) for read in reads]
@@ -130,8 +132,9 @@ class Reader(storage.StorageReader):
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
-        """Of the chunks that this rank reads, choose those that it checks, as rank number `rank`, so that others check
-        the rest; `packed` has `touched` of all ranks.
+        """Choose, of the chunks (ranges of bytes with a checksum) that this rank reads, those that it checks, so that
+        other ranks check the rest. `packed` has, for each rank, its `touched`: flags of the chunks that it reads.
+        `rank` is this rank's index in `packed`.
 
         From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """

@@ -67,9 +67,9 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError, which advises `fix`, if two tensors have a local tensor of the same name; `keys` has the
-    local names of each tensor. For example, a tensor `w[0]` conflicts with the first layout (window) of a tensor
-    `w`."""
+    """Raise CheckpointError if two tensors have a local tensor of the same name; `keys` maps each tensor's name to its
+    local names, and `fix` is advice in the message. For example, a tensor `w` with several layouts has local tensors
+    `w[0]`, `w[1]`, ..., so that no other tensor can be named `w[0]`."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
@@ -117,8 +117,8 @@ class SavePlanner(theirs.SavePlanner):
         self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """Return a plan of the boxes (parts of tensors) that this rank writes; its `planner_data` is a report, which is
-        compared with other ranks' reports to check that they agree."""
+        """Return a plan of the boxes (parts of tensors) that this rank writes. Its `planner_data` is a report of what
+        this rank is to save (tensors, layouts, bytes), from which ranks check that they agree."""
         moved = to_disk(self._windows)
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
@@ -174,8 +174,9 @@ class SavePlanner(theirs.SavePlanner):
         return item
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Check that ranks agree; return the plans of all ranks, in which bytes that several ranks have are written
-        once, and torch's metadata. Raises CheckpointError if ranks disagree."""
+        """Check that ranks agree on what to save; return all ranks' plans, and torch's metadata. If several ranks save
+        equal bytes (values without a layout) under a name, only one rank's plan writes them. Raises CheckpointError if
+        ranks disagree."""
         reports: list[_RankReport] = [rank_plan.planner_data for rank_plan in all_plans]
         _check_agreed(reports)
         stored = _name_bytes(reports, self._names)
@@ -189,8 +190,8 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Look up the bytes (values that differ per rank) that this rank writes by `new_plan`, for `resolve_data`;
-        return the plan unchanged."""
+        """Note, for `resolve_data`, which bytes each item of `new_plan` writes; return the plan unchanged. Bytes are
+        values without a layout, which differ per rank, and come from this rank's state dict."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan
@@ -353,8 +354,9 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError unless each of `paths` (tuples of keys of nested dicts and lists, by tensor name) is a name
-    in `names`, split at dots, and no two paths conflict."""
+    """Raise CheckpointError unless `paths` maps names, all of them in `names`, to tuples of keys of nested dicts and
+    lists, which give the name when joined with dots. Also raise it if two paths conflict: one begins with the whole
+    other path, or after the same first keys, one has an int (for a list) and the other a str (for a dict)."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)

@@ -77,8 +77,8 @@ class _RankPart(NamedTuple):
 
 
 class AmaxPiece(NamedTuple):
-    """A box of a rank's elements that can be quantized by itself, once the amax (largest magnitude) of each block
-    (numbers that share a scale) that it touches is known.
+    """A box of a rank's elements that can be quantized once the amax (largest magnitude) of each block with elements in
+    the box is known. A block is a set of numbers that share a scale.
 
     `there` is the box in the tensor, `here` in the rank's packed array. `blocks` indexes its blocks among those that
     the rank touches, and `targets` its data and scales in the rank's.
@@ -93,8 +93,9 @@ class AmaxPiece(NamedTuple):
 @public_in("formats")
 @dataclass(frozen=True, slots=True)
 class Amaxes:
-    """A plan to exchange the amaxes (largest magnitudes) of blocks that ranks divide, so that each rank can quantize
-    its part just as in the whole tensor; made by `plan_amaxes`. A block is numbers that share a scale.
+    """A plan for ranks to exchange amaxes, so that each rank quantizes its part just as in the whole tensor; made by
+    `plan_amaxes`. An amax is the largest magnitude in a block of numbers that share a scale; it is exchanged if some
+    rank holds only part of the block.
 
     `src` and `dst` are the sides of the slots, under the tensor's `name`; they are empty if no block is cut. `layouts`
     has the layouts of data and scales: the scale of a block is on every rank that holds some of it.
@@ -153,11 +154,11 @@ class Amaxes:
             yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """Return the amaxes that `rank` sends, out of its measured ones (`own`), as a dict from a name in `list_local`
-        to an array: the amax of each block that some rank holds only in part. For NVFP4, the whole tensor counts as a
-        block, too.
+        """Return the amaxes (largest magnitudes) that `rank` sends, selected from `own`, those that it measured, as a
+        dict from each name in `list_local` to an array. An amax is sent for each block (numbers that share a scale)
+        that some rank holds only in part.
 
-        Raises PlanError.
+        For NVFP4, the whole tensor counts as a block, too. Raises PlanError.
         """
         part = self._find_part(rank)
         _check_like(own, part.shape, f"rank {rank}: what it has measured")
@@ -167,10 +168,12 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the last two arguments of `cast` for `rank`: the format, with the whole tensor's amax if NVFP4 needs
-        it, and an array of each block's largest amax in `own` and `arrived`.
+        """Return the format and the amaxes (each block's largest magnitude) with which `rank` quantizes its part. A
+        block's amax is the largest of the values in `own`, measured by the rank, and `arrived`, received from other
+        ranks. The format is the plan's own, but has the whole tensor's amax if NVFP4 needs it.
 
-        `own` has the rank's measured amaxes, `arrived` its received slots by local name. Raises PlanError.
+        `arrived` is by the names that `list_local` gives.
+        Raises PlanError.
         """
         part = self._find_part(rank)
         _check_like(own, part.shape, f"rank {rank}: what it has measured")

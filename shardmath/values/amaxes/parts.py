@@ -49,8 +49,10 @@ class PartStretches(NamedTuple):
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Divide the part into boxes, and yield each as two tuples of slices: of the tensor, and of an array that has
-        only the part's positions.
+        """Divide the rank's positions into boxes. In each dimension, a box begins where a block begins, or ends in the
+        block in which it begins, so that it can be quantized like a separate tensor. Each box is yielded as two tuples
+        of slices: of the tensor, and of an array that has only the rank's positions. `sizes` has the size of blocks in
+        each dimension (None: the whole dimension).
 
         A range that crosses a border between blocks of `sizes` is cut once, at the first: one piece lies inside a
         block, and the other begins with a block.
@@ -93,34 +95,36 @@ def _cut_at_border(spans: Stretches, size: int | None) -> Iterator[tuple[int, in
 
 
 class TouchedBlocks(NamedTuple):
-    """Blocks of which a rank holds positions: for each dimension, their numbers (`numbers`), and flags that say whether
-    the rank has all positions of the block there (`has_all`)."""
+    """Blocks of a tensor, each with positions that a rank holds. For each dimension, `numbers` has the blocks' indices
+    along that dimension, and `has_all` has flags: True if the rank holds all of the block's positions along that
+    dimension."""
 
     numbers: tuple[Ints, ...]
     has_all: tuple[Bools, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The number of touched blocks in each dimension."""
+        """The number of blocks in each dimension, counting only blocks with positions that the rank holds."""
         return tuple(map(len, self.numbers))
 
     @property
     def cut(self) -> Bools:
-        """Flags, one per touched block: True if the part lacks some of the block's positions."""
+        """Flags, one for each block with positions that the rank holds: True if the rank lacks some of the block's
+        positions."""
         inside = np.ones(self.shape, np.bool_)
         for has_all in _spread(self.has_all):
             inside &= has_all
         return ~inside
 
     def flat(self, count: tuple[int, ...]) -> Ints:
-        """Return the row-major number of each touched block among all blocks of a tensor that has `count[d]` blocks in
-        dimension d."""
+        """Return an array with the row-major number, among all blocks of a tensor, of each block with positions that
+        the rank holds. `count` has the tensor's number of blocks in each dimension."""
         numbers: Ints = np.ravel_multi_index(_spread(self.numbers), count)
         return numbers
 
     def locate(self, cover: Box) -> Box:
-        """Convert `cover`, slices of block numbers in the whole tensor, into slices of an array that has one item per
-        touched block."""
+        """Convert `cover`, a slice of block indices for each dimension of the tensor, into slices of an array that has
+        one item for each block with positions that the rank holds."""
         located = []
         for numbers, span in zip(self.numbers, cover, strict=True):
             first = int(np.searchsorted(numbers, span.start))
@@ -135,8 +139,9 @@ def _spread(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
 
 
 def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> TouchedBlocks:
-    """Find the blocks in which `part` has a position, in a tensor of this `shape` divided into `blocks`. A block that
-    spans a whole dimension is found there even if `part` is empty."""
+    """Find the blocks in which `part` (a rank's positions) has a position, in a tensor of this `shape` divided into
+    `blocks`. If one block spans a whole dimension, it is listed for that dimension even if `part` is empty, as an empty
+    part has scales, too."""
     sizes = blocks.per_dimension(len(shape))
     numbers = []
     has_all = []

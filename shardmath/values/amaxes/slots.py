@@ -34,12 +34,13 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """The amaxes (largest magnitudes of blocks) that a rank sends and receives: their slots (numbers among all amaxes
-    exchanged), and the indices of their blocks among those that the rank touches.
+    """Four arrays for the amaxes (largest magnitudes of blocks) that a rank sends and receives. `sent` and `received`
+    have each amax's number among all exchanged ones; `sources` and `targets` have the index of its block among the
+    blocks with elements on the rank.
 
-    A slot is the number of one rank's amax of one block. The rank sends slots `sent`, filled with the amaxes of its
-    touched blocks at `sources`; and receives slots `received`, which belong to its touched blocks at `targets`. Slot
-    numbers ascend; touched blocks are counted row by row.
+    A slot is the number of one rank's amax of one block. A rank touches the blocks of which it holds positions. It
+    sends slots `sent`, filled with the amaxes of its touched blocks at `sources`; and receives slots `received`, which
+    belong to its touched blocks at `targets`. Slot numbers ascend; touched blocks are counted row by row.
     """
 
     sources: Ints
@@ -49,8 +50,8 @@ class Share(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """The number of amaxes (largest magnitudes of blocks) that ranks exchange (`size`), and a list with a Share per
-    rank's part: those that it sends and receives."""
+    """The amaxes (largest magnitudes of blocks) that ranks exchange: how many there are (`size`), and a list with one
+    Share for each rank's part of the tensor (`shares`). A Share tells which amaxes the rank sends and receives."""
 
     size: int
     shares: list[Share]
@@ -65,8 +66,8 @@ class _BlockNumbers(NamedTuple):
 
 def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
     """Number the amaxes (largest magnitudes of `blocks`) to exchange between ranks that hold these `parts` of a tensor
-    of this `shape`; return them as Slots. If any part divides a block, each nonempty part that touches the block sends
-    an amax of it."""
+    of this `shape`; return them as Slots. If any part has only some of a block's elements, every part with elements in
+    that block sends an amax."""
     count = blocks.count(shape)
     total = math.prod(count)
     by_part = []
@@ -123,8 +124,9 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """Renumber the amaxes of several `kinds` of blocks, so that no two have the same number; return a list with, for
-    each of `count` parts, a tuple of its Shares (amaxes sent and received), one per kind."""
+    """Renumber amaxes (largest magnitudes of blocks), so that no two have the same number; each item of `kinds` has the
+    amaxes of one kind of block. Return a list with a tuple for each of `count` parts of the tensor: its Shares (amaxes
+    sent and received), one per kind."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:

@@ -57,8 +57,9 @@ class _Grid(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
-    """A search index of boxes in a tensor: `find` returns the boxes that contain given elements. A dimension that every
-    box covers whole is merged into the one before, in `shape`, `low` and `size`."""
+    """A search index of boxes in a tensor: `find` returns the boxes that contain given elements. `shape` is the
+    tensor's shape, `low` the position where each box begins, and `size` each box's shape. A dimension that every box
+    covers whole is merged into the one before it."""
 
     shape: Shape
     low: Ints
@@ -66,8 +67,8 @@ class Boxes:
     grids: tuple[_Grid, ...]
 
     def find(self, cells: Ints) -> Found:
-        """Find all pairs of one of `cells`, row-major numbers of elements of the tensor, and a box that contains it;
-        return them as a Found."""
+        """Find the boxes that contain the elements `cells`, given as row-major numbers in the tensor. Return a Found,
+        which lists every pair of an element and a box that contains it."""
         along = unravel(cells, self.shape)
         matches = [self._find_in(grid, along) for grid in self.grids]
         cell, box, place = zip(*matches, strict=True)

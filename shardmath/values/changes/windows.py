@@ -107,8 +107,9 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """Merge neighboring dimensions, listed in `steps` as (size, stride) from the outermost, if one dimension can visit
-    the same positions in the same order; return a tuple of those that remain, at least one."""
+    """Merge two neighboring dimensions into one if the outer stride equals the inner size times the inner stride; drop
+    dimensions of size 1. `steps` lists dimensions as (size, stride), outermost first; the result lists the remaining
+    ones in the same form, at least one."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

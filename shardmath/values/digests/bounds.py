@@ -30,8 +30,9 @@ _Span: TypeAlias = tuple[int, int]
 
 
 def find_bounds(box: Box, differ: Differ) -> Box:
-    """Find the smallest box that contains all differences in `box`, which has at least one, by calling `differ`, which
-    returns, for a list of boxes, a list of flags: whether each has any.
+    """Find the smallest box that contains all positions of `box` at which two versions of a tensor differ; there must
+    be at least one. `differ` takes a list of boxes, and returns a list of flags: True if the versions differ anywhere
+    in that box.
 
     If answers contradict each other, because memory is written meanwhile, the box is larger.
     """

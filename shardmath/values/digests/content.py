@@ -96,9 +96,9 @@ def digest_of(held: Held, arrays: Given, *, seed: int = 0) -> int | dict[str, in
 
 
 def read_side(held: Held) -> dict[str, Windows]:
-    """Return a dict from each tensor's name in `held` ("" for a single tensor) to its layouts (Windows): one, or
-    several that each hold a part of the tensor. Raises DigestError for a tensor that is Partial, has an element on no
-    rank, or whose layouts differ in shape or dtype."""
+    """Return a dict from each tensor's name in `held` ("" for a single tensor) to its Windows: a tuple of one layout,
+    or of several that each hold a part of the tensor. Raises DigestError if a tensor is Partial, has an element that no
+    rank holds, or has layouts of different shapes or dtypes."""
     side = read_windows(held if isinstance(held, Mapping) else {"": held}, DigestError)
     for name, windows in side.items():
         first = windows[0]
@@ -244,8 +244,8 @@ BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 def view_bits(what: str, array: _Array, layout: Layout) -> _Array:
-    """View `array` as its elements' bits, in a dtype of the same size. Raises DigestError, which begins with `what`, if
-    the layout has another element size, or the array a foreign byte order."""
+    """View `array` as its elements' bits, in a dtype of the same size. Raises DigestError, whose message begins with
+    `what`, if elements of `array` and `layout` differ in size, or if `array` has a foreign byte order."""
     if array.dtype.hasobject or array.itemsize != layout.itemsize:
         raise DigestError(
             f"{what} has elements of dtype {array.dtype}, {array.itemsize} B each, but {layout} has "

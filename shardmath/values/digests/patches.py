@@ -46,8 +46,8 @@ __all__ = [
 
 
 class Holder(NamedTuple):
-    """A rank that holds a patch (elements that the same ranks hold), and the index of the window (one of the tensor's
-    layouts) that has them there."""
+    """A rank that holds a patch of a tensor (elements that the same ranks hold), and the index of the layout under
+    which the rank holds it, among the tensor's layouts (windows)."""
 
     window: int
     rank: int
@@ -162,9 +162,12 @@ def _list_ranges(over: Overlay) -> tuple[Ranges, ...]:
 
 @memo(512)
 def list_held(windows: Windows) -> dict[int, tuple[tuple[int, int], ...]]:
-    """Return a dict from rank to its patches (elements that the same ranks hold), as an ascending tuple of pairs: the
-    patch's number, and the index of the window (one of the tensor's layouts) that places it there. Ranks without a
-    patch are left out."""
+    """Return a dict from each rank to the patches (sets of elements that the same ranks hold) that it has. A value is
+    an ascending tuple of pairs: a patch's number, and the index in `windows` of the layout under which the rank holds
+    the patch.
+
+    Ranks without a patch are left out.
+    """
     held: dict[int, list[tuple[int, int]]] = {}
     for number, patch in enumerate(list_patches(windows)):
         for window, rank in patch.holders:

@@ -53,8 +53,10 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Divide a local array, with `words` words per element at positions `runs`, into pieces to sum one by one; yield
-    each as one DimensionPart (local range) per dimension. `order` lists the dimensions, the closest in memory first.
+    """Divide a local array into pieces to be summed up one by one; yield each piece as one DimensionPart (range of
+    local positions) per dimension. `runs` maps each dimension's local positions to global ones; `order` lists the
+    dimensions, the closest in memory first. `words`, the number of integers as which an element is read, decides where
+    long ranges are cut.
 
     Pieces are cut near the ends of long ranges in `runs`.
     """

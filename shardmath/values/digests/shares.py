@@ -70,9 +70,9 @@ def list_shares(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return a list of the weighted sums (shares of the digest) that `rank` has: one per patch (elements that the same
-    ranks hold), in the order of `list_held`. `arrays` has its local arrays by index of window; `library` computes with
-    them."""
+    """Return a list of the weighted sums that `rank` contributes to the digest: one per patch (elements that the same
+    ranks hold), in the order of `list_held`. `arrays` maps the index of a layout in `windows` to the rank's local array
+    under that layout. The weights are random numbers drawn by `seed`; `library` computes with the arrays."""
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]
@@ -161,8 +161,10 @@ def weigh_boxes(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return a list with, for each of `boxes`, the weighted sum modulo 2^61 - 1 of the elements of `portions` (parts of
-    one rank) that lie in it. `arrays` has the rank's local arrays by index of window."""
+    """Return a list with, for each of `boxes`, the weighted sum modulo 2^61 - 1 of the elements of `portions` that lie
+    in the box. A portion is elements that one rank holds under one of the tensor's layouts; `arrays` maps that layout's
+    index to the rank's local array. The weights are random numbers drawn by `seed`; `library` computes with the
+    arrays."""
     sums = []
     for box in boxes:
         total = 0
@@ -177,7 +179,8 @@ MAKE_ALIKE = "make the replicas equal, or use a layout with Partial if they are 
 
 
 def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> str:
-    """Return the error message that says that replicas of the tensor `name` differ in `box`, and how to `fix` that."""
+    """Return the error message that says that replicas of the tensor `name` differ in `box`. `unlike` tells which ranks
+    hold the same bits, and which ranks hold other bits; `fix`, advice for the user, ends the message."""
     others = sorted({holder.rank for holder in unlike.others})
     alike = sorted({holder.rank for holder in unlike.alike})
     holds = "holds" if len(others) == 1 else "hold"

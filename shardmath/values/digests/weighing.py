@@ -65,8 +65,8 @@ class Library(Protocol):
         """Return a view of `array` with its axes in the given `order`."""
 
     def words(self, array: Array) -> Array:
-        """Return the bits of all elements of `array`, in row-major order, as signed 16-bit integers (8-bit if elements
-        are bytes), converted to float64."""
+        """Return the bits of all elements of `array`, in row-major order, read as signed 16-bit integers (8-bit if
+        elements are bytes), as a one-dimensional float64 array. A longer element gives several consecutive numbers."""
 
     def products(self, rows: Array, weights: Array) -> Array:
         """Return the matrix product of `rows` and `weights`, computed exactly in float64 and returned as int64."""

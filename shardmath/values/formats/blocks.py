@@ -63,7 +63,8 @@ class Blocks:
         return " x ".join("all" if n is None else str(n) for n in self.sizes) or "1"
 
     def per_dimension(self, ndim: int, name: str = "") -> Sizes:
-        """Return a tuple of the block's size in each of `ndim` dimensions, None for the whole dimension.
+        """Return a tuple of the block's size in each of `ndim` dimensions, None for the whole dimension. Error messages
+        give the tensor's `name`.
 
         Raises FormatError if the block has more dimensions.
         """
@@ -95,8 +96,9 @@ class Blocks:
         return tuple((*range(0, n, block), n) for block, n in pairs)
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `data_slice`, an index into a tensor of this `shape`, into the index of the scales of the blocks that
-        it selects.
+        """Convert `data_slice`, an index into a tensor of this `shape`, into an index into its scales, which gives the
+        scales of the selected blocks. The result is a tuple of integers, slices, and None for new axes; error messages
+        give the tensor's `name`.
 
         Raises FormatError, with the tensor's `name`, for a cut block, and for an invalid index.
         """
@@ -112,8 +114,9 @@ class Blocks:
         return tuple(out)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into the index of the tensor's
-        positions that have these scales.
+        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into an index into the tensor,
+        which gives all positions that have these scales. The result is a tuple of integers, slices, and None for new
+        axes; error messages give the tensor's `name`.
 
         An integer becomes the slice of its block. Raises FormatError as `scale_slice` does.
         """

@@ -34,8 +34,9 @@ def numpy_type(name: str) -> np.dtype[Any]:
 
 
 def read_elements(given: object, name: str, what: str) -> Array:
-    """Return the array `given`, whose elements have the dtype `name`, in numpy's dtype for them: `name`, or integers
-    with the same bits. Raises PlanError, beginning with `what`, for other dtypes."""
+    """Return `given`, an array of elements of the dtype `name`, as a numpy array, without conversion; if numpy lacks
+    that dtype, the result is a view as integers with the same bits. Raises PlanError, whose message begins with `what`,
+    if `given` has another dtype."""
     array = np.asarray(given)
     wanted = numpy_type(name)
     if array.dtype == wanted:
@@ -50,8 +51,8 @@ def read_elements(given: object, name: str, what: str) -> Array:
 
 
 def describe_type(array: Array, otherwise: str) -> str:
-    """Return the end of an error message about the dtype of `array`: "has dtype ...", followed by the byte order and a
-    fix if that is foreign, and else by `otherwise`."""
+    """Return the end of an error message about the dtype of `array`: "has dtype ...", followed by the text `otherwise`.
+    For an array of a foreign byte order, a fix for that follows instead."""
     if array.dtype.isnative:
         return f"has dtype {array.dtype}{otherwise}"
     fix = "pass x.astype(x.dtype.newbyteorder('='))"

@@ -45,11 +45,8 @@ _N = TypeVar("_N", bound=_Numbers)
 
 
 def exp(x: _N, power: Callable[[_N], _N]) -> _N:
-    """Compute e^`x` in float64, with the same bits on every machine; numbers below -200 count as -200, and those above
-    200 as 200.
-
-    `power(k)` must return 2^k for integers k, in float64.
-    """
+    """Compute e^`x` in float64, with the same bits on every machine, by means of `power`, a function that returns 2^k
+    in float64 for integers k. Numbers below -200 count as -200, and those above 200 as 200."""
     clipped = x.clip(-LIMIT, LIMIT)
     # e^x = 2^k e^rest, where rest is so small that the series ends soon.
     k = (clipped * LOG2_E).round()

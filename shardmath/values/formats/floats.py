@@ -50,8 +50,8 @@ NAN_BITS = 0x7FC0_0000
 
 @dataclass(frozen=True, slots=True)
 class Float:
-    """A float type of few bits, such as E4M3: its bits, exponent bias, and the code (bit pattern) of its largest finite
-    number.
+    """A float type of few bits, such as E4M3: how many bits it has in all and in its fraction, the exponent bias, and
+    the code (bit pattern) of its largest finite number.
 
     `dtype` is its name in torch; an element of `float4_e2m1fn_x2` is a byte of two numbers. Codes above the largest are
     NaN, except the first of them if the type has an infinity.

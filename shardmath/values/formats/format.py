@@ -149,16 +149,18 @@ class Format(ABC):
         return self.blocks.cuts(read_shape(shape))
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `data_slice`, an index into a tensor of this `shape`, into the index of the scales of the blocks that
-        it selects.
+        """Convert `data_slice`, an index into a tensor of this `shape`, into an index into its scales, which gives the
+        scales of the selected blocks. The result is a tuple of integers, slices, and None for new axes; error messages
+        give the tensor's `name`.
 
         Raises FormatError, with the tensor's `name`, for a cut or a step inside a block, and for an invalid index.
         """
         return self.blocks.scale_slice(data_slice, read_shape(shape), name)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into the index of the tensor's
-        positions that have these scales.
+        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into an index into the tensor,
+        which gives all positions that have these scales. The result is a tuple of integers, slices, and None for new
+        axes; error messages give the tensor's `name`.
 
         Raises FormatError.
         """
@@ -176,9 +178,10 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return a tuple of the layouts, without holes, of the data, scales and any other parts of a tensor quantized
-        with this `layout`, in the order of `parts`. Ranks may divide blocks if `duplicated`, and then all hold the
-        scale; dtypes are torch's names if `kinds`.
+        """Return the layouts of the data, scales and any other parts of a tensor quantized with this `layout`, in the
+        order of `parts`. Their local arrays have no unused positions, even if the tensor's local arrays have
+        some. FormatError is raised if ranks divide a block between them, unless `duplicated`, which puts the block's
+        scale on all of these ranks. With `kinds`, dtypes are torch's names instead of the arrays' dtypes.
 
         Raises FormatError, with the tensor's `name`, if a rank cuts a block, as `check_shape` does, and for a Partial
         layout: quantized addends do not add up to the quantized sum. If `duplicated`, ranks may cut blocks: the scale
@@ -227,8 +230,8 @@ class Format(ABC):
         return self._window(where, shape).straddles()
 
     def amax(self, x: Floats, where: Index = ..., shape: tuple[int, ...] | None = None) -> Floats:
-        """Return an array of the largest magnitude in each block that `x` touches; `x` has the numbers of the box
-        `where` of a tensor of this `shape` (default: the whole tensor).
+        """Return an array of the largest magnitude in each block with numbers in `x`. `x` is the box at the index
+        `where` of a tensor of this `shape`; by default, `x` is the whole tensor.
 
         Raises FormatError.
         """
@@ -244,9 +247,9 @@ class Format(ABC):
         where: Index = ...,
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """Quantize `x`, the float32 numbers of the box `where` of a tensor of this `shape` (default: the whole tensor);
-        return a tuple of data, scales of all touched blocks, and any other parts. `amax` has the largest magnitude of
-        each block, if known.
+        """Quantize the float32 array `x`, and return a tuple of data, scales of all blocks with numbers in `x`, and any
+        other parts. `x` is the box at the index `where` of a tensor of this `shape`, by default the whole tensor;
+        `amax` has the largest magnitude of each block, if known.
 
         Raises FormatError if the box cuts blocks and `amax` is not given, and for arrays that do not fit.
         """
@@ -282,8 +285,8 @@ class Format(ABC):
     def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """Return the float32 numbers that `parts`, arrays as `quantize` returns them, stand for; they fill the box
-        `where` of a tensor of this `shape` (default: the whole tensor).
+        """Return the float32 numbers that `parts`, arrays as `quantize` returns them, stand for, as one array of the
+        box's shape. The box is at the index `where` of a tensor of this `shape`; by default, it is the whole tensor.
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
@@ -341,8 +344,8 @@ def read_array(given: object, dtype: str, what: str) -> Array:
 
 
 def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
-    """Set the attribute `field` of the format `value` to the item of `choices` that it equals. Raises FormatError if it
-    equals none."""
+    """Replace the attribute `field` of the format `value` by the equal item of `choices`, so that a subclass of str
+    becomes a str. Raises FormatError if the attribute equals no item."""
     given = getattr(value, field)
     choice = known(given, choices)
     if choice is None:

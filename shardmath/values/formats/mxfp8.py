@@ -45,8 +45,8 @@ SUBNORMAL = 0x40_0000
 
 @dataclass(frozen=True, slots=True)
 class MXFP8(Format):
-    """The format MXFP8: 8-bit floats of the type `data`, and a power-of-two scale per 32 numbers along `axis`, chosen
-    by `rounding`.
+    """The format MXFP8: 8-bit floats of the type `data`, and one power-of-two scale for every 32 numbers along `axis`.
+    `rounding` chooses how a scale is rounded to a power of two.
 
     Raises FormatError for anything else.
     """

@@ -55,9 +55,10 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """Return the layout of an array with one element of `dtype`, such as a scale, per block of a tensor with this
-    `layout`, divided into `blocks`. Errors call the array `what`, of the tensor `name`; ranks that divide a block all
-    hold its element if `duplicated`.
+    """Return the layout of an array, such as scales, that has one element of `dtype` for each block of a tensor with
+    this `layout`, divided into `blocks`. FormatError is raised if ranks divide a block between them, unless
+    `duplicated`, which puts the block's element on all of these ranks. Errors call the array `what`, and the tensor
+    `name`.
 
     It has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless `duplicated`.
     """
@@ -77,7 +78,8 @@ def lay_blocks(
 
 
 def spread_last(layout: Layout, factor: int) -> Layout:
-    """Return `layout` with its last dimension `factor` times as long, each element becoming `factor` in a row."""
+    """Return `layout` with its last dimension `factor` times as long: each element becomes `factor` neighboring
+    elements, on the same ranks."""
     *others, last = layout.dims
     size = last.size * factor
     held = []

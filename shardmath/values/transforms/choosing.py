@@ -32,8 +32,8 @@ __all__ = ["Paired", "choose", "pair"]
 
 
 class Paired(NamedTuple):
-    """The layouts of each tensor and its companions (such as scales) at both ends, and the tensors' transforms, all by
-    tensor name."""
+    """For each tensor, by name: the layouts of the tensor and its companions (such as scales) at the source (`src`) and
+    at the destination (`dst`), and its transform (`chosen`)."""
 
     src: Mapping[str, Held]
     dst: Mapping[str, Held]

@@ -105,8 +105,10 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Return, as Blocks, the size of the block (positions of the tensor at `end`) that one element of the component
-        stands for. Raises PlanError if it has over `ndim` dimensions."""
+        """Return how many elements of a tensor, in each of its last dimensions, one element of this component stands
+        for, as Blocks. A component is a tensor that is sent in place of another one, which has `ndim` dimensions; `end`
+        is "source" or "destination", where the counts can differ. Raises PlanError if the Blocks have more dimensions
+        than the tensor."""
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
@@ -131,8 +133,9 @@ class Component:
         return *others, last * spread
 
     def spread_at(self, end: End) -> int:
-        """Return how many neighboring elements of the component, along the last dimension, stand for one element of the
-        tensor at `end`: 2 if a byte there has two numbers."""
+        """Return how many elements of this component stand for one element of a tensor: 2, for example, if each byte of
+        the tensor holds two numbers. A component is a tensor that is sent in place of another one; `end` is "source" or
+        "destination", where the counts can differ."""
         return self.spread[0 if end == "source" else 1]
 
 
@@ -189,7 +192,8 @@ class HasConditions(Protocol):
     the source or the destination."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if the transform cannot work on what ranks hold of the tensor `name` under `layout`."""
+        """Raise PlanError if the transform cannot be computed at `end` (source or destination) from the parts of the
+        tensor `name` that ranks hold under `layout`."""
         ...
 
 
@@ -233,6 +237,7 @@ class Transform(Protocol):
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Return a part of the destination's tensor, some whole blocks (elements computed together), computed from
-        `arrays`: the matching part of each component that was sent."""
+        """Compute some blocks (elements computed together) of the destination's tensor from `arrays`, and return them
+        as one array. `arrays` has one array for each tensor that was sent in its place, with the elements for these
+        blocks. `src` and `dst` are the tensor's shape and dtype at the source and the destination."""
         ...

@@ -93,8 +93,9 @@ class Custom:
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags, for source and destination: whether there is no function for that end, so that the tensor
-        is sent, or arrives, as it is held."""
+        """Return two flags. The first is True if the transform has no function for the source, which sends the tensor
+        unchanged; the second is True if it has no function for the destination, which keeps the tensor as it
+        arrives."""
         return AsHeld(self.at_source is None, self.at_destination is None)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:

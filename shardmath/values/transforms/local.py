@@ -31,8 +31,8 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class WireJob(NamedTuple):
-    """A tensor of a rank with its companions (such as scales), and the wire tensors that are sent or received in their
-    place: the local names and layouts of both.
+    """A tensor of a rank with its companions, such as scales (`held`), and the wire tensors that are sent or received
+    instead of them (`wires`). Both are tuples of pairs: the name of a local tensor on the rank, and its layout.
 
     `wired` is None if the tensor travels as it is, under the same name.
     """

@@ -31,8 +31,8 @@ __all__ = ["Cast", "NegativeExp"]
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A transform that casts numbers to `dtype` (floats to the nearest, ties to even) and then to the destination's
-    dtype, at the source or at the destination.
+    """A transform that casts numbers to `dtype`, at the source or at the destination, as `at` says; and then, at the
+    destination, to the destination's dtype. Floats are rounded to the nearest, ties to even.
 
     Floats may always be rounded. `lossy=True` also allows casts of integers to types that lack some of them: they keep
     their low bits, or are rounded to floats; and casts of numbers to bool. `transformed` raises PlanError for dtypes
@@ -64,8 +64,8 @@ class Cast:
         return (Component("data", middle if self.at == "source" else first),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags, for source and destination: whether nothing is cast at that end, so that the tensor is
-        sent, or arrives, as it is held."""
+        """Return two flags. The first is True if nothing is cast at the source, which sends the tensor unchanged; the
+        second is True if nothing is cast at the destination, which keeps the tensor as it arrives."""
         first, middle, last = self.path(src, dst)
         if self.at == "source":
             return AsHeld(first == middle, middle == last)
@@ -106,8 +106,8 @@ class NegativeExp:
         return (Component("data", dst.dtype if self.at == "source" else src.dtype),)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags, for source and destination: whether -exp is not computed at that end, so that the tensor is
-        sent, or arrives, as it is held."""
+        """Return two flags. The first is True if -exp is not computed at the source, which sends the tensor unchanged;
+        the second is True if it is not computed at the destination, which keeps the tensor as it arrives."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:

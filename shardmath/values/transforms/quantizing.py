@@ -156,8 +156,8 @@ def _to_float32(array: Array, dtype: str, wire: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Quantize:
-    """A transform that rounds numbers to the dtype `wire`, and then quantizes them to `format`, at the source or at the
-    destination.
+    """A transform that rounds numbers to the dtype `wire` at the source, and then quantizes them to `format`, at the
+    source or at the destination, as `at` says. If the destination quantizes, numbers are sent in the dtype `wire`.
 
     The destination holds data and scales. A scale's name is the tensor's name and one of `suffixes`, which default to
     checkpoints' suffixes. The dtype of data is uint8, or their float8 type. `transformed` raises PlanError for sides
@@ -182,8 +182,9 @@ class Quantize:
         return _list_scales(self.format, self.suffixes) if end == "destination" else ()
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if `layout` divides a dimension over which quantizing at `end` needs the amax (largest
-        magnitude), unless the format has `tensor_amax=`."""
+        """Raise PlanError if the tensor is quantized at `end`, and `layout` divides a dimension along which all numbers
+        share one scale. A format with `tensor_amax=` (the tensor's largest magnitude, known in advance) has no such
+        limit."""
         if end == self.at:
             _check_whole(self.format, layout, name)
 
@@ -197,8 +198,9 @@ class Quantize:
         return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags: whether the tensor is sent as held (if quantized at the destination, and of dtype `wire`),
-        and whether it arrives as held (if quantized at the source)."""
+        """Return two flags. The first is True if the source sends the tensor unchanged: it has the dtype `wire`, and
+        the destination quantizes. The second is True if the destination keeps the tensor as it arrives: the source
+        quantizes."""
         if self.at == "source":
             return AsHeld(False, True)
         return AsHeld(src.dtype == self.wire, False)
@@ -212,7 +214,8 @@ class Quantize:
         return self.format.quantize(numbers)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
-        """Return the destination's arrays, data and scales, quantized from the numbers that were sent."""
+        """Quantize at the destination: return data, scales and any other parts, computed from the one array in
+        `arrays`, the numbers received. Not used if the source quantizes."""
         (array,) = arrays
         numbers = cast_array(array, self.wire, "float32")
         return self.format.quantize(numbers)
@@ -254,8 +257,8 @@ class Dequantize:
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return a tuple of the one array to send: the numbers that `array`, a tuple of data and scales, stands for, in
-        the destination's dtype."""
+        """Dequantize at the source: convert `array`, a tuple of data and scales, into numbers of the destination's
+        dtype; return them as a tuple of one array. Not used if the destination dequantizes."""
         return (self._dequantize_to(array, dst),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
@@ -304,8 +307,9 @@ class Requantize:
         return _list_scales(self.new, at_destination)
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if `layout` divides a dimension over which quantizing at `end` needs the amax (largest
-        magnitude), unless the new format has `tensor_amax=`."""
+        """Raise PlanError if the tensor is requantized at `end`, and `layout` divides a dimension along which all
+        numbers share one scale of the new format. A new format with `tensor_amax=` (the tensor's largest magnitude,
+        known in advance) has no such limit."""
         if end == self.at:
             _check_whole(self.new, layout, name)
 

@@ -107,8 +107,9 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """Return a list of the names of source tensors (companions, such as scales, left out) whose first wire tensor,
-        sent in their place, has its name in `wires`."""
+        """Return a list of the names of source tensors that are sent as wire tensors in `wires`; companions, such as
+        scales, are left out. A tensor that is sent as several wire tensors is listed if the first one's name is in
+        `wires`."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)
@@ -137,8 +138,8 @@ class Transformed:
                     yield WireJob(name, local_held, local_wires, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
-        """Return a dict from the name of each local tensor that `rank` sends to its array, computed from the local
-        source `arrays`. Tensors without a transform are sent as they are.
+        """Compute the arrays for `rank` to send from its local source `arrays`, and return them as a dict by the names
+        of local tensors. Tensors without a transform are sent as they are.
 
         Elements of a type that numpy lacks are words (`elements`). Raises PlanError for arrays that are missing, or
         not as held, and for what a transform makes that is not as it says.

@@ -198,7 +198,8 @@ def _lay_all(held: LayoutOrWindows, part: Component, end: End, name: str) -> Lay
 
 
 def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
-    """Return the layout of `component`, a tensor sent in place of the tensor `name`, whose `layout` at `end` is given.
+    """Return the layout of `component`, a tensor that is sent in place of the tensor `name`. `layout` is the layout of
+    the tensor `name` at the source or the destination, as `end` says.
 
     It has no holes. Raises PlanError for a cut inside a block.
     """

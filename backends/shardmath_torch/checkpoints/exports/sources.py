@@ -110,8 +110,9 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return texts that describe `source` and must be equal on all ranks, as a dict with the keys "the source" and the
-    quoted name of each divided tensor. Ranks compare them before they exchange local shapes of DTensors."""
+    """Return a dict of texts, which ranks compare to check that their `source` agrees. The text under "the
+    source" tells its kind. If `source` is a dict, each DTensor, or tensor marked by `checkpointable`, is described
+    under its name in quotes."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}

@@ -31,8 +31,8 @@ def count_checksums(nbytes: int) -> int:
 
 
 def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) -> str:
-    """Write `data` to `stream` in chunks of CHUNK bytes, and call `wrote` with the number of bytes after each; return
-    the chunks' hexadecimal checksums, joined into one text.
+    """Write `data` to `stream` in chunks of CHUNK bytes (4 MiB), and return the chunks' hexadecimal checksums, joined
+    into one text. After each chunk, `wrote` is called with that chunk's number of bytes.
 
     If there are several chunks, another thread computes the checksums meanwhile.
     """

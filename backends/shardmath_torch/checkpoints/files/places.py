@@ -107,7 +107,8 @@ class Remote:
         return bool(self._call_service(lambda: self.fs.isfile(self.path)))
 
     def is_dir(self) -> bool:
-        """Whether the path is a folder or, in an object store, a folder in the path of some object."""
+        """Whether the path is a folder. In an object store, a path counts as a folder if an object's path begins with
+        it and a slash."""
         return bool(self._call_service(lambda: self.fs.isdir(self.path)))
 
     def read_bytes(self) -> bytes:
@@ -336,8 +337,8 @@ def check_length(
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:
-    """Replace the content of `file` by `text` in one step, on disk, by way of a file `draft`, whose name no other
-    writer uses. A remote file is written without a draft."""
+    """Replace the content of `file` by `text` in one step: write and flush the file `draft`, whose name no other writer
+    uses, and rename it to `file`. A remote file is written directly, without a draft."""
     if isinstance(file, Remote):
         file.write_bytes(text)
         return
@@ -350,7 +351,8 @@ def put(file: Place, draft: Place, text: bytes) -> None:
 
 
 def synced(stream: BinaryIO) -> None:
-    """Flush the file that is open as `stream` to disk; a remote file is stored when its stream is closed."""
+    """Flush the file that is open as `stream` to disk. For a remote file, only the stream's buffer is flushed: the file
+    is stored when the stream is closed."""
     stream.flush()
     try:
         handle = stream.fileno()

@@ -43,8 +43,8 @@ class Sealed(NamedTuple):
 
 
 def seal(content: Sealed) -> bytes:
-    """Return the bytes of a `.metadata` file with this `content`, which end in a checksum of all before it, and a
-    mark."""
+    """Return the bytes of a `.metadata` file with this `content`. They end in a checksum of all bytes before it, and a
+    constant (END) that tells readers that there is a checksum."""
     index = content.json.encode()
     length = len(index).to_bytes(_LENGTH, "little")
     body = content.pickled + BEGIN + index + length + content.save.encode()

@@ -47,7 +47,7 @@ def is_alone() -> bool:
 
 def share_of(group: Group | None) -> tuple[int, int]:
     """Return this rank's number in `group`, and the group's size; (0, 1) without a process group. Raises ExchangeError
-    for a rank outside the group, and for a group of several jobs."""
+    for a rank outside the group, and for a group that joins ranks of separately started jobs."""
     compat.check_registered(group, "save, load or export")
     if is_alone():
         return 0, 1
@@ -73,9 +73,10 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """Call `act` on every rank of `group`; once all ranks have succeeded, return this rank's result. Raises
-    CheckpointError, naming the `step`, on every rank if `act` raises on one, or if `claim(result)` differs between
-    ranks.
+    """Call `act` on every rank of `group`; once all ranks have succeeded, return this rank's result. If `act` raises on
+    any rank, or ranks disagree on `claim(result)`, a description, every rank raises CheckpointError that names the
+    `step`. An error about a disagreement ends with the advice `fix`, or with what `fix` returns for a text that tells
+    the difference.
 
     `act` must not communicate. `fix`, or what it returns for what differs, ends the message about different claims. A
     rank that is interrupted in `act` raises the interrupt.
@@ -182,8 +183,8 @@ def step_lost(step: str, error: ExchangeError) -> CheckpointError:
 
 
 def step_failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
-    """Return the CheckpointError for a `step` that failed on some ranks; `failures` maps each one's number in `group`
-    to its message. It shows the message of the first, with its global rank."""
+    """Return the CheckpointError for a `step` that failed on some ranks; `failures` maps a failed rank's number in
+    `group` to its message. The error shows the message of the lowest such number, and that rank's global rank."""
     first = min(failures)
     rank = first if group is None else dist.get_global_rank(group, first)
     others = ""

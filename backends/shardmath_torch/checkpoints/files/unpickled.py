@@ -288,11 +288,9 @@ def _set_fields(self: Any, state: tuple[object, ...]) -> None:
 
 
 def read_metadata(text: bytes, where: object) -> Metadata:
-    """Return the Metadata of a torch checkpoint, unpickled from `text` by an allow-list of classes. Its parts are
-    substitutes, not equal to torch's own.
-
-    Raises CheckpointError, naming the file `where`, for anything else.
-    """
+    """Return the Metadata of a torch checkpoint, unpickled from `text`. Only classes in an allow-list are created, as
+    substitutes that do not equal torch's own. Raises CheckpointError, naming the file `where`, if `text` needs any
+    other class, or is not such Metadata."""
     try:
         reader = _Unpickler(text)
         found = reader.load()

@@ -62,8 +62,8 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 
 
 def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
-    """Write `tensors` to a safetensors `file`, each inside an archive that torch.load can read, and count the bytes in
-    `tally`; return a dict from name to the tensor's place (a Written).
+    """Write `tensors` to a safetensors `file`, each inside an archive that torch.load can read; return a dict from name
+    to the tensor's place (a Written). The tensors' bytes are added to `tally` as they are written.
 
     The tensors are contiguous, on the CPU, and fill their storages.
     """

@@ -132,8 +132,8 @@ def read_bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
 
 
 def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
-    """Parse the JSON object `text`, which errors call `what` of `file`, and return it as a dict. Raises WeightsError if
-    it is not one."""
+    """Parse the JSON object `text`, and return it as a dict. Raises WeightsError if it is not one; the message calls
+    the text `what`, and names the `file`."""
     try:
         found = read_json(text)
     except (ValueError, RecursionError) as error:

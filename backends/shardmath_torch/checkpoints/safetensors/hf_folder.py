@@ -71,7 +71,7 @@ ALIGNMENT = 8
 
 class DraftFile:
     """A safetensors file that is being written under a temporary name; tensors are appended in the header's order. Its
-    methods raise OSError."""
+    methods raise OSError if the file cannot be created, written or removed."""
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
@@ -155,8 +155,8 @@ def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Make `folder` unless it exists. Raises CheckpointError if that fails, or if `folder` has safetensors files, or an
-    index of some, that no export wrote."""
+    """Make `folder` unless it exists. Raises CheckpointError if that fails, or if the folder has a safetensors file, or
+    an index of safetensors files, that was not written by `export`."""
     with told(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):

@@ -58,7 +58,8 @@ class Strided(NamedTuple):
 
 
 def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[Strided]:
-    """Return the place and strides of the tensor in each archive by torch.save, given as (offset, length) in `file`.
+    """Return the place and strides of the tensor in each of `archives`, which torch.save wrote. `archives` lists where
+    each archive lies in `file`, as (offset, length) in bytes.
 
     Raises CheckpointError if an archive is not a single plain tensor within its bytes, or if archives overlap.
     """

@@ -95,8 +95,9 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of a saved training state except its tensors: stored names by the module's names, kinds of modules'
-    extra states by name, optimizer parameter groups, and each parameter's state items."""
+    """The content of a saved training state except its tensors. `names` maps the module's names to stored names;
+    `extra` maps names of modules' extra states to their types (such as "tensor" or "bytes"); `groups` lists parameter
+    groups; `state` maps parameters to their optimizer state."""
 
     names: Mapping[str, str]
     extra: Mapping[str, str]
@@ -153,8 +154,8 @@ def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
 
 
 def check_key(key: object, of: str) -> None:
-    """Raise CheckpointError unless `key`, of the dict that errors call `of`, is exactly a str. A key of a subclass
-    would be loaded as a str."""
+    """Raise CheckpointError unless `key`, a key of a dict, is exactly a str, as a key of a subclass would be loaded as
+    a str. The argument `of` is the text for the dict in the message, such as "a parameter group"."""
     if type(key) is not str:
         what = f"{of} has the key {shown(key)}, of type {type(key).__name__}"
         raise CheckpointError(f"{what}; use text as keys, of exactly the type str")

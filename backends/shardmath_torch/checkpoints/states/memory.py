@@ -163,7 +163,8 @@ def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
 
 def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
     """Yield each pair of different `MemorySpot`s (address range, shape, strides, dtype) of `tensors` that share a byte;
-    another view of the same bytes is a different spot. A pair for which that takes too long to tell is yielded, too."""
+    another view of the same bytes is a different spot. A pair is yielded, too, if deciding whether its spots share a
+    byte takes too long."""
     # By spot, so that a tensor that thousands of parameters share is compared once.
     by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
