@@ -50,9 +50,9 @@ def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, A
 
 
 def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]:
-    """Return a dict from each optimizer state item, (parameter's name, key), that is the same object as others to the
-    first of these items. The first is given as (key,) if all belong to one parameter, else as (parameter's name,
-    key)."""
+    """Return a dict that maps each optimizer state item (parameter name, key) whose value is the same object as other
+    items' values to the first of these items. The first is given as (key,) if all of them belong to one parameter, else
+    as (parameter name, key)."""
     # Kept, since a mapping may make its values at each access: no other value may get the id of one.
     kept = {name: dict(held) for name, held in states.items()}
     items_by_identity: dict[object, list[_Item]] = {}

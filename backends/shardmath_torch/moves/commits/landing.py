@@ -42,8 +42,8 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Landing:
-    """The state of one mover's destinations on this rank: committed version, torn (perhaps partly updated) tensors, and
-    the `commit` block whose end arrived bytes wait for.
+    """The state of one mover's destinations on this rank: the number of committed moves, torn (perhaps partly updated)
+    tensors, and the latest `commit` block in which the mover moved. Received bytes are put in place at the block's end.
 
     `former` is the number of moves that others committed before this mover joined.
     """
@@ -73,7 +73,8 @@ class Landing:
 
     def follow(self, former: int) -> Landing:
         """Return the state of this mover's destinations for its next plan: its version (number of committed moves) and
-        torn tensors stay. `former` is the highest version that other ranks may have.
+        torn tensors stay. The next commit makes the version 1 more than this version or `former`, the highest version
+        that other ranks might have, whichever is higher.
 
         So the state is no longer in doubt.
         """
@@ -88,8 +89,9 @@ class Landing:
         member: Member,
         block: CommitBlock | None,
     ) -> None:
-        """Put arrived bytes and computed values in place on all ranks or on none: now, or, if `block` is given, at the
-        end of this `commit` block. `ballot` is this rank's vote for the move, and `member` the mover.
+        """Put bytes that have arrived, and values that this rank has computed from them, in place on all ranks or on
+        none. This happens now, or at the end of the `commit` block `block` if one is given; `ballot` is this rank's
+        vote for the move, and `member` describes the mover.
 
         An error before the promise is an objection. Raises as `conclude` does.
         """
@@ -117,8 +119,8 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Add to an error that breaks the group in the `with` block, and to every error in later blocks of this method,
-        whether this rank's destinations are old, new, or perhaps partly updated."""
+        """Make errors in the `with` block say whether this rank's destinations are old, new, or perhaps partly updated.
+        This text is added to the error that breaks the group, and to every error in later blocks of this method."""
         was_broken = turns.broken
         former = self.standing.version
         try:

@@ -36,7 +36,8 @@ class Engine(Protocol):
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The rounds of this rank's part of the plan, with messages as the engine posts them."""
+        """The rounds of this rank's part of the plan. If the engine sends large transfers as separate messages, the
+        rounds have these messages."""
 
     @property
     def staging_bytes(self) -> int:
@@ -44,8 +45,8 @@ class Engine(Protocol):
 
     @property
     def begun(self) -> int | None:
-        """The number of steps of the latest move (fills, rounds, divisions) that this rank began, plus one if all are
-        done; None if unknown."""
+        """The number of steps (fills, rounds, divisions) that this rank has begun in its latest move. It is 1 more than
+        the number of steps if all of them are done, and None if unknown."""
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
@@ -55,7 +56,7 @@ class Engine(Protocol):
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
         """Move the tensors `src` into `dst`, which must be like the tensors passed to `prepare`, and time each phase by
-        `watch`. Raises PeerFailure."""
+        `watch`. Raises PeerFailure if a rank fails or does not answer in time."""
 
     def let_go(self) -> None:
         """Release all references to tensors; call `prepare` again before the next move."""
@@ -78,5 +79,6 @@ class Transport(Protocol):
 
 
 def transport_of(group: compat.Group) -> Transport:
-    """Return the transport package for the group's backend, such as shardmath_gloo. Raises ExchangeError."""
+    """Return the transport package for the group's backend, such as shardmath_gloo. Raises ExchangeError for a backend
+    other than gloo and NCCL."""
     return cast(Transport, package_of(group))
