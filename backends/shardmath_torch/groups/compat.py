@@ -259,7 +259,8 @@ def device_of(group: Group) -> torch.device:
 
 
 def allow_seconds(group: Group, seconds: float) -> None:
-    """Let the group's next work on GPUs take at least `seconds` before torch's watchdog ends the process (torch 2.13).
+    """Give the group's next work on GPUs `seconds`, or the group's time limit if longer, before torch's watchdog ends
+    the process. Does nothing if this torch version cannot extend the limit.
 
     Under TORCH_DISTRIBUTED_DEBUG=DETAIL this has no effect: the group's own limit holds.
     """

@@ -228,8 +228,8 @@ def model_of(
     ask: Ask | None = None,
 ) -> Model:
     """Return a Model (this rank's tensors with their layouts) of the module in `described`. Plain tensors count as
-    replicated on `mesh`; `ask` returns which shapes of DTensors, or boxes of tensors such as torch's
-    CheckpointableTensor, the ranks hold.
+    replicated on `mesh`. `ask` takes tensors by name and returns all ranks' parts: local shapes of DTensors, index
+    ranges of CheckpointableTensors.
 
     Without `ask` the call is collective if `layout_of` is.
 

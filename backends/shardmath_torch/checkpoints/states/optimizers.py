@@ -347,8 +347,8 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `parameter` is a DTensor or `checkpointable`, and `entry` does not tell how the ranks
-    divide its optimizer state `key`. The `entry` describes this state, and `name` is the parameter's name for the
+    """Raise CheckpointError if `parameter` is a DTensor or torch CheckpointableTensor, and `entry`, which describes its
+    optimizer state `key`, does not tell how the ranks divide this state. `name` is the parameter's name for the
     error."""
     match entry:
         case Own(shape=shape):

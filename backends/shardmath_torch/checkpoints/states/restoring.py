@@ -267,9 +267,9 @@ class OptionsPlan(NamedTuple):
 
 
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
-    """Return the assignments and copies that restore the options of parameter groups from `goals`, the groups with the
-    values for them. A tensor among the options is overwritten if its memory is in `free` and all groups that share it
-    get the same value; any other option is assigned."""
+    """Return the assignments and copies that restore the options of parameter groups; each of `goals` has a group and
+    its options' new values. A tensor among the options is overwritten if its memory is in `free` and all groups that
+    share it get the same value; any other option is assigned."""
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():

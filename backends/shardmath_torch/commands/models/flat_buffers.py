@@ -200,8 +200,9 @@ def state_views(
 def views(
     store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the local tensors that `rank` has of `layouts`, by local name, as detached views into `arrays`, its flat
-    array or arrays by name. `store` says in which array each tensor lies, at which offset and with which strides.
+    """Return the local tensors that `rank` has of `layouts`, by name, as detached views into `arrays`, its flat array
+    or arrays by name. A tensor with several layouts has a view `name[i]` for each layout i. `store` says in which array
+    each tensor lies, at which offset and with which strides.
 
     A single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises
     StoreError for an array that is missing, too short, not flat, or of another dtype.

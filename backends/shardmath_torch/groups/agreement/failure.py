@@ -126,8 +126,8 @@ class FailureDetector:
 
     def report(self, own_report: Report, let_go: Callable[[], None]) -> threading.Thread:
         """Start and return a thread that writes this rank's failure report, `own_report`, to the store and reads the
-        other ranks' reports. Waits a short time for the report to be written, and then in any case calls `let_go`,
-        which closes connections."""
+        other ranks' reports. Before it returns, this call waits a short time for the write, then calls `let_go`, which
+        closes connections, even if the report is not written yet."""
         reported = threading.Event()
         reporting = threads.start(lambda: self._exchange_reports(own_report, reported))
         if self.store is not None:

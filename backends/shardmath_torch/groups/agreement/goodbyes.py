@@ -118,9 +118,9 @@ class Goodbyes:
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Return, in words, which other ranks closed the mover `key` or left the group before vote `number`, with the
-        reason of the lowest such rank; "" if there are none. For the rank `blamed`, whose connection ended, any mover
-        that it closed since the previous vote counts."""
+        """Return a text that names the other ranks that closed the mover `key` or left the group before vote `number`,
+        with the lowest rank's reason; "" if there are none. The rank `blamed`, whose connection ended, is also named if
+        it closed another mover since the previous vote."""
         reasons = {}
         for goodbye in list(self._by_number.values()):
             if goodbye.rank == self._rank:

@@ -152,7 +152,8 @@ class Party:
     ) -> _T:
         """Run `act`, an operation of all ranks, while nothing else in this process uses the group, and return its
         result. Raises ExchangeError if other threads do not free the group within `patience` seconds (or the Party's
-        patience, if longer). Error texts call the group `what`, and name the failed work by `describe`.
+        patience, if longer). Errors call the group `what`; if a rank fails, `describe` returns their text on the work
+        that this stopped.
 
         `act` begins with a vote, unless ranks agreed on such an operation before.
 

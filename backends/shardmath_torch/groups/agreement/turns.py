@@ -243,8 +243,8 @@ class Turns:
         self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Reserve the group for an operation of all ranks during the `with` block, after waiting at most `patience`
-        seconds for other threads. If the group is broken, raises ExchangeError, which calls it `what` in the text. If
-        only this call finds that the group is broken, it calls `let_go` first.
+        seconds for other threads. Raises ExchangeError, which calls the group `what`, if the group is broken. If this
+        was not known before, `let_go` is called first, to close connections.
 
         Also raises ExchangeError if another thread's operation takes longer. Whether the group is broken may be unknown
         if an exception ended the operation before in the middle.

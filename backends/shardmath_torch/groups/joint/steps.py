@@ -104,7 +104,7 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
     """Carry out the requests of the generator `steps` on the store, and return the generator's result. A Pause request
-    waits; once `time.monotonic()` has reached `until`, it is answered with LATE.
+    waits at most 0.1 seconds; only this request gets the answer LATE, once `time.monotonic()` has reached `until`.
 
     Raises the steps' exceptions, RuntimeError if the store is lost, and an interrupt once the steps have undone theirs.
     """

@@ -72,9 +72,9 @@ class Landing:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """Return the state of this mover's destinations for its next plan: its version (number of committed moves) and
-        torn tensors stay. The next commit makes the version 1 more than this version or `former`, the highest version
-        that other ranks might have, whichever is higher.
+        """Return the state of this mover's destinations for its next plan, with the same version (number of committed
+        moves) and torn (perhaps partly updated) tensors. `former` is the highest version of other ranks; the next
+        commit sets the version to 1 + max(own version, `former`).
 
         So the state is no longer in doubt.
         """
@@ -89,9 +89,9 @@ class Landing:
         member: Member,
         block: CommitBlock | None,
     ) -> None:
-        """Put bytes that have arrived, and values that this rank has computed from them, in place on all ranks or on
-        none. This happens now, or at the end of the `commit` block `block` if one is given; `ballot` is this rank's
-        vote for the move, and `member` describes the mover.
+        """Put the received bytes in `arrival`, and values that this rank has computed from them, in place on all ranks
+        or on none: now, or at the end of the `smt.commit` context `block` if given. `party` is this rank as a member of
+        the process group, `ballot` its vote for the move, and `member` describes the mover.
 
         An error before the promise is an objection. Raises as `conclude` does.
         """
@@ -119,8 +119,8 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Make errors in the `with` block say whether this rank's destinations are old, new, or perhaps partly updated.
-        This text is added to the error that breaks the group, and to every error in later blocks of this method."""
+        """Make the error that breaks the group in this `with` block also say whether this rank's destinations are old,
+        new, or perhaps partly updated. Then every error in later `with` blocks of `telling` says so, too."""
         was_broken = turns.broken
         former = self.standing.version
         try:

@@ -39,8 +39,8 @@ __all__ = ["Fold", "Keep", "Receive", "Rounds", "Send", "Unpacking"]
 
 
 class Fold(NamedTuple):
-    """A reduction to do: combine the tensor `piece` into the elements `into` by the operation `op`. Reductions run by
-    increasing `addend`, the number of `piece` among the tensors to combine."""
+    """A reduction to do: combine the tensor `piece` into the elements `into` by the operation `op`. `addend` is the
+    position of `piece` in the order in which tensors are combined."""
 
     addend: int
     op: str

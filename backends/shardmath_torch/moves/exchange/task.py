@@ -36,8 +36,8 @@ class Engine(Protocol):
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The rounds of this rank's part of the plan. If the engine sends large transfers as separate messages, the
-        rounds have these messages."""
+        """The rounds of messages that this rank sends and receives by the plan. If the engine sends each large slice in
+        a message without other slices, the rounds list these messages."""
 
     @property
     def staging_bytes(self) -> int:
@@ -45,8 +45,9 @@ class Engine(Protocol):
 
     @property
     def begun(self) -> int | None:
-        """The number of steps (fills, rounds, divisions) that this rank has begun in its latest move. It is 1 more than
-        the number of steps if all of them are done, and None if unknown."""
+        """The number of steps that this rank has begun in its latest move; 1 more than all steps if they are done, None
+        if unknown. The steps are to set initial values for reductions, to exchange each round's messages, and to divide
+        sums for averages."""
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False

@@ -172,8 +172,8 @@ class MoveViews:
 
     def receive(self, endpoint: Endpoint) -> Receive:
         """Return a Receive for the message at `endpoint`, with the memory to receive into: a slice of the destination
-        tensor, or staging memory. With staging memory, the Receive also has a function that finds how to unpack the
-        message."""
+        tensor, or staging memory. With staging memory, the Receive also has a function that returns the function to
+        call when the message is there: it copies the slices out of staging."""
         memory = self._find_bytes(endpoint, arriving=True)
         find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
         return Receive(endpoint.message, memory, find)

@@ -40,8 +40,8 @@ class BoundTensors:
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
         """Return the source and destination tensors of `call` by name, after the stages `ends` have replaced tensors
-        that need extra work, such as a cast. New tensors are checked, and `carrier` is prepared for them; raises
-        ExchangeError if they do not fit the plan or are not on `device`."""
+        that need extra work, such as a cast. If their memory differs from the previous call's, they are checked, and
+        `carrier` is prepared for them; raises ExchangeError if they do not fit the plan or are not on `device`."""
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors

@@ -123,8 +123,9 @@ def make_ready(
     agree_first: AgreeFirst | None = None,
 ) -> Ready:
     """Compile a plan with `settings`, and return the parts that its mover is made of. `stages` do extra work before and
-    after each move, `make_carrier` makes the object that moves the bytes, and `agree_first` is called before each
-    replan. Collective; raises ExchangeError on all ranks if the plans or settings differ among ranks.
+    after each move, and `make_carrier` makes the object that moves the bytes. When the mover gets a new plan later,
+    `agree_first` is called first, a collective in which ranks compare other arguments than the plan. Collective; raises
+    ExchangeError on all ranks if the plans or settings differ among ranks.
 
     If ranks agreed on something else before, `agree_first` repeats that.
     """

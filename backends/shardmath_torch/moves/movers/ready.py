@@ -43,9 +43,9 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return the largest of three numbers: the ranks that this rank sends to under `plan`, the ranks that it
-        receives from, and `peers`, the most for any rank under the previous plan. Returns None if this rank's part of
-        the previous plan cannot be reused.
+        """Return how many ranks this rank sends to or receives from under `plan`, whichever is more, but at least
+        `peers`, the largest such number of any rank under the previous plan. Returns None if this rank's part of the
+        previous plan cannot be reused.
 
         Never fewer than before, since a smaller number would change the pace of all ranks.
         """
