@@ -30,8 +30,8 @@ Blobs: TypeAlias = Mapping[str, Mapping[int, str]]
 
 
 class StoredBox(NamedTuple):
-    """A box (a range in each dimension) of a tensor in a checkpoint: its offsets and sizes in the tensor, and the bytes
-    of a file that hold it.
+    """The location of a box (a range in each dimension) of a tensor in a checkpoint: the box's offsets and sizes in the
+    tensor, and the file and byte range from which to read it.
 
     The bytes are the elements, row-major, with their `sums` (`checksums`) if they have any; or an `archive` of
     torch.save.
@@ -139,8 +139,8 @@ class Checkpoint:
         return by_rank[owner]
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError unless each element of the tensors `names` is stored exactly once, in files of the
-        recorded lengths, or, if these are unknown, in files that are long enough."""
+        """Raise CheckpointError if an element of the tensors `names` is not stored exactly once, or if a file that
+        stores them does not have its recorded length. A file without a recorded length only has to be long enough."""
         ends: dict[Place, int] = {}
         # tensors of a model are often divided alike: one proof serves all with the same shape and boxes
         proved: set[tuple[object, ...]] = set()
@@ -160,12 +160,9 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Compare the torch.save archives that hold boxes of the tensors `names` with the metadata, and return a dict
-        from box to the place of its elements in the file. With `share` (i, n), do so only for share number i (from 0)
-        of n of the archives.
-
-        Raises CheckpointError if one holds another tensor than the metadata says.
-        """
+        """Return a dict from each box of the tensors `names` that is stored in a torch.save archive to the place of its
+        elements in the file. Raises CheckpointError if an archive holds another tensor than the metadata says. With
+        `share` (i, n), only share number i (from 0) of n of the archives is checked and returned."""
         archives: list[tuple[str, StoredBox]] = []
         for name in sorted(set(names)):
             tensor = self[name]
@@ -191,8 +188,8 @@ class Checkpoint:
 
 
 def layout_of_bytes(checkpoint: Checkpoint, name: str, rank: int) -> Layout:
-    """Return a layout in which `rank` alone holds the bytes saved as `name`. Raises CheckpointError if the name is
-    missing, or a tensor that is not 1-d and uint8 was saved under it."""
+    """Return a layout in which `rank` alone holds the bytes saved as `name`. Raises CheckpointError if `checkpoint` has
+    nothing with this name, or has a tensor with this name that is not 1-d uint8."""
     tensor = checkpoint[name]
     if (tensor.dtype, len(tensor.shape)) != ("uint8", 1):
         found = f"{tensor.dtype}{list(tensor.shape)}"

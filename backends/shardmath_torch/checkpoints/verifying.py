@@ -97,8 +97,9 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Return a flag per chunk: whether `rank` has to check its checksum; of the ranks that read a chunk, exactly one
-    does. `packed` has the flags (`pack_marks`) of the chunks that each rank reads, out of `total` chunks.
+    """Return a flag per chunk of a file: whether `rank` has to check the chunk's checksum. Ranks that read the same
+    chunk take turns, so that one of them checks it; `packed` has for each rank the packed flags (`pack_marks`) of the
+    chunks that it reads, of `total` chunks.
 
     Raises CheckpointError for marks of another number of chunks.
 

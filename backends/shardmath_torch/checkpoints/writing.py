@@ -182,14 +182,15 @@ class Writer(storage.StorageWriter):
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Remove the files of earlier saves, failed or replaced. With `share` (i, n), remove all their drafts, but of
-        other files only those whose names a hash puts into share number i (from 0) of n. Call it on every rank."""
+        """Remove the files of earlier saves that failed or were replaced; call it on every rank. With `share` (i, n),
+        remove all their unfinished metadata files, but only share number i (from 0) of n of their other files, divided
+        by a hash of the file name."""
         with _raise_as_ours(self._folder, AFTER):
             remove_leftovers(self._folder, share)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether `checkpoint_id` is a path, or a URL that fsspec serves, and can be written in UTF-8."""
+        """Whether `checkpoint_id` is a path, or a URL that fsspec serves; both must be text that UTF-8 can encode."""
         try:
             _place_to_write(checkpoint_id)
         except CheckpointError:

@@ -36,7 +36,8 @@ __all__ = ["RULES", "Chosen", "command"]
 
 
 class Chosen(NamedTuple):
-    """A rule of flat buffers (how an optimizer lays them out), and which options the command accepts with the rule.
+    """A rule for how a training framework packs parameters into flat buffers (1-d tensors), and which options the
+    command `python -m shardmath buffers` accepts with the rule.
 
     `experts`: experts have separate buffers `always`, if `asked` (`--expert-dp`), or `never`.
 

@@ -135,7 +135,8 @@ def run(
     watch: Callable[[Mapping[int, Progress]], None] = lambda progress: None,
 ) -> list[R]:
     """Run `task` with `argument` on ranks 0..world-1, each in a process, and return a list of their results in the
-    order of ranks. Calls `watch` with every rank's progress; waits of more than `timeout` seconds fail.
+    order of ranks. `watch` is called with every rank's progress. Raises ShardError if a rank fails, waits for others
+    for more than `timeout` seconds, or if all ranks are silent that long.
 
     `timeout` bounds every wait inside the group, and how long all ranks may be silent. Raises the first failing rank's
     ShardError, or ExchangeError for any other failure.

@@ -54,8 +54,8 @@ MOST_SECONDS = 10.0**6
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished refit (move of a model's weights from source to destination ranks): its settings, plan, lower bounds,
-    and the measurements of all ranks."""
+    """A finished refit (move of a model's weights from source to destination ranks): its settings, its plan, lower
+    bounds on the bytes that ranks must send and receive, and the measurements of all ranks."""
 
     job: Job
     plan: sm.Plan

@@ -32,8 +32,9 @@ Holders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds on the bytes of a move without relays: `received` and `sent` by each rank, and `busiest`, sent by
-    the busiest rank. At least one rank in `forced_by` has to send that many."""
+    """Lower bounds on the bytes of a move in which no rank forwards bytes for others. The dicts `received` and `sent`
+    have one bound per rank; the rank that sends most has to send at least `busiest` bytes, since at least one rank in
+    `forced_by` does."""
 
     received: dict[int, int]
     sent: dict[int, int]

@@ -48,8 +48,8 @@ def _list_ours(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def reserved(folder: Path) -> Iterator[None]:
-    """Make the folder, and lock it during the `with` block. Raises ShardError if that fails, as while another refit to
-    it runs."""
+    """Make the folder, and lock it during the `with` block. Raises ShardError if the folder cannot be made or locked,
+    for example because another refit (move of weights) to it is running."""
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -65,8 +65,8 @@ def _unwritable(folder: Path, error: OSError) -> ShardError:
 
 
 def check_out(folder: Path, weights: Weights) -> None:
-    """Raise ShardError if `folder` cannot be read, or if a refit's output to it would replace or remove a file of the
-    model, or something other than a file."""
+    """Raise ShardError if `folder` cannot be read, or if a refit (move of weights) would write its output over one of
+    two things: a file of the model `weights`, or an entry that is not a file, such as a folder."""
     inputs = {weights.path, *(entry.file for entry in weights.entries.values())}
     try:
         for file in _list_ours(folder):
@@ -91,7 +91,8 @@ def _check_replaceable(folder: Path, file: Path, inputs: Iterable[Place]) -> Non
 
 
 def write_draft(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Write the tensors that arrived at `rank` to an unfinished file. Raises ShardError if it cannot be written."""
+    """Write the tensors that arrived at `rank` to a file in `folder` with a temporary name; `finish` later gives it the
+    final name. Raises ShardError if the file cannot be written."""
     file = _draft(folder, rank)
     try:
         # Removed, never written to: it may be a link to another file.

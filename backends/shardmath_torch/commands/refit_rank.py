@@ -78,8 +78,9 @@ class Outcome:
 
 
 def refit_rank(job: Job, rank: int, report: Report) -> Outcome:
-    """Do the work of `rank` in the refit `job`, call `report` with its progress (phase, amount done, total amount), and
-    return its measurements. Raises ShardError, for example for a byte that differs from the file."""
+    """Load the weights that `rank` has in the refit `job` (move of a model's weights), move them, check what arrived,
+    and return the rank's measurements. Calls `report` with the phase, the amount done and the total amount. Raises
+    ShardError, for example if an arrived byte differs from the model's file."""
     shapes = job.weights.shapes
     src = job.src.layouts(shapes)
     dst = job.dst.layouts(shapes)

@@ -173,8 +173,8 @@ def my_rank() -> int:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """Return the process group of all ranks of `mesh`, if need be a new one, which all ranks make together; None if
-    torch cannot make one.
+    """Return the process group of all ranks of `mesh`; None if torch cannot make one. If the group does not exist yet,
+    it is made, for which all ranks of the default group must make this call.
 
     A mesh of one axis has a group. For a part of a mesh of all ranks, its flattened axes give one:
     all ranks make the groups of all such parts together.
@@ -250,7 +250,8 @@ def time_limit_of(group: Group) -> float:
 
 
 def device_of(group: Group) -> torch.device:
-    """Return the device of the group's tensors: for NCCL the GPU it is bound to or the current one, else the CPU."""
+    """Return the device of the group's tensors: for NCCL a GPU, else the CPU. The GPU is the one that the group was
+    bound to when it was made (`device_id`); for an unbound group, it is the current GPU."""
     if backend_of(group) != "nccl":
         return torch.device("cpu")
     bound: torch.device | None = getattr(channel_of(group), "bound_device_id", None)
@@ -258,8 +259,8 @@ def device_of(group: Group) -> torch.device:
 
 
 def allow_seconds(group: Group, seconds: float) -> None:
-    """Extend the time that torch's watchdog allows the group's next work on GPUs, before it ends the process, to at
-    least `seconds` (torch 2.13).
+    """Give the group's next work on GPUs `seconds`, or the group's time limit if longer, before torch's watchdog ends
+    the process. Does nothing if this torch version cannot extend the limit.
 
     Under TORCH_DISTRIBUTED_DEBUG=DETAIL this has no effect: the group's own limit holds.
     """
@@ -346,12 +347,13 @@ def spec_of(tensor: DTensor) -> Spec:
 
 
 def in_backward() -> bool:
-    """Whether autograd computes gradients in this thread."""
+    """Whether this thread is now running a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1
 
 
 def hold_nothing(tensor: DTensor) -> None:
-    """Set the local tensor of a DTensor to an empty tensor of as many dimensions, on a rank outside of its mesh.
+    """Set the local tensor of the DTensor `tensor` to an empty tensor with the DTensor's number of dimensions. Call it
+    on a rank outside of the DTensor's mesh.
 
     Torch makes a local tensor of one dimension, with which `to_local` fails in the backward pass (torch 2.13).
     """
@@ -368,17 +370,17 @@ def shape_of_scalar(local: Tensor) -> Tensor:
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Return the DTensor's local tensor, which is not part of the autograd graph."""
+    """Return the DTensor's local tensor itself, not a copy. Unlike `to_local`, the call is not recorded by autograd."""
     return tensor._local_tensor
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
-    """Return a number that only this storage has while it lives, even if its memory is freed and another storage gets
-    that address."""
+    """Return a number that no other storage has while this storage object exists. Unlike the address of its memory, the
+    number stays unique after the memory is freed."""
     return int(storage._cdata)
 
 
 def storage_start(tensor: Tensor) -> int | None:
-    """Return the file offset of a fake tensor's storage, which torch.load noted instead of reading the data; None if
-    unknown."""
+    """Return the offset of a fake tensor's storage in the checkpoint file that it was loaded from; None if unknown. For
+    fake tensors, torch.load records this offset instead of reading the data."""
     return tensor.untyped_storage()._checkpoint_offset

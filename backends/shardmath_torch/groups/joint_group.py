@@ -94,7 +94,8 @@ class JointGroup(ProcessGroup):
 
     @property
     def channel(self) -> ProcessGroup:
-        """The torch group that has the connections; get it for each call. Raises ExchangeError after `close`."""
+        """The torch group that has the connections. Read this property again for each call, instead of keeping its
+        value. Raises ExchangeError after `close`."""
         if self._open is None:
             what = f"the joint group {self.label!r} was disconnected"
             raise ExchangeError(f"{what}; make another by smt.connect")

@@ -131,8 +131,8 @@ class Model(NamedTuple):
 
 
 def describe(module: nn.Module) -> Description:
-    """Return the parameters, persistent buffers and extra states of `module` by name, without communication. FSDP2
-    first reshards gathered parameters.
+    """Return the parameters, persistent buffers and extra states of `module` by name, without communication. The call
+    makes FSDP2 reshard any parameters that it has gathered.
 
     Raises CheckpointError for a value that is not a module, an extra state that is not bytes, a tensor without a shape,
     and two names that are equal without wrappers' parts.
@@ -228,7 +228,8 @@ def model_of(
     ask: Ask | None = None,
 ) -> Model:
     """Return a Model (this rank's tensors with their layouts) of the module in `described`. Plain tensors count as
-    replicated on `mesh`; `ask` gives the shapes or boxes that each rank holds of other tensors.
+    replicated on `mesh`. `ask` takes tensors by name and returns all ranks' parts: local shapes of DTensors, index
+    ranges of CheckpointableTensors.
 
     Without `ask` the call is collective if `layout_of` is.
 
@@ -345,8 +346,8 @@ def _ask_renamed(ask: Ask | None, spell: Callable[[str], str]) -> Ask | None:
 
 
 def check_slots(model: Model) -> None:
-    """Raise CheckpointError if a tensor of `model` cannot be written to, or shares memory with another one, unless both
-    are the same view of it.
+    """Raise CheckpointError if a tensor of `model` cannot be written to, or if two tensors that differ in address,
+    shape, strides or dtype share memory.
 
     Slots that are one tensor are allowed, and take one value (`check_one_value`); disjoint views of a buffer are, too.
     """

@@ -242,8 +242,8 @@ def describe_optimizers(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
     """Return the state of `optimizer` (one or several) for the parameters of `model`: state tensors with layouts,
-    descriptions (entries) of state items, and parameter groups. For parameters that this rank lacks, they come from
-    other ranks' reports, `elsewhere`.
+    descriptions (entries) of state items, and parameter groups. Descriptions of state for parameters that this rank
+    lacks are taken from `elsewhere`, the other ranks' reports.
 
     State of parameters that are not on this rank has empty tensors here.
 
@@ -347,8 +347,9 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `entry`, the description of the optimizer state `key` of `parameter`, does not tell how
-    the state is divided over ranks, although the parameter (a DTensor, or `checkpointable`) may be divided."""
+    """Raise CheckpointError if `parameter` is a DTensor or torch CheckpointableTensor, and `entry`, which describes its
+    optimizer state `key`, does not tell how the ranks divide this state. `name` is the parameter's name for the
+    error."""
     match entry:
         case Own(shape=shape):
             is_known = not shape

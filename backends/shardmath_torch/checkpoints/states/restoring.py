@@ -63,8 +63,8 @@ __all__ = [
 
 
 class ReadJob(NamedTuple):
-    """A read from a checkpoint: the tensor's name here and in the checkpoint, its layout (None for bytes), and the
-    function that puts it into the module or optimizer."""
+    """A read from a checkpoint: the tensor's name `here` and `there` (in the checkpoint), its layout (None for bytes),
+    and `put`, a function that writes the loaded tensor into the module or optimizer."""
 
     here: str
     there: str
@@ -87,8 +87,9 @@ class Free(NamedTuple):
 
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
-    """Return the memory that loaded optimizer values may overwrite: regions of state tensors, and of tensors in options
-    such as learning rates, that no other tensor shares. Several options may be one tensor."""
+    """Return the memory that loaded optimizer values are allowed to overwrite: state tensors, and tensors in options
+    such as learning rates, that share no memory with other tensors. `goals` are the parameter groups to restore; a
+    tensor that several options share is allowed, too."""
     states = _list_states(goals)
     options = _list_options(goals)
     slots = [slot.local for slot in model.slots.values()]
@@ -155,8 +156,8 @@ def _keeps_memory(held: Tensor, free: frozenset[MemorySpot]) -> bool:
 
 
 def check_fillable(goals: Iterable[Goal]) -> None:
-    """Raise CheckpointError if an optimizer in `goals` keeps its state, or the nonempty state of a parameter, in
-    anything but a mutable mapping: nothing could be restored into it."""
+    """Raise CheckpointError if an optimizer's state, or the nonempty state of one of its parameters, is not a mutable
+    mapping, so that nothing could be restored into it. `goals` are the parameter groups to restore."""
     for goal in goals:
         optimizer = goal.group.optimizer
         held = [optimizer.state, *(values for _, _, values in goal.group.states() if values)]
@@ -266,8 +267,9 @@ class OptionsPlan(NamedTuple):
 
 
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
-    """Return the assignments and copies that restore the options of the parameter groups in `goals`: tensors among the
-    options that lie in `free` are overwritten in place, unless that would change another value."""
+    """Return the assignments and copies that restore the options of parameter groups; each of `goals` has a group and
+    its options' new values. A tensor among the options is overwritten if its memory is in `free` and all groups that
+    share it get the same value; any other option is assigned."""
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():
@@ -399,7 +401,8 @@ def restore(
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Write the loaded `tensors` and the planned `options` into the module and its optimizers, drop optimizer state
-    that the checkpoint lacks, then call the modules' `set_extra_state`.
+    that the checkpoint lacks, then call the modules' `set_extra_state`. `jobs` tell where each loaded tensor goes, and
+    `goals` are the parameter groups to restore.
 
     A module's set_extra_state may look at its weights, and may raise.
     """

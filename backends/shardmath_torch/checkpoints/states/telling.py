@@ -177,6 +177,7 @@ BY_RANK = (
 
 
 def advise(what: str) -> str:
-    """Return the advice to append to an error that says `what` differs among ranks. For optimizer state, it says how to
-    save state of which each rank has a part."""
+    """Return the advice that ends an error about values that differ among ranks; `what` describes the values, for
+    example "the optimizer of ...". For optimizer state, the advice explains how to save state of which each rank has a
+    part."""
     return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

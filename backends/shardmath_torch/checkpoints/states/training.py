@@ -241,8 +241,9 @@ def load_state(
     progress: Progress | None = None,
     verify: bool = True,
 ) -> Unmatched:
-    """Restore a module and its optimizer in place from what `save_state` wrote, even under another parallelism. Names
-    that only one side has raise CheckpointError if `strict`; otherwise they are skipped and returned (Unmatched).
+    """Restore a module and its optimizer in place from what `save_state` wrote, even under another parallelism;
+    `verify` compares checksums. If `strict`, a name that only the module or only the checkpoint has raises
+    CheckpointError; otherwise such names are skipped and returned.
 
     The optimizer may be fresh. Its groups take the options of the groups that their parameters were in. Parameters may
     be grouped otherwise than before, if all of a group that are on this rank had the same options. Without an

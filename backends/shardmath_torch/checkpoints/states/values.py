@@ -96,8 +96,9 @@ def check_depth(what: str, depth: int) -> None:
 
 
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
-    """Return an option or state `value`, nested in `depth` other values, in a form that JSON can store; Enums and
-    namedtuples only if `kinded`. Raises CheckpointError, naming it `what`, if JSON cannot express it.
+    """Return `value`, an option or state that is nested in `depth` other values, in a form that JSON can store. Raises
+    CheckpointError, which calls the value `what`, if JSON cannot express it; Enums and namedtuples are stored only if
+    `kinded` is True.
 
     Pass `kinded` if whatever takes the value holds Enums or namedtuples in the same places.
     """
@@ -306,8 +307,8 @@ class Extra(NamedTuple):
 
 
 def pack_extra(module: nn.Module, name: str, value: object) -> Extra:
-    """Return the extra state `value` of `module` as bytes, with its kind. Raises CheckpointError, with `name`, unless
-    it is bytes, a BytesIO, a 1-d tensor of uint8, or None."""
+    """Return the extra state `value` of `module` as bytes, with its kind. Raises CheckpointError, which names `name`,
+    if `value` is not bytes, a BytesIO, a 1-d tensor of uint8, or None."""
     kind = _kind_of(value)
     if kind is None:
         what = f"extra state {name!r} is of type {type(value).__name__}, but must be bytes"

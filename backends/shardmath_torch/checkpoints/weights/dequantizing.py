@@ -29,8 +29,8 @@ __all__ = ["dequantize"]
 
 
 def dequantize(one: QuantizedRead, data: Tensor, scales: Tensor, rank: int) -> Tensor:
-    """Return the local tensor that `rank` has of the quantized tensor `one`, computed from its local `data` and the
-    `scales` of all blocks that it touches, in the module's dtype."""
+    """Return the local tensor that `rank` has of the quantized tensor `one`, in the module's dtype. It is computed from
+    the rank's local `data` and `scales`, one number for each block (tile of elements) that this data overlaps."""
     out = make_zeros(one.layout, rank)
     factors = _convert_scales(scales, one.format.parts[1].dtype)
     shape = one.layout.shape

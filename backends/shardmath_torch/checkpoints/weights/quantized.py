@@ -82,8 +82,8 @@ def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
 
 
 def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str) -> str:
-    """Return the error message for the tensor `name`, of `layout` in the module, that is stored as `stored`, quantized
-    with `scales`, and loaded without a format."""
+    """Return the error message for a quantized tensor that was loaded without the argument `format=`. The module has it
+    as `name`, with `layout`; the checkpoint has its data as `stored` and its scales as `scales`."""
     what = f"{name!r} is {layout.dtype} in the module, but {checkpoint[stored].dtype} in the checkpoint"
     fix = "give format=, such as shardmath.formats.FP8Blocks() for tiles of 128 x 128"
     return f"{what}, with scales in {scales!r}; {fix}"

@@ -139,12 +139,10 @@ def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
     """Convert a buffer layout with parameters as keys, from Megatron-Core or `by_parameter`, to a layout with names as
-    keys for `data_parallel_world_size` ranks (None: any number), and check it.
+    keys for `data_parallel_world_size` ranks; None allows any number. Raises ParamLayoutError if the module lacks a
+    parameter, or if the layout contradicts itself.
 
     A layout with parameters as keys does not have the number of ranks that it is for.
-
-    Raises ParamLayoutError for a parameter that the module lacks, and for a layout that contradicts
-    itself.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     placed = list(layout.param_index_map.items())
@@ -173,9 +171,9 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """Return views of `array`, the share that `rank` has of a flat buffer of optimizer state, as a dict from local name
-    (a parameter's name, or `name[i]` for a part) to tensor. The buffer is divided along `axis` of `mesh`; views are 1-d
-    unless `shape` is "nd".
+    """Return views of `array`, the share that `rank` has of a flat buffer of optimizer state, as a dict from parameter
+    name (`name[i]` if the rank has several parts) to tensor. The buffer has `buffer_layout`, and is divided along
+    `axis` of `mesh`. Views are 1-d, or have the parameter's number of dimensions if `shape` is "nd".
 
     They have the layouts that `buffers.state_layouts` gives, and the array's dtype. A rank outside the mesh has none.
 
@@ -202,8 +200,9 @@ def state_views(
 def views(
     store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the local tensors that `rank` has of `layouts`, by local name, as detached views into its flat `arrays`
-    (one, or several by name), at the positions that `store` has for them.
+    """Return the local tensors that `rank` has of `layouts`, by name, as detached views into `arrays`, its flat array
+    or arrays by name. A tensor with several layouts has a view `name[i]` for each layout i. `store` says in which array
+    each tensor lies, at which offset and with which strides.
 
     A single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises
     StoreError for an array that is missing, too short, not flat, or of another dtype.

@@ -34,8 +34,9 @@ SHOWN = 8
 
 
 class Ballot(NamedTuple):
-    """A rank's vote on an operation: which operation, for which purpose, the rank's objection if any, and facts about
-    the rank. `claim`, `purpose` and `records_gradient` must be equal on all ranks.
+    """A rank's vote on an operation: the operation (`claim`), its `purpose`, the rank's `objection` ("" if none), and
+    facts about the rank. All ranks must have the same `claim`, `purpose` and `records_gradient`, which is whether
+    autograd records the operation.
 
     - `claim`: the operation that the rank is about to do.
     - `purpose`: what the operation is for, in the caller's words.

@@ -53,7 +53,8 @@ _reporters: WeakKeyDictionary[Store, list[_Reporter]] = WeakKeyDictionary()
 
 
 def stop_asking(store: Store) -> None:
-    """End this process's threads that exchange failure reports through `store`, before the store's process group ends.
+    """End this process's threads that exchange failure reports through `store`. Call it before the process group that
+    uses `store` is destroyed.
 
     First gives each its patience, at most a grace period, so that other ranks can read a store that is served here.
     """
@@ -124,8 +125,9 @@ class FailureDetector:
         return self._judge(own_report)
 
     def report(self, own_report: Report, let_go: Callable[[], None]) -> threading.Thread:
-        """Start and return a thread that writes this rank's failure report to the store and reads the other ranks';
-        once the report is written, or soon after, call `let_go` to close connections."""
+        """Start and return a thread that writes this rank's failure report, `own_report`, to the store and reads the
+        other ranks' reports. Before it returns, this call waits a short time for the write, then calls `let_go`, which
+        closes connections, even if the report is not written yet."""
         reported = threading.Event()
         reporting = threads.start(lambda: self._exchange_reports(own_report, reported))
         if self.store is not None:

@@ -49,8 +49,8 @@ SOON_S = 0.01
 
 
 class Goodbye(NamedTuple):
-    """A notice that `rank` closed the mover `key`, or left the whole group, after taking part in vote number
-    `after`."""
+    """A notice that `rank` closed a mover (an object that moves tensors by a plan), or left the whole group, after
+    taking part in vote number `after`. The `key` identifies the mover, and is "" for the whole group."""
 
     rank: int
     key: str
@@ -60,7 +60,8 @@ class Goodbye(NamedTuple):
 
 
 class Goodbyes:
-    """The notices of ranks that left a mover or the group (goodbyes), in the group's store under `name`.
+    """The notices of ranks that closed a mover (an object that moves tensors by a plan) or left the group. They are in
+    the group's store, under keys that contain `name`.
 
     `serves` is whether this process serves the store.
     """
@@ -81,7 +82,9 @@ class Goodbyes:
         self._listener: threading.Thread | None = None
 
     def say(self, key: str, after: int, why: str) -> None:
-        """Announce that this rank leaves the mover with this `key`, after the vote of number `after`, because of `why`.
+        """Announce that this rank closes a mover (an object that moves tensors by a plan) after vote number `after`,
+        for the reason `why`. The `key` identifies the mover on all ranks; "" announces that this rank leaves the whole
+        group.
 
         Never raises, and waits at most LINGER_S for the store, and as long for other ranks if it is served here.
         """
@@ -115,9 +118,9 @@ class Goodbyes:
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Return, in words, which other ranks left mover `key` or the group before vote `number`, and the reason of the
-        lowest such rank; "" if none left. The rank `blamed`, whose connection ended, counts too if it left any mover
-        since the previous vote."""
+        """Return a text that names the other ranks that closed the mover `key` or left the group before vote `number`,
+        with the lowest rank's reason; "" if there are none. The rank `blamed`, whose connection ended, is also named if
+        it closed another mover since the previous vote."""
         reasons = {}
         for goodbye in list(self._by_number.values()):
             if goodbye.rank == self._rank:
@@ -142,7 +145,8 @@ class Goodbyes:
         self._listener = self._beside(loop)
 
     def end(self) -> None:
-        """End the thread that reads notices, before the group ends; the notices stay in the store."""
+        """End the thread that reads notices of leaving ranks; call it before the group is destroyed. The notices stay
+        in the store."""
         self._end_bell.set()
         if self._listener is not None and not self._is_lost:
             self._listener.join(LINGER_S)

@@ -86,8 +86,8 @@ class Party:
         return self.patience + 1.2 * self.grace
 
     def with_own_key(self) -> Party:
-        """Return a copy of this Party for one mover, with a new `key`: the number of the next vote, which is equal on
-        all ranks."""
+        """Return a copy of this Party with a new `key`, for one mover (an object that moves tensors by a plan). The key
+        identifies the mover on all ranks: it is the number of the next vote."""
         return replace(self, key=str(self.turns.votes + 1))
 
     def vote(
@@ -136,8 +136,8 @@ class Party:
         self.turns.host = next((rank for rank, ballot in voted if ballot.serves_store), None)
 
     def gather(self, record: bytes) -> list[bytes]:
-        """Return a list of every rank's `record`, bytes of the same length on all ranks; counts as a vote without
-        objections. Raises PeerFailure."""
+        """Return a list of every rank's `record`, bytes of the same length on all ranks. The call adds 1 to the group's
+        number of votes. Raises PeerFailure if a rank fails or does not answer in time."""
         self._begin()
         records = self.wire.gather(record)
         self.turns.agreed()
@@ -151,8 +151,9 @@ class Party:
         patience: float = 0.0,
     ) -> _T:
         """Run `act`, an operation of all ranks, while nothing else in this process uses the group, and return its
-        result; wait at least `patience` seconds for other threads. Errors say that this `what` is broken, and
-        `describe` makes words for the work that failed.
+        result. Raises ExchangeError if other threads do not free the group within `patience` seconds (or the Party's
+        patience, if longer). Errors call the group `what`; if a rank fails, `describe` returns their text on the work
+        that this stopped.
 
         `act` begins with a vote, unless ranks agreed on such an operation before.
 

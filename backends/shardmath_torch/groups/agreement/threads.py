@@ -54,10 +54,10 @@ def start(act: Callable[[], None]) -> threading.Thread:
 
 
 def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
-    """Run `make` in a thread, wait at most `limit` seconds, and return its result; Ctrl-C ends the wait, after `settle`
-    more seconds for the thread to end.
+    """Run `make` in a thread, and return its result; raises RuntimeError if this takes more than `limit` seconds.
+    Ctrl-C ends the wait, after up to `settle` more seconds for the thread to end.
 
-    Raises any exception of `make`, and RuntimeError after `limit` seconds.
+    Also raises any exception of `make`.
     """
     results: list[_T] = []
     errors: list[BaseException] = []

@@ -151,8 +151,8 @@ class _Heard(threading.local):
 
 
 class Turns:
-    """The state of this rank's operations on one group, of which one runs at a time: the number of votes, waiting
-    threads, and why the group is broken.
+    """The state of this rank's operations on one group, of which one runs at a time: how many votes the group has had,
+    which threads wait for the group, and why it is broken ("" if it is not).
 
     - `decided`: number of the latest vote recorded in the group's store (`commits`).
     - `beside`: the latest errand, a background move that runs after the errands before it; other calls wait for it.
@@ -187,8 +187,8 @@ class Turns:
         self._queue = threading.Lock()
 
     def next(self, event: Event = Event.VOTE) -> int:
-        """Add 1 to the number of votes, since one begins now, and return the number; `event` is VOTE, or PROMISE if the
-        vote promises that all bytes have arrived here."""
+        """Add 1 to the number of votes, since one begins now, and return the number. The kind of vote, `event`, is
+        recorded: VOTE, or PROMISE for a vote with which a rank says that it has received all bytes of a move."""
         self.protocol.note(event)
         self.votes += 1
         return self.votes
@@ -205,8 +205,8 @@ class Turns:
 
     @property
     def under_way(self) -> bool:
-        """Whether this rank is in the middle of an operation: other ranks may be waiting for it, or it for their
-        decision."""
+        """Whether this rank is in the middle of an operation of all ranks: either other ranks could be waiting for this
+        rank, or this rank waits for the ranks' decision."""
         return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
@@ -243,8 +243,8 @@ class Turns:
         self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Reserve the group for an operation of all ranks during the `with` block, after waiting at most `patience`
-        seconds for other threads. If the group is broken, calls `let_go` if this was not known before, and raises
-        ExchangeError, which says that this `what` is broken.
+        seconds for other threads. Raises ExchangeError, which calls the group `what`, if the group is broken. If this
+        was not known before, `let_go` is called first, to close connections.
 
         Also raises ExchangeError if another thread's operation takes longer. Whether the group is broken may be unknown
         if an exception ended the operation before in the middle.
@@ -311,8 +311,9 @@ class Turns:
     def listen(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
     ) -> None:
-        """Start to watch `store` for notices of ranks that leave the group, stored there under `name`; `serves` is
-        whether this process serves the store. Later calls change nothing."""
+        """Start to watch `store` for notices of ranks that leave the group, stored there under `name`; a second call of
+        `listen` does nothing. This rank is `rank`, the group's are `ranks`, and `serves` is whether this process serves
+        the store."""
         if self.goodbyes is not None or len(ranks) == 1:
             return
         self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
@@ -321,8 +322,9 @@ class Turns:
         self.goodbyes.listen(lambda: _give_up_if_left(turns()))
 
     def part(self, key: str, why: str) -> None:
-        """Announce that this rank leaves mover `key`, with the reason `why`, unless the group is broken. Call it inside
-        a `with` block of `alone`."""
+        """Announce that this rank closes a mover (an object that moves tensors by a plan), for the reason `why`, unless
+        the group is broken. The `key` identifies the mover on all ranks. Call `part` inside a `with` block of the
+        method `alone`."""
         is_broken = self.under_way or self.broken
         if self.goodbyes is not None and not is_broken:
             self.goodbyes.say(key, self.votes, why)
@@ -335,7 +337,8 @@ class Turns:
         return previous
 
     def wait_for_beside(self) -> None:
-        """Wait until the background moves have ended, since ranks pair calls by their order."""
+        """Wait until the background moves have ended. Ranks match their calls by order, so a call made before that
+        could be matched with another rank's background move."""
         if self.beside is not None and not self.heard.is_beside:
             self.beside.wait()
 
@@ -410,8 +413,8 @@ def in_thread(given: str | None) -> str:
 
 
 def check_thread(turns: Turns, given: str | None) -> None:
-    """Reserve the thread name `given` (None: the calling thread's), under which ranks pair calls, for the calling
-    thread. Raises ExchangeError if another live thread has that name."""
+    """Reserve the thread name `given` (None: the calling thread's name) for the calling thread. Ranks match calls of
+    threads that have the same name; raises ExchangeError if another live thread of this process has it."""
     if given is None and _is_thread_of_autograd():
         return
     name = _name_thread() if given is None else given

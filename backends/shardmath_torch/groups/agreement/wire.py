@@ -41,7 +41,8 @@ class PeerFailure(Exception):
 
 
 def check_is_torchs(error: BaseException, *files: str) -> None:
-    """Raise `error` again unless it was raised in torch, or in one of `files`, which call torch.
+    """Raise `error` again, except if it was raised in torch or in one of the source files `files`, which call torch:
+    then do nothing.
 
     Otherwise an error of a signal handler, raised during the call, would be taken for the network's.
     """
@@ -67,8 +68,8 @@ class Pending(Protocol):
     """A message in flight, being sent or received, that can be waited for."""
 
     def wait(self) -> None:
-        """Have later work on the wire's device wait until this message has been received or sent. Raises
-        PeerFailure."""
+        """Make later work on the device of the message's tensor wait until this message has been received or sent.
+        Raises PeerFailure if the message has failed or takes too long."""
 
 
 class Wire(Protocol):
@@ -83,16 +84,20 @@ class Wire(Protocol):
         at most `patience` seconds (None: the wire's default)."""
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
-        """Post a receive of bytes from `rank` into `memory`. Raises PeerFailure."""
+        """Post a receive of bytes from `rank` into `memory`, and return a Pending to wait for. Raises PeerFailure if
+        the connection to `rank` is already lost."""
 
     def send(self, memory: Tensor, rank: int) -> Pending:
-        """Post a send of the bytes of `memory` to `rank`. Raises PeerFailure."""
+        """Post a send of the bytes of `memory` to `rank`, and return a Pending to wait for. Raises PeerFailure if the
+        connection to `rank` is already lost."""
 
     def start(self) -> None:
-        """Start the posted messages that have not started yet. Raises PeerFailure."""
+        """Start the posted messages that have not started yet. Raises PeerFailure if that fails, or if earlier messages
+        fail or take too long."""
 
     def finish(self) -> None:
-        """Wait until all started messages have been sent and received. Raises PeerFailure."""
+        """Wait until all started messages have been sent and received. Raises PeerFailure if a message fails or takes
+        too long."""
 
     def gather(self, record: bytes, patience: float | None = None) -> list[bytes]:
         """Return every rank's `record` (bytes of equal length), in the order of the group's ranks, within `patience`

@@ -69,8 +69,9 @@ def connect(
     run: str = "",
 ) -> JointGroup:
     """Connect `size` processes of any jobs, this one as `rank`, through the store `where`, and return their process
-    group, to pass as `group=` to functions of this module. Collective; `name` distinguishes groups in one store, and
-    `run` keeps out processes of an earlier start.
+    group, to pass as `group=` to functions of this module. Collective. Groups that exist in one store at the same time
+    must have different `name` arguments; processes that pass `run`, a text for this start of the jobs, must pass the
+    same one.
 
     `where` is "host:port", where the process of rank 0 serves a key-value store (a TCPStore) until it disconnects, or a
     store. `backend` is "gloo" or "nccl". `timeout` is the time to wait for all ranks to come, in seconds, and then the

@@ -101,7 +101,8 @@ class _Log(NamedTuple):
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """Return the text in which another process that is also rank 0 objects to this rendezvous; "" if none does."""
+        """Return the objection, a text, of a second process that claims rank 0 in this rendezvous; "" if no process
+        objects."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))

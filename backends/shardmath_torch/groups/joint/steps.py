@@ -103,8 +103,8 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 
 
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
-    """Carry out the requests of the generator `steps` on the store, and return the generator's result. From the time
-    `until` on, a Pause is answered with LATE.
+    """Carry out the requests of the generator `steps` on the store, and return the generator's result. A Pause request
+    waits at most 0.1 seconds; only this request gets the answer LATE, once `time.monotonic()` has reached `until`.
 
     Raises the steps' exceptions, RuntimeError if the store is lost, and an interrupt once the steps have undone theirs.
     """

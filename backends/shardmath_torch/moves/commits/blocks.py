@@ -53,7 +53,8 @@ class Member(NamedTuple):
 
 
 class HasMember(Protocol):
-    """The interface of arguments of `commit`: a mover, or an object that moves tensors by a mover, such as a Refit."""
+    """The interface of arguments of `commit`: a mover (an object that moves tensors by a plan), or an object that uses
+    one, such as a Refit, which moves a model's weights from trainers to inference engines."""
 
     @property
     def member(self) -> Member:
@@ -80,16 +81,16 @@ class CommitBlock:
 
     @property
     def was_refused(self) -> bool:
-        """Whether a call in the block failed on all ranks, or a rank left before the block's first move, so that none
-        of the block's moves will be committed."""
+        """Whether none of the block's moves will be committed, for one of two reasons: a call in the block failed on
+        all ranks, or another rank left the group or closed its mover before the block's first move."""
         heard = self._turns.heard
         # A rank that left before any move does not vote at the block's end; one that left later does.
         lacks_rank = heard.goodbyes != self._goodbyes and not self.entries
         return heard.refusals != self._refusals or lacks_rank
 
     def check(self, member: Member) -> None:
-        """Raise ExchangeError if the mover `member` cannot move in this block, for example because it has moved in it
-        before."""
+        """Raise ExchangeError if the mover `member` cannot move in this block, for example because this mover has
+        already moved in the block."""
         if not member.is_beside:
             what = f"{member.name} was compiled with commit='direct' and cannot move in smt.commit"
             raise ExchangeError(f"{what}; compile it with commit='all'")
@@ -121,7 +122,8 @@ class CommitBlock:
 
     @property
     def may_be_unheard(self) -> bool:
-        """Whether other ranks may be in a move without a vote, and so would not receive this rank's objection."""
+        """Whether an objection of this rank might not reach other ranks, because those make their next move of the
+        block without a vote (as `agree="once"` allows)."""
         return self._agrees_once and (not self._named or bool(self._list_missing()))
 
     def _list_missing(self) -> list[str]:

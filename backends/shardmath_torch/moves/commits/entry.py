@@ -52,8 +52,9 @@ class Entry(NamedTuple):
 
 
 def commit_entries(party: Party, promise: Ballot, entries: Sequence[Entry]) -> None:
-    """Put the moves `entries` in place on all ranks or on none, once all ranks have sent their vote `promise` (that all
-    bytes have arrived). Raises as `conclude` does."""
+    """Put the moves `entries` in place on all ranks or on none, once all ranks of the group in `party` have sent their
+    vote `promise` (that all bytes have arrived). Raises Refused if a rank objects, PeerFailure if the group is broken,
+    and any other error once the ranks have decided."""
 
     def place() -> None:
         for entry in entries:
@@ -79,7 +80,8 @@ def _note_end(party: Party, entries: Sequence[Entry]) -> None:
 
 
 def word_torn(keys: tuple[str, ...]) -> str:
-    """Return the error text for destinations that may be neither old nor new, with at most MOST_NAMES names."""
+    """Return the error text for the destination tensors `keys`, whose values might be partly updated; it lists at most
+    MOST_NAMES names."""
     names = "the destination tensor"
     if keys != ("",):
         names = f"destination tensors {', '.join(map(repr, keys[:MOST_NAMES]))}"

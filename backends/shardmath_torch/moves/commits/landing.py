@@ -42,8 +42,8 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Landing:
-    """The state of one mover's destinations on this rank: committed version, torn (perhaps partly updated) tensors, and
-    the `commit` block whose end arrived bytes wait for.
+    """The state of one mover's destinations on this rank: the number of committed moves, torn (perhaps partly updated)
+    tensors, and the latest `commit` block in which the mover moved. Received bytes are put in place at the block's end.
 
     `former` is the number of moves that others committed before this mover joined.
     """
@@ -72,8 +72,9 @@ class Landing:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """Return the state of this mover's destinations for its next plan: its version (number of committed moves) and
-        torn tensors stay. `former` is the highest version that other ranks may have.
+        """Return the state of this mover's destinations for its next plan, with the same version (number of committed
+        moves) and torn (perhaps partly updated) tensors. `former` is the highest version of other ranks; the next
+        commit sets the version to 1 + max(own version, `former`).
 
         So the state is no longer in doubt.
         """
@@ -88,8 +89,9 @@ class Landing:
         member: Member,
         block: CommitBlock | None,
     ) -> None:
-        """Put arrived bytes and computed values in place on all ranks or on none: now, or, if `block` is given, at the
-        end of this `commit` block. `ballot` is this rank's vote for the move, and `member` the mover.
+        """Put the received bytes in `arrival`, and values that this rank has computed from them, in place on all ranks
+        or on none: now, or at the end of the `smt.commit` context `block` if given. `party` is this rank as a member of
+        the process group, `ballot` its vote for the move, and `member` describes the mover.
 
         An error before the promise is an objection. Raises as `conclude` does.
         """
@@ -117,8 +119,8 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Add to an error that breaks the group in the `with` block, and to every error in later blocks of this method,
-        whether this rank's destinations are old, new, or perhaps partly updated."""
+        """Make the error that breaks the group in this `with` block also say whether this rank's destinations are old,
+        new, or perhaps partly updated. Then every error in later `with` blocks of `telling` says so, too."""
         was_broken = turns.broken
         former = self.standing.version
         try:

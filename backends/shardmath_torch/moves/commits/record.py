@@ -39,8 +39,8 @@ class Record:
     former: int | None = None
 
     def ask(self, proposal: Event, limit: float) -> Event:
-        """Propose `proposal` (COMMIT or ABORT), and return the first proposal of any rank; LOSE without a store, or
-        if it does not answer within `limit` seconds."""
+        """Propose `proposal` (COMMIT or ABORT) in the store, and return the first proposal of any rank. Returns LOSE
+        (the decision is unknown) if there is no store, or if the store does not answer within `limit` seconds."""
         answers: list[bytes] = []
 
         def propose() -> None:

@@ -35,8 +35,9 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class DigestSide:
-    """This rank's tensors of one side (source or destination) by local name, and all ranks' layouts of each tensor
-    (several if each holds only a part)."""
+    """This rank's `tensors` at the source or at the destination of a move, and `windows`, all ranks' layouts of each
+    tensor by name. If a tensor has several layouts, each of a part, `tensors` has this rank's part for layout i as
+    `name[i]`."""
 
     windows: Mapping[str, Windows]
     rank: int
@@ -44,8 +45,8 @@ class DigestSide:
     seed: int = 0
 
     def list_shares(self) -> list[int]:
-        """Return a list of this rank's shares (numbers that are summed into a digest) of all tensors, tensor after
-        tensor in the order of `windows`."""
+        """Return this rank's contributions to the digests of all tensors, in the order of the dict `windows` (tensor
+        name to layouts). A tensor has one number for each set of this rank's elements that the same ranks hold."""
         shares: list[int] = []
         with torch.inference_mode():
             for name, windows in self.windows.items():
@@ -54,8 +55,9 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """Return a list with a sum for each of `boxes`, weighted as in a digest, over the elements of tensor `name`
-        that lie in the box and in `portions`, this rank's patches."""
+        """Return a list with a checksum for each of `boxes`: the sum of each element's bits, as an integer, times a
+        random weight for its index. Only elements of the tensor `name` that are in `portions`, sets of elements that
+        this rank holds, count."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)
@@ -94,7 +96,7 @@ def gather_numbers(
     party: Party, own_numbers: Sequence[int], counts: Mapping[int, int]
 ) -> dict[int, list[int]]:
     """Gather every rank's `own_numbers`, and return them as rank -> list; `counts` has the length of each rank's list.
-    Raises PeerFailure."""
+    Raises PeerFailure if a rank fails or does not answer in time."""
     # Records of one size: shorter ones are padded.
     nbytes = 8 * max(counts.values(), default=0)
     record = np.array(own_numbers, np.int64).tobytes().ljust(nbytes, b"\0")

@@ -165,7 +165,7 @@ def _split_message(message: Message, nbytes: int) -> Iterator[Message]:
 
 
 def count_staging_bytes(rounds: Iterable[BoundRound]) -> int:
-    """Return how many bytes of staging memory the round that needs the most takes."""
+    """Return the largest number of bytes of staging memory that any of `rounds` needs."""
     most = 0
     for bound in rounds:
         for endpoint in (*bound.receives, *bound.sends):

@@ -68,8 +68,9 @@ class Exchange:
         return self._needed_bytes
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool = False) -> None:
-        """Find where in tensors like `src` and `dst` each message is read or written, and allocate staging memory for
-        it if needed. If `held`, views of these tensors are kept from move to move."""
+        """Find where each message is read or written in tensors with the strides and device of `src` and `dst`, and
+        allocate staging memory for messages that need it. If `held`, views of these tensors are kept from move to
+        move."""
         self._held_tensors = (src, dst) if held else None
         self._views = None
         src_strides = {key: tensor.stride() for key, tensor in src.items()}
@@ -87,8 +88,8 @@ class Exchange:
         self._staging.reserve(self._needed_bytes)
 
     def let_go(self) -> None:
-        """Drop the engine's views of tensors and staging memory, so that the tensors, and staging that a larger block
-        has replaced, can be freed."""
+        """Drop the engine's views of tensors and of staging memory. They would keep alive the caller's tensors, and
+        staging memory that a larger block has replaced."""
         self._held_tensors = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
@@ -109,7 +110,8 @@ class Exchange:
         return narrowed
 
     def move(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> None:
-        """Move the plan's tensors from `src` to `dst`, and time each phase by `watch`. Raises PeerFailure."""
+        """Move the plan's tensors from `src` to `dst`, and time each phase by `watch`. Raises PeerFailure if a rank
+        fails or does not answer in time."""
         part = self._task.part
         self._note_begun(0)
         # Only in inference mode may inference tensors be written.

@@ -79,11 +79,9 @@ def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
 
 
 def by_key(want: Wanted, given: Local) -> Tensors:
-    """Return the tensors `given` for one side as a dict by name, after comparing the names with `want`; subclasses
-    become plain tensors, except Parameters and classes with separate kernels.
-
-    Raises ExchangeError for names that are missing or unknown.
-    """
+    """Return the tensors `given` for one side (source or destination) as a dict by name. Raises ExchangeError if their
+    names are not the names in `want`. Subclasses become plain tensors, except Parameters and classes with a custom
+    `__torch_dispatch__`."""
     named = _name_tensors(want, given)
     _check_names(want, named)
     return {key: plain(t) if isinstance(t, Tensor) else t for key, t in named.items()}
@@ -148,8 +146,9 @@ def _list_names(keys: Mapping[str, object]) -> str:
 
 
 def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> None:
-    """Raise ExchangeError for the first of one side's `tensors` that a move cannot take: of another shape or dtype than
-    in `want`, not on `device` (if given), or without plain memory."""
+    """Raise ExchangeError for the first of one side's `tensors` that a move cannot take: one that has another shape or
+    dtype than in `want`, is not on `device` (if given), or does not have its elements in strided memory, such as a
+    sparse tensor."""
     for key, (shape, layout) in want.tensors.items():
         label = _label(want.side, key)
         tensor = tensors[key]
@@ -195,7 +194,8 @@ def _check_device(label: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_memory(label: str, tensor: Tensor) -> None:
-    """Raise ExchangeError if the bytes of `tensor`, called `label`, are not its elements' bits, or do not exist."""
+    """Raise ExchangeError, which calls the tensor `label`, if memory does not have the values of its elements: for
+    sparse tensors, lazy conjugate or negative views, and tensors without memory, such as meta tensors."""
     if tensor.layout != torch.strided:
         what = f"{label} is stored as {tensor.layout}, where a move takes {torch.strided}"
         raise ExchangeError(f"{what}; pass tensor.to_dense()")
@@ -278,8 +278,8 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
 
 
 def witness(*given: Local) -> Callable[[], str]:
-    """Note where the destination tensors in the arguments (tensors, or dicts by name) lie in memory. Returns a function
-    that returns an error text if one was freed or moved since then, else ""."""
+    """Note where the destination tensors in `given` (tensors, or dicts by name) lie in memory. Returns a function that
+    returns an error text if one of them has been freed or moved since then, else ""."""
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})

@@ -30,8 +30,9 @@ __all__ = ["has_own_kernels", "mark_written", "missing_memory", "plain", "reach"
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a plain tensor on the same memory; a Parameter, and a tensor whose class has separate kernels, are
-    returned unchanged. Waits for the result of an asynchronous collective."""
+    """Return a plain tensor on the same memory, after waiting for the result if `tensor` belongs to an asynchronous
+    collective. Parameters, and tensors of a class with a custom `__torch_dispatch__` such as DTensor, are returned
+    unchanged."""
     if type(tensor) in (Tensor, Parameter):
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):
@@ -49,7 +50,8 @@ def has_own_kernels(tensor: Tensor) -> bool:
 
 
 def missing_memory(tensor: Tensor) -> str:
-    """Return why elements of `tensor` cannot be read or written, in words that follow its name; "" if they can."""
+    """Return why elements of `tensor` cannot be read or written; "" if they can. The text has no subject, such as "has
+    no memory on 'meta'", so that the caller can put the tensor's name before it."""
     if has_own_kernels(tensor):
         return f"is a {type(tensor).__name__}, which has no plain memory"
     try:

@@ -39,7 +39,8 @@ __all__ = ["Fold", "Keep", "Receive", "Rounds", "Send", "Unpacking"]
 
 
 class Fold(NamedTuple):
-    """A reduction to do: combine `piece` into the elements `into` by `op`; reductions run in the order of `addend`."""
+    """A reduction to do: combine the tensor `piece` into the elements `into` by the operation `op`. `addend` is the
+    position of `piece` in the order in which tensors are combined."""
 
     addend: int
     op: str
@@ -72,14 +73,16 @@ class Send(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """A copy between two tensors of this rank; `unpack` copies the message's pieces from source to destination."""
+    """A copy between two tensors of this rank, which the plan lists as a message from the rank to itself. Calling
+    `unpack` copies the slices in `message` from source to destination."""
 
     message: Message
     unpack: Unpacking
 
 
 class Rounds:
-    """The execution of one move's rounds of messages over `wire`, timed by `watch`."""
+    """The execution of one move's rounds of messages over `wire` (the connections of one process group), timed by
+    `watch`."""
 
     def __init__(self, wire: Wire, watch: Stopwatch) -> None:
         self._wire = wire
@@ -93,7 +96,8 @@ class Rounds:
         keeps: Iterable[Keep] = (),
     ) -> None:
         """Send and receive all messages of one round, copy the pieces that stay on this rank (`keeps`), then do the
-        reductions; `step` identifies the round in the timings. Raises PeerFailure."""
+        reductions; `step` identifies the round in the timings. Raises PeerFailure if a rank fails or does not answer in
+        time."""
         # All messages are posted before any wait: a rank that waited first could wait for ever.
         arriving = [(receive, self._receive(receive)) for receive in receives]
         leaving = [(send, self._send(send)) for send in sends]
@@ -109,7 +113,8 @@ class Rounds:
         self._watch.lap(FOLDED, step)
 
     def finish(self) -> None:
-        """Wait until the device has done all receives, so that the host may read the bytes. Raises PeerFailure."""
+        """Wait until the device has done all receives, so that the host can read the bytes. Raises PeerFailure if a
+        message fails or takes too long."""
         self._wire.finish()
         if self._wire.device.type != "cpu":
             self._watch.lap(ARRIVED)

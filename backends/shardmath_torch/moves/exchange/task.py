@@ -36,7 +36,8 @@ class Engine(Protocol):
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The rounds of this rank's part of the plan, with messages as the engine posts them."""
+        """The rounds of messages that this rank sends and receives by the plan. If the engine sends each large slice in
+        a message without other slices, the rounds list these messages."""
 
     @property
     def staging_bytes(self) -> int:
@@ -44,8 +45,9 @@ class Engine(Protocol):
 
     @property
     def begun(self) -> int | None:
-        """The number of steps of the latest move (fills, rounds, divisions) that this rank began, plus one if all are
-        done; None if unknown."""
+        """The number of steps that this rank has begun in its latest move; 1 more than all steps if they are done, None
+        if unknown. The steps are to set initial values for reductions, to exchange each round's messages, and to divide
+        sums for averages."""
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
@@ -55,7 +57,7 @@ class Engine(Protocol):
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
         """Move the tensors `src` into `dst`, which must be like the tensors passed to `prepare`, and time each phase by
-        `watch`. Raises PeerFailure."""
+        `watch`. Raises PeerFailure if a rank fails or does not answer in time."""
 
     def let_go(self) -> None:
         """Release all references to tensors; call `prepare` again before the next move."""
@@ -78,5 +80,6 @@ class Transport(Protocol):
 
 
 def transport_of(group: compat.Group) -> Transport:
-    """Return the transport package for the group's backend, such as shardmath_gloo. Raises ExchangeError."""
+    """Return the transport package for the group's backend, such as shardmath_gloo. Raises ExchangeError for a backend
+    other than gloo and NCCL."""
     return cast(Transport, package_of(group))

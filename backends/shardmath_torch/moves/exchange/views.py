@@ -40,8 +40,8 @@ MOST_PIECES = 1 << 17
 
 
 class Typed:
-    """Tensors by name, and views of them that are made once, at their first use: in a dtype that torch copies bit by
-    bit, and in the tensor's own dtype."""
+    """Tensors by name, and two views of each, made once, at first use: one in a dtype that torch copies without
+    changing bits, and one in the tensor's dtype for arithmetic."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -171,15 +171,16 @@ class MoveViews:
         return self._dst if message.relayed else self._src
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return a Receive for the message at `endpoint`: the memory to receive into (in the destination tensor or in
-        staging), and for staging how to unpack it."""
+        """Return a Receive for the message at `endpoint`, with the memory to receive into: a slice of the destination
+        tensor, or staging memory. With staging memory, the Receive also has a function that returns the function to
+        call when the message is there: it copies the slices out of staging."""
         memory = self._find_bytes(endpoint, arriving=True)
         find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
         return Receive(endpoint.message, memory, find)
 
     def send(self, endpoint: Endpoint) -> Send:
-        """Return a Send for the message at `endpoint`: the memory to send from (in the tensor or in staging), and for
-        staging how to fill it."""
+        """Return a Send for the message at `endpoint`, with the memory to send from: a slice of the tensor, or staging
+        memory. With staging memory, the Send also has a function that copies the message's slices there."""
         memory = self._find_bytes(endpoint, arriving=False)
         pack = None if endpoint.contiguous else partial(self.pack, endpoint)
         return Send(endpoint.message, memory, pack)

@@ -39,9 +39,9 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """Return the source and destination tensors of `call` by name, as the stages `ends` (extra work such as casts)
-        map them. Checks new tensors, which must be on `device`, and prepares `carrier` for them. Raises
-        ExchangeError."""
+        """Return the source and destination tensors of `call` by name, after the stages `ends` have replaced tensors
+        that need extra work, such as a cast. If their memory differs from the previous call's, they are checked, and
+        `carrier` is prepared for them; raises ExchangeError if they do not fit the plan or are not on `device`."""
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors

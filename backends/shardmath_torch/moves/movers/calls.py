@@ -33,7 +33,8 @@ def keep(given: _T) -> _T | dict[Any, Any]:
 
 
 class CallKind(NamedTuple):
-    """The options of a move that must be equal on all ranks, in addition to its number and purpose."""
+    """The options of a move that must be equal on all ranks. Ranks also compare the move's number and purpose (a text
+    from the caller), which are not in this class."""
 
     word: str
     acknowledge: bool
@@ -91,8 +92,9 @@ class Call(NamedTuple):
         return self._replace(src=keep(self.src), out=keep(self.out))
 
     def kind(self, word: str, in_block: bool) -> CallKind:
-        """Return the options of this call that ranks compare in a vote; invalid ones count as not given. `word` is the
-        verb for the move, and `in_block` tells whether it is in a `commit` block."""
+        """Return the options of this call that ranks compare in a vote; invalid options count as not given. The vote
+        names the kind of move by `word`, such as "move", and `in_block` tells whether the call is in a `commit`
+        block."""
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
         return CallKind(word, acknowledge, check, in_block)

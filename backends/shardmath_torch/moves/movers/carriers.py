@@ -24,8 +24,8 @@ __all__ = ["Arrived", "Carrier", "Whole", "make_shadows"]
 
 
 class Arrived(NamedTuple):
-    """The tensors that have arrived, by name, and a function that copies them into the destinations; it may be called
-    again, and does nothing if they arrived there."""
+    """The tensors that have arrived, by name, and `put`, a function that copies them into the destinations. `put` can
+    be called repeatedly, and does nothing if the bytes were received directly into the destinations."""
 
     tensors: Tensors
     put: Callable[[], None]
@@ -52,8 +52,8 @@ class Carrier(Protocol):
         """The bytes of shadows (memory next to destinations) that stay allocated between moves."""
 
     def word(self, how: object) -> str:
-        """Return the word for a move with the carrier's option `how`, such as "move"; ranks compare it when they
-        vote."""
+        """Return a word for the kind of move that the caller's option `how` selects: "move" if everything is sent, or
+        "changes" if only changed elements are sent. Ranks compare the word when they vote."""
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
         """Allocate memory for moves of tensors with the strides and device of `src` and `dst`; `held` means that all
@@ -65,17 +65,18 @@ class Carrier(Protocol):
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
         """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived; `held` means that later
-        moves are of these same tensors. Raises PeerFailure."""
+        moves are of these same tensors. Raises PeerFailure if a rank fails or does not answer in time."""
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
-        """Return a carrier for `part`, this rank's part of another plan, that reuses this carrier's tensors and memory,
-        and the engine that `make_engine` makes from its engine; None if that is impossible."""
+        """Return a carrier for `part`, this rank's part of another plan; None if that is impossible. The new carrier
+        reuses this carrier's tensors and memory, and sends with the engine that `make_engine` returns for this
+        carrier's engine."""
 
     def let_go(self) -> None:
         """Release the tensors and the memory for moves, until the next move."""
 
     def list_torn(self) -> tuple[str, ...]:
-        """Return the keys of destinations that may be neither old nor new; call it after `carry` has raised."""
+        """Return the keys of destinations whose values might be partly updated; call it after `carry` has raised."""
 
     def end(self) -> None:
         """Note, after a move, that destinations hold the sent values, so that the next may send only changes.

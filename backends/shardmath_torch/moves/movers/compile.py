@@ -92,7 +92,9 @@ def compile(
     agree: str = EVERY,
 ) -> Mover:
     """Return a Mover, which moves this rank's tensors by the plan or program, together with all other ranks, each time
-    it is called. Collective over `group` (default: all ranks).
+    it is called. Collective over `group` (default: all ranks). `engine` chooses the implementation, `thread` the name
+    under which ranks match calls, `commit` whether a failed move leaves destinations unchanged, and `agree` how often
+    ranks vote.
 
     - `timeout`: in seconds.
     - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its
@@ -120,9 +122,10 @@ def make_ready(
     make_carrier: MakeCarrier = make_whole,
     agree_first: AgreeFirst | None = None,
 ) -> Ready:
-    """Compile a plan with `settings`, and return the parts of its mover. `stages` do extra work before and after each
-    move, `make_carrier` makes the object that moves the bytes, and `agree_first` is called before each replan.
-    Collective; raises as `compile` does.
+    """Compile a plan with `settings`, and return the parts that its mover is made of. `stages` do extra work before and
+    after each move, and `make_carrier` makes the object that moves the bytes. When the mover gets a new plan later,
+    `agree_first` is called first, a collective in which ranks compare other arguments than the plan. Collective; raises
+    ExchangeError on all ranks if the plans or settings differ among ranks.
 
     If ranks agreed on something else before, `agree_first` repeats that.
     """

@@ -104,8 +104,9 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Return why a move by the calling thread cannot run in the background, as the caller's `async_op` asks; "" if it
-    can. Ranks pair its calls under the name `thread` (None: the calling thread's)."""
+    """Return why the calling thread cannot run a move in the background, as the caller's `async_op` asks, on the
+    process group of `party` (this rank as a member of the group); "" if it can. Ranks match moves by thread name:
+    `thread`, or if that is None, the calling thread's name."""
     if not isinstance(async_op, bool):
         return f"async_op={shown(async_op)} is not a bool; pass True or False"
     if not compat.has_own_connections(party.group):
@@ -136,7 +137,7 @@ class _Order:
         return nullcontext()
 
     def follow(self) -> None:
-        """Have later work of the calling thread on the device come after the move."""
+        """Make device work that the calling thread starts from now on wait for the move."""
 
 
 class _OrderOfStreams(_Order):

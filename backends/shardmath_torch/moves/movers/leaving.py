@@ -104,7 +104,8 @@ class Leaving(Leaves):
                 besides()
 
     def find_waiting(self) -> str:
-        """Return why the mover may not change while its bytes wait for a `smt.commit` to end; "" if none wait."""
+        """Return why the mover cannot be changed now: its bytes wait for the end of a `smt.commit` block. Returns "" if
+        no bytes wait."""
         return self._landing.word_waiting(None)
 
     def check_open(self) -> None:

@@ -113,8 +113,8 @@ class Mover(Leaving):
 
     @property
     def version(self) -> int:
-        """Number of moves committed and in place on this rank; equal on all ranks, except on one that is `in_doubt` or
-        `torn`, or has joined by a replan and not moved yet.
+        """Number of moves committed and in place on this rank. It is equal on all ranks, with two exceptions: a rank
+        that is `in_doubt` or `torn`, and a rank that has joined by a replan and not moved yet.
 
         Always 0 without commit="all".
         """
@@ -128,12 +128,13 @@ class Mover(Leaving):
 
     @property
     def in_doubt(self) -> bool:
-        """Whether other ranks may have committed one move more, since the group's store did not answer."""
+        """Whether other ranks might have committed the last move although this rank has not, because the group's store
+        did not answer."""
         return self._landing.standing.in_doubt
 
     @property
     def torn(self) -> tuple[str, ...]:
-        """The names of this rank's destinations that may be neither old nor new after a failed move.
+        """The names of this rank's destinations whose values might be partly updated after a failed move.
 
         The keys are the keys of the dict passed as `out`, or "" for one tensor.
         """
@@ -368,7 +369,8 @@ class Mover(Leaving):
 
 
 def forget(mover: Mover) -> None:
-    """Make the mover's next move send all bytes, even unchanged ones. Call it on all ranks, in a collective call."""
+    """Make the mover's next move send all bytes, even unchanged ones. The call does not communicate, but all ranks must
+    make it between the same two moves."""
     mover._carrier.forget()
 
 

@@ -43,8 +43,9 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return the number of ranks that this rank sends to under `plan`, or receives from, or `peers`, whichever is
-        largest; None if its part of the previous plan cannot be reused.
+        """Return how many ranks this rank sends to or receives from under `plan`, whichever is more, but at least
+        `peers`, the largest such number of any rank under the previous plan. Returns None if this rank's part of the
+        previous plan cannot be reused.
 
         Never fewer than before, since a smaller number would change the pace of all ranks.
         """
@@ -94,7 +95,8 @@ class Ready(NamedTuple):
 
 
 class Again(Protocol):
-    """The interface of functions that compile another plan for a mover, which continues from `former`.
+    """The interface of functions that compile another plan for a mover. `former` is the mover's state under the
+    previous plan, from which the mover continues.
 
     Calls `take` once all ranks agree; an exception in it, as Ctrl-C, is this rank's failure.
     """

@@ -55,7 +55,8 @@ class Settings(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The settings as text that ranks compare; omits `thread`, and `commit` and `agree` if these are defaults."""
+        """The settings as text that ranks compare. `thread` is always left out; `commit` and `agree` are left out if
+        they are defaults."""
         given = self._asdict()
         del given["thread"]
         if is_text(self.commit, DIRECT):
