@@ -64,8 +64,8 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress after the ranks' vote, and after each wait for a message `about`, whose bytes then count as
-        done; `lap` is the number of the phase that ended.
+        """Report progress as phase number `lap` of a move ends, if that was the ranks' vote or a wait for a message.
+        `about` is that message, whose bytes then count as done; `at_s` (the time) is not used.
         """
         if lap == AGREED:
             self._tell()

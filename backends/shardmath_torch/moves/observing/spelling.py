@@ -68,8 +68,8 @@ class Timed:
 
     @property
     def agreed(self) -> Vote | None:
-        """The ranks' first agreement on the call, by a vote or without one, as a Vote (name, time); None if they have
-        not agreed.
+        """The ranks' first agreement on this call, as a Vote that holds the call's name and the time of agreement; None
+        if they have not agreed. Ranks can agree by a vote, or without one where none is needed.
         """
         return next(find_votes([self], unasked=True), None)
 
