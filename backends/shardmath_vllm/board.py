@@ -203,8 +203,9 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Post `why`, this rank's reason to end the update, and then call `leave`, which disconnects this rank. If
-        `why` is "", post nothing, and return the reason that another rank has posted, if any; return "" otherwise.
+        """Post `why`, this rank's reason to end the update, and return "". If `why` is "", post nothing, and return the
+        reason that another rank has posted ("" if there is no such reason). In both cases call `leave`, which
+        disconnects this rank.
 
         Reasons are posted under the name of the step `what`. `why` is "" for an error that other ranks have caused.
         """

@@ -66,8 +66,8 @@ class Loading:
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
         """Return a Recorded of where the model's loader stores the tensors in `shapes`; `checkpoint`, if given, says
-        how they are first converted to checkpoint tensors. `check` is called with the result while the model still has
-        its tensors as they are loaded.
+        how they are first converted to checkpoint tensors. `check` is called with the result before the model gets back
+        the tensors that it had before recording.
 
         The model runs as before afterwards.
         """

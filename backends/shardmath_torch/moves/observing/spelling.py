@@ -68,8 +68,8 @@ class Timed:
 
     @property
     def agreed(self) -> Vote | None:
-        """The ranks' first agreement on this call, as a Vote that holds the call's name and the time of agreement; None
-        if they have not agreed. Ranks can agree by a vote, or without one where none is needed.
+        """A Vote with the call's name and the time at which this rank went ahead with it: after the ranks' vote, or
+        without a vote if the call needed none. None if the rank did not go ahead.
         """
         return next(find_votes([self], unasked=True), None)
 

@@ -118,15 +118,15 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Record that the next move can get other tensors than the last one, so that they are compared again. The
+        """Make the next move of changes check that it gets the same tensors as the last move of all elements. The
         arguments are not used.
         """
         self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Find the elements of `src` that the next move sends: those changed since the last move, or all. `how` holds
-        the call's arguments. Raises ExchangeError if these are invalid, or if the tensors are other ones than in the
-        last full move.
+        """Find the elements of `src` that changed since the last move, to send only these. If `how` (the call's
+        arguments) asks for all elements, or the destination does not hold the last move's values, all are sent. Raises
+        ExchangeError if `how` is invalid, or the tensors are not the same as in the last move of all elements.
         """
         watch.lap(laps.PREPARED)
         since = time.perf_counter()

@@ -123,9 +123,10 @@ def compile_changes(
     agree: str = EVERY,
     snapshots: bool = True,
 ) -> Changes:
-    """Compile `plan` into a Changes, a mover whose first call sends all elements, and later calls those changed since,
-    found by `snapshots` or else given by position. `commit` says when received data reach the destination, `agree` how
-    often ranks vote, `thread` which calls of different ranks belong together. Collective.
+    """Compile `plan` into a Changes, a mover whose first call sends all elements, and each later call only changed
+    ones. With `snapshots` it finds these by comparing with copies; without, the caller passes their positions. `commit`
+    says when received data reach the destination, `agree` how often ranks vote, `thread` which calls of different ranks
+    belong together. Collective.
 
     A message is sent whole unless its changes take fewer bytes. Other arguments are as in `compile`. `snapshots=False`
     keeps none: every call except whole ones must then pass `positions`. With `commit="all"` a whole move needs

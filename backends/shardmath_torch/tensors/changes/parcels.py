@@ -56,9 +56,9 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """Return for each message i how to send it: whole (the message) if `changed_counts[i]` is None, as a Packet of its
-    changed elements if there are any, else not at all (None). `changed_counts[i]` has the number of changed elements
-    for each element size in bytes in `element_sizes[i]`.
+    """Return one item per message: the message to send it whole, a Packet to send only changed elements, None if none
+    changed. `changed_counts[i]` is None to send message i whole, else the number of its changed elements of each size
+    in `element_sizes[i]`, since a message can hold several dtypes.
     """
     parcels: list[Parcel] = []
     for message, sizes, counts in zip(messages, element_sizes, changed_counts, strict=True):

@@ -47,8 +47,8 @@ class SavedPart(NamedTuple):
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
-    """Return a Recorded, which holds the elements of a module's tensors that each tensor saved by transformers consists
-    of; None if they are saved unchanged. `shapes` has shape and dtype of the module's tensors, by name.
+    """Return a Recorded that maps each position in the tensors that transformers saves to an element of the module's
+    tensors. None if these are saved unchanged. `shapes` has shape and dtype of the module's tensors, by name.
 
     Raises StoreError if transformers computes with them.
     """

@@ -83,8 +83,8 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """Return the layout of each DTensor, by name. If placements can mean two layouts, the ranks' local shapes decide:
-    these are returned by `ask`, called with such DTensors, or by default gathered over their meshes.
+    """Return the layout of each DTensor, by name. If placements can mean two layouts, local shapes decide. `ask` gets a
+    dict of such DTensors, and returns the local shapes by name and rank (default: gather them over the mesh).
 
     There is one gather per mesh. Raises what `from_dtensor` does, naming the tensor, but only after
     all gathers, so that no rank waits.
@@ -144,8 +144,9 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """Return a DTensor's layout. If its placements can mean two and `reading` does not choose one, `ranks` and the
-    ranks of its mesh compare local shapes. `meshes` are searched for a process group of exactly these ranks.
+    """Return a DTensor's layout. If its placements can mean two, `reading` chooses one; without `reading`, the ranks of
+    its mesh and `ranks` (others that need the layout) gather local shapes to decide. `meshes` are searched for a
+    process group of all these ranks.
 
     A rank that is not among them does not take part, and gets one of the two readings.
     """
@@ -179,9 +180,9 @@ def _find_groups(
 
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
-    """Return a dict from each way to read the DTensor's placements ("placement", "order") to the layout that they then
-    mean, or the error. Raises PlacementError for placements of a fused weight, such as QKV, without a record, unless
-    `chosen` is True: the caller has chosen a way.
+    """Return a dict from each way to read the DTensor's placements ("placement", "order") to the resulting layout, or
+    the error. Unless `chosen` is True (the caller has chosen a way), raises PlacementError for placements that look
+    like a fused weight's (such as QKV) if its component sizes are unknown.
 
     For a fused weight both are the recorded layout.
     """

@@ -264,8 +264,8 @@ def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
     """Return a cached or newly compiled callable that moves a tensor from layout `src` to `dst`, or None on a rank
-    outside both. `meshes` are searched for a process group of exactly these ranks. If `voted` is True, ranks check
-    before each move that all make the same one, even if it only copies.
+    outside both. `meshes` are searched for a process group of all ranks in `src` and `dst`. If `voted` is True, ranks
+    check before each move that all make the same one, even if it only copies.
 
     They also check this if some are on only one mesh; `voted` is the same on all ranks. Collective over these ranks,
     and the first time among them as `group_for` is.

@@ -62,8 +62,8 @@ numbers, which `torch.load` accepts by default."""
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A record of how `set_device_mesh` places a parameter over mesh axis `axis`: `placement` is a division, or
-    Replicate.
+    """A record of how `set_device_mesh` places a parameter over mesh axis `axis`: `placement` is a Shard, StridedShard,
+    Packed (a fused weight, each component sharded separately) or Replicate.
 
     `weight_mesh` has the ranks over which `amax` reduces.
     """
@@ -127,8 +127,8 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """Return the layout of the DTensor `parameter` if `division` divides it over mesh axis `axis`, and the other mesh
-    axes then divide each part, in their order. None if it is placed otherwise.
+    """Return the layout of the DTensor `parameter` if it is placed over mesh axis `axis` as `division` says, else None.
+    Every other mesh axis must replicate, or shard what the axes before it leave.
 
     None also for a plain tensor, and for a partial sum.
     """

@@ -60,8 +60,9 @@ def redistribute(
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
     """Move `tensor`, a DTensor or a local tensor of `layout`, to the layout `target`; gradients move back. Return a
-    DTensor, or a local tensor if DTensor has no placements for `target`. `reading` chooses between two layouts that
-    placements can mean, `grad` whether gradients of a replicated input are whole or partial sums.
+    DTensor on `device_mesh` (default: the mesh of a Layout `target`, else of `tensor`), or a local tensor if DTensor
+    has no placements for `target`. `reading` chooses between two layouts that placements can mean, `grad` whether
+    gradients of a replicated input are whole or partial sums.
 
     `target` is a Layout, the text of one, or DTensor placements; text and placements are on
     `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is determined

@@ -32,9 +32,9 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """Return an error for each DTensor in `natives`, the stored tensors, that is Partial, or whose placements give
-    `rank` other elements than `layouts` plan. `stored` has the planned local shapes, and `slots` says where each
-    logical (checkpoint) tensor is stored.
+    """Return an error for each DTensor in `natives` (stored tensors) that is Partial, or whose placements give `rank`
+    other elements than its layout in `layouts`. Layouts are compared only if the DTensor is one whole logical
+    (checkpoint) tensor, by `slots` (where each is stored) and `stored` (the planned local shapes).
 
     Elements are compared only for a DTensor that is one whole logical tensor, has the planned shape, and has placements
     that tell its elements.

@@ -64,8 +64,9 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return a Watched for each tensor of `natives`, for later checks: its memory, and its key in the mappings `given`.
-    In errors, the tensor's name begins with `side`, such as "source".
+    """Return a Watched for each tensor of `natives`, to check later if it was replaced: its memory layout, and where
+    `given` holds it. `given` is the caller's dict of tensors by name, or a list of such dicts. In errors, the tensor's
+    name begins with `side`, such as "source".
     """
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])

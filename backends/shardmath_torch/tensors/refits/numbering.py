@@ -150,8 +150,8 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether the weight loader wrote to the target in at least one trial run, and each such run was either the
-        first or one that keeps a target's earlier values.
+        """Whether the weight loader wrote to the target in some trial runs only: the first one, or one that starts from
+        the target's original values, but no other.
 
         Runs before which the target holds a given `value` do not count.
         """

@@ -264,8 +264,9 @@ class Refit(Leaves):
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
         """Bind this rank's tensors, `src` of the trainer and `dst` of engines, which every later call moves. `own` are
-        globs of tensors that the trainer lacks, `functions` compute stored tensors, `modules` are the ones to search
-        for replaced parameters (default: all). Collective.
+        globs of tensors that the trainer lacks. `functions` holds functions by name; each computes an engine's stored
+        tensor from the received tensor. `modules` are the ones to search for replaced parameters (default: all).
+        Collective.
 
         Pass all parameters and persistent buffers, by the names under which the rank stores them. `src` are a trainer
         rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk if the rank has

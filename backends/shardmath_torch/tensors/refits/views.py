@@ -145,9 +145,10 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """Return Views of the tensors `natives` that `rank` stores, by their names in a plan (keys of `slots`), to receive
-    into if `receives` is True, else to send. `bound`, `slots` and `layouts` are the planned storage: names and shapes,
-    places, and dtypes. `own` are globs of tensors that the trainer lacks; `functions` compute stored tensors.
+    """Return Views of the tensors `natives` that `rank` stores, by their names in a plan, to receive into if `receives`
+    is True, else to send. `bound` has the planned names and shapes of stored tensors, `slots` says where each of the
+    plan's tensors is stored, and `layouts` has their dtypes. `own` are globs of tensors that the trainer lacks;
+    `functions`, by name, compute stored tensors from received ones.
 
     Raises StoreError with everything that does not fit, ExchangeError for a tensor whose memory does not exist.
     """
@@ -262,8 +263,8 @@ def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
 
 
 def drop_window(local: str, bound: KnownSide) -> str:
-    """Return the name of the logical (checkpoint) tensor to which the plan's tensor `local` belongs. If `bound`, the
-    planned storage, has no layout for `local`, that is a slice, such as "w[0]", and its index is dropped.
+    """Return the name of the logical (checkpoint) tensor of the plan's tensor `local`: "w" for a slice, such as "w[0]",
+    else `local` itself. A slice is recognized by having no layout in `bound`, the planned storage.
     """
     return local if local in bound.layouts else local.rpartition("[")[0]
 

@@ -176,8 +176,9 @@ class EndStage(Stage):
         self._checked_signature = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Compute the destination tensors from the received ones: in place, and then return no pairs. With
-        `commit="all"`, compute copies instead, and return pairs of tensor and copy, to write at the commit.
+        """Compute the caller's destination tensors from the received ones, and return an empty tuple. With
+        `commit="all"`, compute into copies instead, and return pairs of destination and copy, to be written at the
+        commit.
         """
         if self.shadows is not None:
             self._make_all(self.shadows.tensors)

@@ -239,8 +239,8 @@ class _Sending(_HookWorker):
         return list(zip(components, targets, strict=True))
 
     def run(self, *tensors: Tensor) -> None:
-        """Call the hook for each box (a slice of each dimension) of the tensor, and copy the tensors that it makes into
-        the buffers to send.
+        """Call `prepare_send` of Megatron's hook (a ReshardTransform) for each box (a slice of each dimension) of the
+        given tensor, and copy the tensors that it returns into the buffers to send.
         """
         (tensor,) = tensors
         for box in self._boxes:
@@ -280,8 +280,9 @@ class _Receiving(_HookWorker):
         return make_buffers(self.job, rank, device)
 
     def run(self, *tensors: Tensor) -> None:
-        """For each box (a slice of each dimension) of the tensor, copy the received data into the hook's buffers, and
-        call the hook with them.
+        """For each box (a slice of each dimension), copy received data into the buffers that Megatron's hook (a
+        ReshardTransform) has provided, and call its `finalize_recv`, which stores the result. The arguments are not
+        used.
         """
         for box, targets in zip(self._boxes, self._hook_buffers, strict=True):
             for target, part in zip(targets, _cut_buffers(self.buffers, box), strict=True):

@@ -27,8 +27,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Round `values` to the dtype `t.wire`, and write the result into `out` for sending. It is quantized first, unless
-    the transform `t` (a Quantize) is to quantize at the destination.
+    """Round `values` to the dtype `t.wire`, then quantize them if the transform `t` (a Quantize) does so at the source,
+    and write the result into `out` for sending. `src` has the dtype of `values`; `dst` is not used.
     """
     assert isinstance(t, Quantize)
     if t.at == "destination":
