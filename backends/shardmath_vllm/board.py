@@ -89,7 +89,9 @@ class Board:
             raise
 
     def give_up(self, whats: Iterable[str], error: BaseException) -> None:
-        """On the first rank, post `error` as the result of each step in `whats` without one, so that no rank waits."""
+        """On the first rank, post `error` as the result of each step named in `whats` that has no result yet, so that
+        no rank waits for it. On other ranks, do nothing.
+        """
         if self.place:
             return
         with suppress(RuntimeError):
@@ -100,8 +102,8 @@ class Board:
     def finish(
         self, what: str, act: Callable[[], None], find_failure: Callable[[], str] = str
     ) -> None:
-        """Run the last step of an update as `relay` does; the first rank also waits until the trainer's others have
-        read the result, or `find_failure()` returns why one will not.
+        """Run the last step of an update, named `what`, by calling `act` on the first rank. That rank then waits until
+        the trainer's other ranks have read the result, or until `find_failure()` returns an error.
 
         `find_failure()` returns at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not
         in time, or has left.
@@ -143,8 +145,8 @@ class Board:
         self._confirm(what)
 
     def decide(self, what: str, fail_early: Callable[[], str] = str) -> str:
-        """Return the first rank's decision on the step `what`: "" once all ranks have voted to be ready, or the faults
-        as soon as one votes against or `fail_early()` returns one.
+        """Return the first rank's decision on the step `what`: "" if all ranks have voted to be ready, else the errors,
+        as text. The first rank stops waiting for votes when a rank votes against, or `fail_early()` returns an error.
 
         `fail_early()` says at place 0 why some will not come, "" where they will.
         """
@@ -201,10 +203,11 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Post this rank's reason `why` to end the update or, if that is "", read another rank's; then call `leave`,
-        and return the reason that was read, or "".
+        """Post `why`, this rank's reason to end the update, and return "". If `why` is "", post nothing, and return the
+        reason that another rank has posted ("" if there is no such reason). In both cases call `leave`, which
+        disconnects this rank.
 
-        Both are under the name of the step `what`. `why` is "" for an error that other ranks have caused.
+        Reasons are posted under the name of the step `what`. `why` is "" for an error that other ranks have caused.
         """
         reason = ""
         try:

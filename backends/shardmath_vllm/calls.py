@@ -98,9 +98,8 @@ class Calls:
         self._begin(dict(enumerate(acts)), give_up)
 
     def answer(self, seconds: float) -> None:
-        """Wait at most `seconds` for the end of all calls; once one has failed, at most GRACE_S more.
-
-        Raises ExchangeError with those that failed, or did not end in time.
+        """Wait until all calls have ended, for at most `seconds`, and at most GRACE_S after one has failed. Raises
+        ExchangeError, which names them, if calls have failed or not ended.
         """
         until = time.monotonic() + seconds
         while self._is_open and not self.fault and time.monotonic() < until:
@@ -118,7 +117,9 @@ class Calls:
             raise ExchangeError(silent)
 
     def tell(self, acts: Sequence[Callable[[], object]], seconds: float) -> None:
-        """Call each engine by its function in `acts`, as by `ask`, and wait at most `seconds`, as by `answer`."""
+        """Start a call to each engine i, `acts[i]()`, in a separate thread, and wait at most `seconds` for the end of
+        all. Raises ExchangeError if one fails or does not end in time.
+        """
         self.ask(acts)
         self.answer(seconds)
 

@@ -27,8 +27,8 @@ _NONE: Ints = np.zeros(0, np.int64)
 
 
 class Cells:
-    """A set of elements (cells) of several stored tensors, each named by any hashable value; an empty set counts as
-    False.
+    """A set of elements of several stored tensors, held as positions in each tensor. The tensors' names are any
+    hashable values; an empty set counts as False.
     """
 
     def __init__(self, borders: Mapping[Hashable, Ints]) -> None:

@@ -56,7 +56,8 @@ def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection of trainer and engine ranks: their `group`, the plan `planned`, and `refits` that move parts of it.
+    """A connection of trainer and engine ranks: their process group in `group`, the plan of all moves in `planned`, and
+    in `refits` the movers, each for a part of the plan.
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
@@ -76,7 +77,9 @@ class Link:
     update_numbers: list[int] = field(default_factory=list)
 
     def leave(self) -> None:
-        """Disconnect this rank from the group, and from the smaller groups of some of its ranks in `beside`."""
+        """Disconnect this rank from the process group of the connection, and from the groups in `beside`, each of which
+        has only some of the connection's ranks.
+        """
         for group in (*self.beside.values(), self.group):
             smt.disconnect(group)
 
@@ -128,8 +131,8 @@ class Life:
         act: Callable[[], None],
         fail_early: Callable[[], str] = str,
     ) -> None:
-        """Move weights by calling `act`, after `check` has succeeded on all ranks; return once all have moved. Where
-        `fail_early()` returns an error, the first rank does not wait for votes.
+        """Call `act`, which moves weights, once `check` has succeeded on all ranks; return once all have moved. If
+        `fail_early()` returns an error on the first rank, nothing moves, and all ranks raise ExchangeError.
 
         Raises ExchangeError on all ranks where one fails.
         """

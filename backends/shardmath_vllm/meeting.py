@@ -33,10 +33,8 @@ TRAINERS = "trainers"
 
 @dataclass(frozen=True)
 class Given:
-    """The facts that a rank connects with: for a trainer's rank `told`, for a worker the number of its `engine` and the
-    function `record`.
-
-    `record` returns where the worker's loader stores the trainer's tensors.
+    """The facts that a rank brings to a connection. A trainer's rank has `told`, which describes the trainer's tensors;
+    a worker has the number of its `engine`, and `record`, which returns where the worker's loader stores those tensors.
 
     `is_joint` if ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
     """
@@ -110,8 +108,8 @@ class Meeting:
         self._group: dist.ProcessGroup | None = None
 
     def join(self, given: Given) -> Link:
-        """Connect to all other ranks, plan the moves with them from what each has `given`, and return the connection as
-        a Link.
+        """Connect to all other ranks, plan the moves with them, and return the connection as a Link. `given` is this
+        rank's share of the facts: a description of the trainer's tensors, or where a worker's loader stores them.
 
         Raises ExchangeError on all ranks where one does not come, or fails.
         """

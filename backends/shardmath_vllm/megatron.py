@@ -36,15 +36,14 @@ def read_megatron(
     vocab_multiple: int = 128,
     dtype: str | None = None,
 ) -> Source:
-    """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel or its `chunks`
-    (virtual stages). `spec`, `order` and `vocab_multiple` repeat Megatron's settings. Collective over the default
-    group.
+    """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel; `chunks` is
+    the model, or a list of its virtual stages. Engines get parameters in `dtype` (default: the trainer's). `config` is
+    the Hugging Face configuration. Megatron's settings are `spec` (its layers, "te" or "local"), `order` (of ranks) and
+    `vocab_multiple` (make_vocab_size_divisible_by). Collective over the default group.
 
     Chunks may be wrapped, as by Megatron's DistributedDataParallel. `config` is Hugging Face's configuration of the
-    model: an object, or a mapping of its fields. `spec`, "te" or "local", says whose modules layers are made of.
-    `order` is the order of Megatron's ranks, and `vocab_multiple` its make_vocab_size_divisible_by. Engines get
-    parameters as numbers of type `dtype`, by default the trainer's own; buffers always as they are.
-    Raises StoreError for a model whose storage rows do not describe.
+    model: an object, or a mapping of its fields. Engines get parameters as numbers of type `dtype`, by default the
+    trainer's own; buffers always as they are. Raises StoreError for a model whose storage rows do not describe.
     """
     modules = tuple(_unwrap(chunk) for chunk in _list_chunks(chunks))
     # Typed by what Megatron says of them alone.

@@ -87,12 +87,12 @@ class Told:
 
 
 def read_source(given: Any, dtype: str | None = None) -> Source:
-    """Return `given` if it is a Source, else a Source of the module that it is, or that it has as vLLM's ModuleSource;
-    engines get its parameters in `dtype`.
+    """Return `given` if it is a Source; if it is a torch.nn.Module, or vLLM's ModuleSource around one, return a Source
+    made from the module. Engines get the module's parameters in `dtype`, by default the module's.
 
-    Engines get a module's parameters as numbers of type `dtype`, by default its own; buffers always as they are.
-    Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, or a module without
-    parameters, ExchangeError for one whose parameters FSDP2 has gathered, TypeError for anything else.
+    Buffers always stay as they are. Collective over the trainer's ranks for a module. Raises ValueError for a source
+    and a dtype, or a module without parameters, ExchangeError for one whose parameters FSDP2 has gathered, TypeError
+    for anything else.
     """
     if isinstance(given, Source):
         if dtype is not None:
@@ -161,8 +161,8 @@ def check_kept(watched: list[Watched], source: Source) -> None:
 
 
 def check_types(source: Source, bound: KnownSide, place: int) -> None:
-    """Raise StoreError if a tensor of `source` has another dtype than `bound`, the trainer's planned storage, has for
-    the rank with number `place`.
+    """Raise StoreError if a tensor of `source` has another dtype now than planned. The planned dtypes are those in
+    `bound`, the trainer's planned storage, for the rank with number `place`.
     """
     natives = name_natives(source.tensors)
     for name, slot in bound.slots(place).items():

@@ -34,7 +34,9 @@ DONE = "_shardmath_drops_caches"
 
 
 def drop_caches() -> None:
-    """Patch vLLM's engines in this process to drop caches before weights arrive; a second call does nothing."""
+    """Patch vLLM's engines in this process, so that they drop cached keys and values, encoder outputs and pooling
+    outputs of the old weights before new ones arrive. A second call does nothing.
+    """
     if hasattr(EngineCore, DONE):
         return
     EngineCore.collective_rpc = _drop_before(EngineCore.collective_rpc)
@@ -116,8 +118,8 @@ def _drop_pooled(executor: Any) -> None:
 
 
 def drop_parts(worker: Any) -> bool:
-    """Drop a pooling worker's outputs for parts of prompts; but if it holds outputs for a query, drop nothing and
-    return True.
+    """Drop the outputs that a pooling worker has kept for parts of prompts, and return False. If the worker has cached
+    outputs of a query (for late interaction), drop nothing and return True.
     """
     runner = worker.model_runner
     # Of vLLM's two runners, one pools beside itself, on the last stage alone, and drops parts itself.

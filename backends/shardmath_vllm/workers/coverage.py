@@ -46,8 +46,8 @@ SHOWN = 5
 
 
 def check_stays(parallel: ParallelConfig) -> None:
-    """Raise StoreError if vLLM may move experts between ranks (`enable_eplb`): its loader still stores each expert on
-    its first rank.
+    """Raise StoreError if vLLM can move experts between ranks (`enable_eplb`). Its loader would still store the weights
+    of each expert on the rank where the expert was first.
     """
     if parallel.enable_eplb:
         raise StoreError(
@@ -57,8 +57,8 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 
 def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
-    """Raise StoreError if `recorded` leaves elements of `model` unwritten, except padding, vLLM's own tensors, and
-    those that globs in `own` name.
+    """Raise StoreError if the weight loader, by its record `recorded`, leaves elements of `model` unwritten. Padding,
+    vLLM's own tensors, and tensors whose names match a glob in `own` do not count.
     """
     faults = []
     for native, left in recorded.unwritten.items():

@@ -65,10 +65,11 @@ class Loading:
         checkpoint: sm.storage.Recorded | None = None,
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
-        """Return a Recorded of where the model's loader stores tensors of `shapes`, converted as in `checkpoint` if
-        given; call `check` with it before the model is restored.
+        """Return a Recorded of where the model's loader stores the tensors in `shapes`; `checkpoint`, if given, says
+        how they are first converted to checkpoint tensors. `check` is called with the result before the model gets back
+        the tensors that it had before recording.
 
-        During `check`, the model has its tensors as they are loaded. The model runs as before afterwards.
+        The model runs as before afterwards.
         """
 
         def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -118,7 +119,9 @@ class Loading:
             take_back_bias(module)
 
     def undo(self) -> None:
-        """Put the tensors from before `begin` back into the modules that were not processed."""
+        """Put the tensors from before `begin` back into the modules whose newly loaded weights vLLM has not yet
+        processed into the form that its kernels use.
+        """
         for module in self._model.modules():
             info = get_layerwise_info(module)
             # Also where `begin` was left in the middle of a module.
@@ -129,8 +132,8 @@ class Loading:
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
-        """Return the tensors named in `natives`, by name, with missing memory allocated, and zeroed if `natives[name]`,
-        the number of elements that are not written, is not 0.
+        """Allocate missing memory of the tensors named in `natives`, and return these by name. `natives[name]` is the
+        number of elements that the loader does not write; if it is not 0, new memory is zeroed.
 
         Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
         """

@@ -31,8 +31,9 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 
 
 def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
-    """Connect a process group for each of vLLM's groups with several workers; return a dict from getter name, such as
-    "get_tp_group", to process group.
+    """Connect a process group for each of vLLM's groups (such as tensor parallel) that has more than one worker. Return
+    a dict from the group's getter in vLLM, such as "get_tp_group", to the process group. Workers meet in `store`;
+    `joining` has the transport and the timeout.
 
     Collective over the engine's workers, which find each other in the meeting's own store.
 
@@ -57,8 +58,9 @@ def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
 
 @contextmanager
 def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
-    """In the `with` block, have vLLM's quantization reduce over `groups`, by getter name. Raises ExchangeError if
-    another worker leaves one of them.
+    """In the `with` block, have vLLM's quantization reduce over `groups`, a dict from a getter in vLLM, such as
+    "get_tp_group", to the process group to use. Raises ExchangeError if another worker fails and disconnects from one
+    of the groups.
     """
     getters = {getter: getattr(quant_utils, getter) for getter in groups}
     try:

@@ -95,7 +95,9 @@ def check_plan(plan: object) -> None:
 
 
 def check_settings(party: Party, plan: Plan | Transposed | Program, settings: Settings) -> None:
-    """Raise ExchangeError if `settings` are invalid for this plan and group, or the group lacks a rank of the plan."""
+    """Raise ExchangeError if `settings` are invalid for `plan` and the process group, or if the group lacks a rank of
+    the plan. `party` is this rank as a member of that group.
+    """
     _check_numbers(plan, settings)
     _check_commit(party, settings)
     _check_agree(settings)

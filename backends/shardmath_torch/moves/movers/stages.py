@@ -32,8 +32,8 @@ class Stage:
         return frozenset()
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """Return the tensors to send and those to receive into, made from `src` and `out`: the caller's, or the
-        previous stage's result.
+        """Return the tensors that are sent and those that are received into, made from `src` and `out`. The first stage
+        of a move gets the caller's tensors as `src` and `out`; each later stage gets the previous one's result.
 
         An exception counts as an objection in the vote.
         """
@@ -49,7 +49,9 @@ class Stage:
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return the tensors that the preceding stage's `finish` gets: `arrived`, or tensors computed from these."""
+        """Return the tensors to pass to `finish` of the stage before this one, since stages finish in reverse order. By
+        default these are the ones that this stage got, `arrived`.
+        """
         return arrived
 
     def end(self) -> None:
@@ -59,7 +61,9 @@ class Stage:
         """Drop references to the last move's tensors, and free extra memory, which the next move allocates again."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the caller's tensors that are torn (partly new) if the plan's tensors `keys` are."""
+        """Return the names of the destination tensors given to `bind` that a failed move has left torn (partly
+        overwritten). `keys` are the names of the torn ones among the tensors that `bind` returned.
+        """
         return keys
 
 
@@ -102,7 +106,9 @@ def list_own(stages: Stages) -> frozenset[str]:
 
 
 def name_torn(stages: Stages, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the caller's tensors that are torn (partly new) if the plan's tensors `keys` are."""
+    """Return the names of the caller's destination tensors that a failed move has left torn (partly overwritten).
+    `keys` are the plan's names of torn tensors; the `stages` translate them, the last one first.
+    """
     for stage in reversed(stages):
         keys = stage.name_torn(keys)
     return keys

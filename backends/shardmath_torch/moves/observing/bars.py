@@ -64,8 +64,9 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress after the ranks' vote, and after each wait for a message `about`, whose bytes then count as
-        done; `lap` is the number of the phase that ended.
+        """Report progress at the end of phase number `lap`, if it was the ranks' vote or a wait for a message to be
+        sent or received. After a wait, `about` is the message, whose bytes then count as done. `about` is not used
+        after a vote, `at_s` never.
         """
         if lap == AGREED:
             self._tell()

@@ -64,8 +64,8 @@ class Moved:
 
     @property
     def moving_s(self) -> float:
-        """The seconds of the phases packing, posting, keeping (local copies, snapshots), waiting, unpacking and folding
-        (reductions).
+        """The seconds in which the call sent and received messages, waited for them, reduced what arrived, and made
+        local copies. Other phases, such as preparation, the ranks' vote and the commit, are left out.
         """
         return sum(seconds for name, seconds in self.seconds.items() if name in WORK)
 
@@ -88,7 +88,7 @@ class Moved:
 
     @property
     def title(self) -> str:
-        """The name and label of the move, as text."""
+        """The move's name, such as "move 3 of plan 1234", followed by the label that the caller gave it, if any."""
         return f"{self.name}, {self.label!r}" if self.label else self.name
 
     @property

@@ -68,8 +68,8 @@ class Timed:
 
     @property
     def agreed(self) -> Vote | None:
-        """The ranks' first agreement on the call, by a vote or without one, as a Vote (name, time); None if they have
-        not agreed.
+        """A Vote with the call's name and the time at which this rank went ahead with it: after the ranks' vote, or
+        without a vote if the call needed none. None if the rank did not go ahead.
         """
         return next(find_votes([self], unasked=True), None)
 

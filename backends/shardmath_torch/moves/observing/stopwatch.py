@@ -60,7 +60,9 @@ class Ledger:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes that a call for all elements sends to and gets from each other rank, and keeps."""
+        """The messages and bytes that this rank sends to each other rank, receives from each, and copies locally in a
+        move of all elements.
+        """
         if self._traffic is None:
             self._traffic = count_traffic(self._list_rounds())
         return self._traffic
@@ -71,8 +73,8 @@ class Ledger:
         return None if self._last_call is None else self._last_call.sum_up()
 
     def time(self, label: object, progress: object) -> Stopwatch:
-        """Return a running Stopwatch for a new call; `label` is ignored unless it is text, and `progress` unless it is
-        a function.
+        """Return a running Stopwatch for a new call. `label` is the caller's text for reports, `progress` the function
+        to call with bytes done and bytes in all; values of other types are ignored.
         """
         return Stopwatch(self, label, progress)
 
@@ -133,7 +135,7 @@ class Stopwatch:
             hear(lap, about, now)
 
     def waited(self, lap: int, message: Message, peer: int) -> None:
-        """End phase number `lap` as the method `lap` does, and count its seconds as a wait for the rank `peer` to send
+        """End phase number `lap` now, and add its seconds to the time that this rank has waited for rank `peer` to send
         or receive `message`.
         """
         before = self._lap_began_s
@@ -184,7 +186,9 @@ class Stopwatch:
 
     @property
     def traffic(self) -> Traffic:
-        """The messages and bytes of the call by peer: set by `say_traffic`, or else as for a move of all elements."""
+        """The messages and bytes of the call by peer, as passed to `say_traffic`. If that was not called, they are
+        computed from the plan, for a move of all elements.
+        """
         return self._ledger.traffic if self._call_traffic is None else self._call_traffic
 
     def say_traffic(self, traffic: Traffic) -> None:

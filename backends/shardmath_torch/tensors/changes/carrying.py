@@ -118,12 +118,15 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Note that the next move may have other tensors than the last one; the arguments are not used."""
+        """Make the next move of changes check that it gets the same tensors as the last move of all elements. The
+        arguments are not used.
+        """
         self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Determine which elements of `src` the next move sends; `how` has the arguments of the call. Raises
-        ExchangeError if that fails.
+        """Find the elements of `src` that changed since the last move, to send only these. If `how` (the call's
+        arguments) asks for all elements, or the destination does not hold the last move's values, all are sent. Raises
+        ExchangeError if `how` is invalid, or the tensors are not the same as in the last move of all elements.
         """
         watch.lap(laps.PREPARED)
         since = time.perf_counter()
@@ -231,8 +234,8 @@ class Sparse:
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> None:
-        """Return None, so that another plan starts without snapshots: ranks that join again lack elements that
-        snapshots count as sent.
+        """Return None: after a change of plan nothing is reused, and the next move sends all elements. Ranks that join
+        again have missed changes that this rank counts as sent.
         """
 
     def let_go(self) -> None:
@@ -250,8 +253,8 @@ class Sparse:
         return self._task.part.list_torn(None)
 
     def end(self) -> None:
-        """Update the snapshots of source tensors with the changes that the move has sent; from now on, moves may send
-        only changes.
+        """After a move, update the snapshots (copies of source tensors as last sent), so that later moves need to send
+        only the elements changed since.
         """
         load, self._prepared = self._prepared, None
         if load is None:

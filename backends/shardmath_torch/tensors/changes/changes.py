@@ -123,8 +123,10 @@ def compile_changes(
     agree: str = EVERY,
     snapshots: bool = True,
 ) -> Changes:
-    """Compile `plan` into a Changes, a mover whose first call sends all elements, and later calls those changed since,
-    found by `snapshots` or else given by position. Collective.
+    """Compile `plan` into a Changes, a mover whose first call sends all elements, and each later call only changed
+    ones. With `snapshots` it finds these by comparing with copies; without, the caller passes their positions. `commit`
+    says when received data reach the destination, `agree` how often ranks vote, `thread` which calls of different ranks
+    belong together. Collective.
 
     A message is sent whole unless its changes take fewer bytes. Other arguments are as in `compile`. `snapshots=False`
     keeps none: every call except whole ones must then pass `positions`. With `commit="all"` a whole move needs
@@ -143,8 +145,8 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """Compile a Changes as `compile_changes` does, with the extra work `stages`; before its ranks agree on another
-    plan, they call `agree_first`.
+    """Compile a Changes as `compile_changes` does, with extra work `stages`, such as casts, before and after each move.
+    If the mover is later given another plan, it first calls `agree_first`, a check that all ranks make together.
     """
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:

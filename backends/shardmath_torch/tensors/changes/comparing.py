@@ -67,9 +67,7 @@ class _Snapshot(NamedTuple):
 
 
 class Snapshots:
-    """Earlier copies (snapshots) of boxes (a slice of each dimension) of tensors, to find the elements that have
-    changed since.
-    """
+    """Copies of one slice of each of several tensors, made earlier, to find the elements that have changed since."""
 
     def __init__(self, tensors: Mapping[str, Tensor], boxes: Mapping[str, Sequence[slice]]) -> None:
         self._scratch = Scratch()

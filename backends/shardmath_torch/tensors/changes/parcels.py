@@ -24,7 +24,9 @@ COUNT_BYTES = 8
 
 
 class Packet(Message):
-    """A message of which only the changed elements, with their numbers, are sent, in `nbytes` bytes."""
+    """A message of which only the changed elements are sent, each with its position in the message; `nbytes` is the
+    size of both together.
+    """
 
     __slots__ = ()
 
@@ -54,11 +56,9 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """Return the Parcel to send for each message i: the message if `changed_counts[i]` is None, else a Packet of its
-    changed elements, or None if nothing changed.
-
-    `element_sizes[i]` are the sizes of its elements in bytes, `changed_counts[i]` how many of each have changed, or
-    None for a message that is sent whole.
+    """Return one item per message: the message to send it whole, a Packet to send only changed elements, None if none
+    changed. `changed_counts[i]` is None to send message i whole, else the number of its changed elements of each size
+    in `element_sizes[i]`, since a message can hold several dtypes.
     """
     parcels: list[Parcel] = []
     for message, sizes, counts in zip(messages, element_sizes, changed_counts, strict=True):
@@ -71,8 +71,8 @@ def list_parcels(
 
 
 def make_notices(messages: Iterable[Message]) -> list[Notice]:
-    """Return one Notice (a message of counts) for each pair of ranks between which `messages`, in order of rounds, are
-    sent.
+    """Return one Notice, which carries the counts of changed elements, for each pair of sender and receiver in
+    `messages`. `messages` are sorted by round; a Notice is sent in the round of its pair's first message.
     """
     first: dict[tuple[int, int], Message] = {}
     counts: Counter[tuple[int, int]] = Counter()

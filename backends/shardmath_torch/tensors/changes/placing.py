@@ -54,10 +54,8 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """Divide the counts of changed elements that each rank r has sent, `received[r]`, by message; return a tuple
-        per message, or None if it is sent whole.
-
-        A tuple has one count per element size.
+        """Return for each message a tuple with the number of changed elements per element size, or None if the message
+        comes whole. `received[r]` holds these numbers for all messages from rank r, one after the other.
         """
         rest = {rank: iter(counts) for rank, counts in received.items()}
         found: list[Counts] = []

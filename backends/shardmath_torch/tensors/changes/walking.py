@@ -63,7 +63,9 @@ class _Parcels(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """A rank's source and destination tensors in a move; `is_beside` if destinations are only written at the commit."""
+    """The source and destination tensors of a rank in a move. If `is_beside` is True, received data stay in separate
+    memory until the end of the move, and are written to the destination only then.
+    """
 
     src: Tensors
     dst: Tensors
@@ -113,8 +115,8 @@ class _DeferredPlacing:
         return Receive(endpoint.message, memory, find_unpacking)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """Return a Keep (a message within this rank, and a function that copies it into new memory); the commit writes
-        it into the destination.
+        """Return a Keep: a message within this rank, with a function that copies its elements from `source` into new
+        memory. They are written to `target`, in the destination, only when the move is committed.
 
         The message is copied whole.
         """

@@ -35,8 +35,8 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 class SavedPart(NamedTuple):
-    """A saved tensor that equals a `box` (a slice of each dimension) of the module's tensor `tensor`; it has only the
-    dimensions `kept` of the box, since the others have size 1.
+    """A saved tensor that equals a `box` (a slice of each dimension) of the module's tensor `tensor`. The saved tensor
+    has only those dimensions of the box that `kept` lists; the others have size 1.
     """
 
     name: str
@@ -47,8 +47,8 @@ class SavedPart(NamedTuple):
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
-    """Return a Recorded of how transformers saves a module's tensors of `shapes` (which elements each saved tensor
-    has); None if it saves them unchanged.
+    """Return a Recorded that maps each position in the tensors that transformers saves to an element of the module's
+    tensors. None if these are saved unchanged. `shapes` has shape and dtype of the module's tensors, by name.
 
     Raises StoreError if transformers computes with them.
     """
@@ -85,8 +85,8 @@ def _find_converter(module: nn.Module) -> Any:
 
 
 def find_parts(recorded: Recorded) -> list[SavedPart]:
-    """Return each saved tensor as a SavedPart: a box of one of the module's tensors. Raises StoreError for a tensor
-    that is not one.
+    """Return each saved tensor as a SavedPart, which equals a box (a slice of each dimension) of one of the module's
+    tensors. Raises StoreError if a saved tensor does not equal such a box.
     """
     shapes = {name: shape for name, shape, _ in recorded.tensors}
     return [_find_part(native, shapes) for native in recorded.natives]

@@ -61,8 +61,8 @@ MAKE_ANEW = "make the DTensor with the shape and the placements that its local t
 
 
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
-    """Return the layout of a DTensor: the elements that each rank of its mesh actually holds. `reading` chooses if its
-    placements can mean two layouts.
+    """Return the layout of a DTensor: the elements that each rank of its mesh holds. If its placements can mean two
+    layouts, `reading` chooses one; without `reading`, ranks compare their local shapes to decide.
 
     Collective over the ranks of its mesh if its placements have two readings that differ at its
     sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError if a local shape,
@@ -83,8 +83,8 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """Return DTensors' layouts by name; where placements can mean two layouts, local shapes decide, which ranks gather
-    or `ask(tensors)` returns.
+    """Return the layout of each DTensor, by name. If placements can mean two layouts, local shapes decide. `ask` gets a
+    dict of such DTensors, and returns the local shapes by name and rank (default: gather them over the mesh).
 
     There is one gather per mesh. Raises what `from_dtensor` does, naming the tensor, but only after
     all gathers, so that no rank waits.
@@ -144,11 +144,11 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """Return a DTensor's layout; if its placements can mean two, and no `reading` is given, `ranks` and the ranks of
-    its mesh compare local shapes.
+    """Return a DTensor's layout. If its placements can mean two, `reading` chooses one; without `reading`, the ranks of
+    its mesh and `ranks` (others that need the layout) gather local shapes to decide. `meshes` are searched for a
+    process group of all these ranks.
 
-    One of `meshes` may have a group of all these ranks. A rank outside all of them does not take
-    part, and gets one of the two readings.
+    A rank that is not among them does not take part, and gets one of the two readings.
     """
     if reading is not None:
         return _check_held(tensor, _choose(readings(tensor, chosen=True), reading))
@@ -180,11 +180,11 @@ def _find_groups(
 
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
-    """Return a dict from each way to read the DTensor's placements ("placement", "order") to the layout that they then
-    mean, or to the error; `chosen` if the caller has chosen one way.
+    """Return a dict from each way to read the DTensor's placements ("placement", "order") to the resulting layout, or
+    the error. Unless `chosen` is True (the caller has chosen a way), raises PlacementError for placements that look
+    like a fused weight's (such as QKV) if its component sizes are unknown.
 
-    For a fused weight both are the recorded layout. Raises PlacementError for the placements of
-    such a weight without a record, unless the caller has `chosen` a reading.
+    For a fused weight both are the recorded layout.
     """
     layout = recorded(tensor)
     if layout is not None:

@@ -136,8 +136,8 @@ class Moves:
         return len(self._cached)
 
     def between(self, src: Layout, dst: Layout, *, voted: bool = False) -> Used:
-        """Return a cached or new callable that moves a tensor from layout `src` to `dst`; with `voted`, ranks vote even
-        on a move that only copies. Collective over the group.
+        """Return a cached or new callable that moves a tensor from layout `src` to `dst`. If `voted` is True, ranks
+        check before each move that all make the same one, even if it only copies. Collective over the group.
         """
         key = _Key(src, dst, voted)
         if key not in self._cached:
@@ -264,10 +264,11 @@ def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
     """Return a cached or newly compiled callable that moves a tensor from layout `src` to `dst`, or None on a rank
-    outside both meshes. If `voted`, ranks vote even before mere copies.
+    outside both. `meshes` are searched for a process group of all ranks in `src` and `dst`. If `voted` is True, ranks
+    check before each move that all make the same one, even if it only copies.
 
-    They also vote if some are on only one mesh; `voted` is the same on all ranks. Collective over these ranks, and the
-    first time among them as `group_for` is, which gets `meshes`.
+    They also check this if some are on only one mesh; `voted` is the same on all ranks. Collective over these ranks,
+    and the first time among them as `group_for` is.
     """
     senders, receivers = set(src.mesh.ranks), set(dst.mesh.ranks)
     ranks = senders | receivers

@@ -62,7 +62,8 @@ numbers, which `torch.load` accepts by default."""
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A record of how `set_device_mesh` divides a parameter, or replicates it: by `placement` over mesh axis `axis`.
+    """A record of how `set_device_mesh` places a parameter over mesh axis `axis`: `placement` is a Shard, StridedShard,
+    Packed (a fused weight, each component sharded separately) or Replicate.
 
     `weight_mesh` has the ranks over which `amax` reduces.
     """
@@ -73,7 +74,8 @@ class Placed:
 
 
 def label(placement: Division) -> theirs.Placement:
-    """Return torch's placement for a division; for Packed, which torch lacks, a _StridedShard with equal local shapes.
+    """Return torch's placement for a division. For Packed (fused weights, each component sharded separately), which
+    torch lacks, this is a _StridedShard with the same local shapes.
 
     It is strided so that torch's checkpoints find overlapping boxes and raise; a Shard would be
     saved, and restored on a mesh of another size with its rows in another order.
@@ -125,13 +127,10 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """Return the layout of a DTensor that `division` divides over mesh axis `axis` first, and other axes after it; None
-    if it is placed otherwise.
+    """Return the layout of the DTensor `parameter` if it is placed over mesh axis `axis` as `division` says, else None.
+    Every other mesh axis must replicate, or shard what the axes before it leave.
 
-    The other axes divide it in order. None also for a plain tensor, and for a partial sum.
-
-    None if it is not the placed parameter any more: a plain tensor, or a DTensor of other
-    placements.
+    None also for a plain tensor, and for a partial sum.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -182,7 +181,9 @@ def recorded(tensor: DTensor) -> Layout | None:
 
 
 def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
-    """Raise PlacementError if `placements` may be of a fused weight, such as QKV, whose layout they do not express."""
+    """Raise PlacementError if `placements` look like those that `set_device_mesh` gives to fused weights, such as QKV,
+    and so do not determine a layout.
+    """
     given = tuple(placements)
     if _misleads(mesh, given):
         what = f"{given} on {mesh} are placements of a fused weight, which do not say how its parts are divided"

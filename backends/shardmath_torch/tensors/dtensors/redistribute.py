@@ -59,8 +59,10 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """Move `tensor`, a DTensor or a local tensor of `layout`, to the layout `target`; return a DTensor, or a local
-    tensor if DTensor has no placements for it. Gradients move the other way.
+    """Move `tensor`, a DTensor or a local tensor of `layout`, to the layout `target`; gradients move back. Return a
+    DTensor on `device_mesh` (default: the mesh of a Layout `target`, else of `tensor`), or a local tensor if DTensor
+    has no placements for `target`. `reading` chooses between two layouts that placements can mean, `grad` whether
+    gradients of a replicated input are whole or partial sums.
 
     `target` is a Layout, the text of one, or DTensor placements; text and placements are on
     `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is determined
@@ -237,8 +239,8 @@ class _Route(NamedTuple):
 
     @property
     def meshes(self) -> Meshes:
-        """The DeviceMeshes of source and target, each None if unknown; one of them may have a process group of all
-        ranks of the move.
+        """The DeviceMeshes of the source and the target, each None if unknown, in which to look for a process group of
+        all ranks of the move.
         """
         return self.source.mesh, self.target.mesh
 

@@ -38,8 +38,8 @@ Division: TypeAlias = Shard | StridedShard | Packed | Replicate
 
 
 class TorchStyle(NamedTuple):
-    """A tensor-parallel style: the dimensions along which it divides a `weight` and a `bias` (None: not), and `names`,
-    globs of the parameter names that it suits.
+    """A tensor-parallel style. `bias` is the dimension along which it divides biases, `weight` the one for all other
+    parameters, each None if these are replicated; `names` are globs of the parameter names that it suits.
     """
 
     weight: int | None

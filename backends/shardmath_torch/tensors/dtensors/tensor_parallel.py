@@ -63,11 +63,12 @@ def set_device_mesh(
     local: bool = False,
 ) -> None:
     """Make every parameter of `module` a DTensor on `tp_mesh`, divided by the style, such as "column", whose pattern in
-    `styles` matches its name, or else replicated. With `local`, parameters are this rank's parts already.
+    `styles` matches its name, or else replicated. `weight_mesh` has the ranks over which quantization reduces the
+    largest magnitudes (amax). If `local` is True, parameters are this rank's parts already.
 
     During a forward, modules see local tensors instead. `styles` maps patterns to "column", "row", "replicate",
-    "vocabulary", "row_norm", "softmax_offset" or a Fused. `weight_mesh` has the ranks over which `amax` reduces: shards
-    of data parallelism and tensor parallelism, without replicas; by default `tp_mesh`. With `local`, parts have the
+    "vocabulary", "row_norm", "softmax_offset" or a Fused. `weight_mesh` has the shards of data
+    parallelism and tensor parallelism, without replicas; by default it is `tp_mesh`. With `local`, parts have the
     same sizes on every rank. No module communicates by itself: after a "row" layer your forward has to all-reduce (rule
     3 of this file).
 

@@ -34,7 +34,9 @@ def cast_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
 
 
 def may_have_nan(values: Tensor) -> bool:
-    """Whether `values` may have NaN: checked on a CPU; always True on other devices, for which a check would wait."""
+    """Whether `values` might have NaN. On a CPU they are checked; on other devices the answer is always True, since a
+    check would make the host wait for the device.
+    """
     if values.device.type != "cpu":
         return True  # checking would wait for the device
     return bool(values.numel()) and bool(values.amax().isnan())

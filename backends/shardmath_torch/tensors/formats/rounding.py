@@ -74,8 +74,8 @@ def _pack(codes: Tensor) -> Tensor:
 
 
 def make_table(element: Float, device: torch.device) -> Tensor:
-    """Return a table of 256 elements: the float32 number of each byte; for E2M1, a float64 whose bits are the byte's
-    two float32 numbers.
+    """Return a lookup table of 256 entries, one for each byte: the number, as float32, that the byte encodes in the
+    format `element`. A byte of E2M1 encodes two numbers, and its entry is a float64 with the bits of both.
     """
     codes = np.arange(256, dtype=np.uint8)
     if element is not E2M1:
@@ -85,8 +85,8 @@ def make_table(element: Float, device: torch.device) -> Tensor:
 
 
 def read_into(table: Tensor, codes: Tensor, out: Tensor) -> None:
-    """Write the element of `table` for each byte of `codes` to `out`, a contiguous float32 tensor: one number, or two
-    for E2M1.
+    """Look up each byte of `codes` in `table`, and write the numbers into `out`, a contiguous float32 tensor. Each byte
+    gives one number, or two if the format is E2M1.
     """
     indices = flat(codes.to(torch.int32, memory_format=torch.contiguous_format))
     # A byte of two numbers is looked up as one element of twice the size.

@@ -49,11 +49,12 @@ class Quantized(NamedTuple):
 
 def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quantized:
     """Return a Quantized: the Format of a TransformerEngine or torchao tensor, and a dict of its data and scales as
-    plain tensors; `columnwise` chooses between two copies.
+    plain tensors. If the tensor has two copies, quantized by rows and by columns, True for `columnwise` chooses
+    columns, False rows, and None rows if they are there.
 
     TransformerEngine's `MXFP8Tensor`, `Float8Tensor` and `Float8BlockwiseQTensor`, torchao's `MXTensor` (MXFP8) and
-    `Float8Tensor`. Some have two copies, one by rows and one by columns. Raises FormatError for other tensors, for a
-    copy that is not there, and for swizzled scales, which are no view of scales.
+    `Float8Tensor`. Raises FormatError for other tensors, for a copy that is not there, and for swizzled scales, which
+    are no view of scales.
     """
     found = _find_reader(tensor)
     if found is None:

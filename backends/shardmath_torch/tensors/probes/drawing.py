@@ -70,16 +70,16 @@ class Run(NamedTuple):
     keeps: bool = False
 
     def found(self, dtype: torch.dtype) -> int:
-        """Return the bits, as an integer, that each element of a target (tensor to load into) has before a run that
-        fills targets.
+        """Return the bits, as an integer, that each element of a target (tensor to load into, of `dtype`) is filled
+        with before the weight loader runs. Runs that keep a target's earlier values do not use this.
         """
         word = None if self.value is None else word_of(self.value, dtype)
         return repeat(self.byte, dtype) if word is None else word
 
 
 class TypedElements:
-    """All elements of the logical (checkpoint) tensors of one dtype, numbered, and their values in loader runs;
-    `wanted` are the dtypes of the loader's targets.
+    """A numbering of all elements of the checkpoint tensors of one dtype, and the values that the elements get in trial
+    runs of a weight loader, to recognize them where it stores them.
     """
 
     def __init__(
@@ -147,10 +147,9 @@ class TypedElements:
         return bool((images[1:] != images[:-1]).all())
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
-        """Return two arrays by position: the number of the element that has the bits `words[r]` there in each digit run
-        r, after a cast to `dtype`, and whether there is one.
-
-        In run r, an element's value stands for digit r of its number.
+        """Return two arrays by position in a loaded tensor of `dtype`: the number of the checkpoint element found
+        there, and whether one was found. `words[r]` are the tensor's bits after trial run r of the loader, in which
+        each element's value encoded digit r of its number.
         """
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)

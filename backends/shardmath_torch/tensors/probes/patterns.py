@@ -73,8 +73,8 @@ def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
 
 
 def repeat(byte: int, dtype: torch.dtype) -> int:
-    """Return the integer of a `dtype` element (of one part, if complex) whose bytes are all `byte`; for bool, the
-    byte's lowest bit.
+    """Return the bits, as an integer, of an element of `dtype` whose bytes are all `byte`. For a complex dtype these
+    are the bits of the real part; for bool, the lowest bit of `byte`.
     """
     if dtype == torch.bool:
         return byte % 2
@@ -83,8 +83,8 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
 
 
 def word_of(value: float, dtype: torch.dtype) -> int | None:
-    """Return the bits of `value` cast to `dtype` (if complex, to the dtype of its parts), as an integer; None if torch
-    lacks the cast. NaN becomes -1 in integers.
+    """Return the bits, as an integer, of `value` cast to `dtype` (if complex, to the dtype of its parts); None if torch
+    lacks the cast. If `value` is NaN and `dtype` is an integer dtype, -1 is cast instead.
     """
     part = real(dtype)
     if value != value and not part.is_floating_point:
@@ -143,8 +143,8 @@ def order(words: Words, dtype: torch.dtype) -> NDArray[np.intp]:
 
 @memo()
 def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether `wide` represents the finite values of the dtype `narrow` exactly: all, or the selection that
-    `list_finite` returns.
+    """Whether the dtype `wide` represents exactly the finite values of the dtype `narrow`. If `narrow` has up to 16
+    bits, all of its values are compared, else the selection that `list_finite` returns.
     """
     if wide == narrow:
         return True

@@ -38,8 +38,8 @@ def key_of(tensor: Tensor) -> int:
 
 
 class Before:
-    """A snapshot of modules and mappings of tensors, which `put_back` restores after changes, with the values that
-    `keep_bytes` has copied.
+    """A snapshot of modules and mappings, with the tensors that they hold, to which `put_back` restores them. The
+    tensors' values belong to the snapshot only once `keep_bytes` has copied them.
     """
 
     def __init__(self, holders: Sequence[nn.Module | MutableMapping[str, Tensor]]) -> None:

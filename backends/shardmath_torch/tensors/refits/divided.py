@@ -32,11 +32,12 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """Return an error for each DTensor in `natives` that is Partial, or that is one whole logical tensor with other
-    elements on `rank` than `layouts` says.
+    """Return an error for each DTensor in `natives` (stored tensors) that is Partial, or whose placements give `rank`
+    other elements than its layout in `layouts`. Layouts are compared only if the DTensor is one whole logical
+    (checkpoint) tensor, by `slots` (where each is stored) and `stored` (the planned local shapes).
 
-    `stored` has the planned shapes, `slots` where each logical tensor is stored. DTensors of other shapes than planned,
-    or whose placements do not tell their elements, are not compared.
+    Elements are compared only for a DTensor that is one whole logical tensor, has the planned shape, and has placements
+    that tell its elements.
     """
     whole = _find_whole(stored, slots)
     faults = []

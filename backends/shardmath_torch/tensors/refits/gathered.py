@@ -62,8 +62,8 @@ def _memory_of(tensor: Tensor) -> int | None:
 
 
 def give_back(groups: Iterable[object]) -> None:
-    """Put the shards of FSDP2's `groups` back as parameters, and free the gathered copies; FSDP2 gathers again before
-    it uses them.
+    """Put FSDP2's shards back as parameters, and free their gathered copies; FSDP2 gathers the parameters again before
+    it next uses them. Each of `groups` is a group of parameters that FSDP2 gathers together.
     """
     for group in groups:
         fsdp.give_shards_back(group)

@@ -64,8 +64,9 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return a Watched (for later checks) per tensor of `natives`, with its memory and its key in the mappings `given`;
-    `side` begins its name in errors.
+    """Return a Watched for each tensor of `natives`, to check later if it was replaced: its memory layout, and where
+    `given` holds it. `given` is the caller's dict of tensors by name, or a list of such dicts. In errors, the tensor's
+    name begins with `side`, such as "source".
     """
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
@@ -147,8 +148,8 @@ def _find_moved(watched: Iterable[Watched]) -> str | None:
 
 
 def find_replaced(watched: Iterable[Watched]) -> str | None:
-    """Return the name of a tensor for which a module or mapping now holds one of other memory, shape, strides or dtype;
-    None if there is none.
+    """Find a tensor in whose place a module or mapping now has another tensor, which differs in memory, shape, strides
+    or dtype. Return the name of the original, or None if none was replaced.
 
     Parameters that FSDP2 has gathered do not count. Raises ExchangeError if a given mapping raises.
     """
@@ -161,9 +162,8 @@ def find_replaced(watched: Iterable[Watched]) -> str | None:
 def find_removed(
     watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None
 ) -> str | None:
-    """Return the name of a tensor that has left all modules that held it; None if there is none.
-
-    A module counts if it is one of `modules` or their submodules; by default, if it is alive.
+    """Return the name of a tensor that has left all modules that held it; None if there is none. Only `modules` and
+    their submodules count as modules that hold it; by default, all that are alive count.
     """
     holder_ids = None
     if modules is not None:
@@ -212,10 +212,9 @@ def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:
 
 
 def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = None) -> str:
-    """Return an error for a tensor that, since `watch`, lies elsewhere in memory, was replaced or was removed from its
-    modules; "" if there is none.
-
-    `modules` are as in `find_removed`.
+    """Return an error if a tensor is no longer as it was at `watch`: it lies elsewhere in memory, was replaced, or was
+    removed from all of its modules. Return "" if all are as they were. Removed ones are looked for in `modules` and
+    their submodules, by default in all live modules.
     """
     moved = _find_moved(watched)
     if moved is not None:

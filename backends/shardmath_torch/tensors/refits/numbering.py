@@ -45,7 +45,9 @@ FEW_BITS = 2
 
 
 class Numbering:
-    """A numbering of all elements of logical (checkpoint) tensors, and the loader runs whose values tell them apart."""
+    """A numbering of all elements of checkpoint tensors, and a list of trial runs of a weight loader. In these runs, an
+    element's values encode its number, which shows where the loader stores it.
+    """
 
     def __init__(self, shapes: Shapes, targets: Collection[torch.dtype]) -> None:
         self.shapes = shapes
@@ -94,7 +96,9 @@ class Numbering:
 
 
 class Reading:
-    """The values of one target (a tensor to load into) after each loader run, and the elements that they identify."""
+    """The values of one target (a tensor to load into) after each trial run of a weight loader, and the checkpoint
+    elements that these values identify.
+    """
 
     def __init__(self, numbering: Numbering, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -146,8 +150,8 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether the target was written in the first loader run, or in runs that leave earlier values in targets, but
-        in no other run.
+        """Whether the weight loader wrote to the target in some trial runs only: the first one, or one that starts from
+        the target's original values, but no other.
 
         Runs before which the target holds a given `value` do not count.
         """
@@ -155,8 +159,8 @@ class Reading:
         return not any(later) and (first or any(self._wrote[True]))
 
     def find_fault(self) -> str:
-        """Return the error for the first position, written and not always zero, whose element is unknown or ambiguous;
-        "" if there is none.
+        """Return an error for the first position of the target whose values match no checkpoint element, or several; ""
+        if there is none. Positions that the weight loader did not write, or at which it always wrote zero, are skipped.
         """
         written = ~(self.unwritten | self.zero)
         matches = np.zeros(written.shape, np.int64)

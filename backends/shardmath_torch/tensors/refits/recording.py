@@ -69,7 +69,9 @@ def record(
     ways: tuple[Ways, ...] = ("views", "numbers"),
 ) -> Recorded:
     """Return a Recorded: which elements of the tensors in `shapes` the weight loader `load` writes to each position of
-    the tensors in `into`. Runs it in `ways`: "views", without data, and "numbers", with data.
+    the tensors in `into`. `form` says if `load` takes a mapping or pairs, `functions` names the function of each
+    computed tensor. `ways` selects trial runs: "views" on tensors without data, then "numbers" on data for targets that
+    are still unknown.
 
     The tensors in `into` are restored after each run. `shapes` are global shape and dtype by logical name; `load` takes
     such tensors as a mapping, or as `pairs` of name and tensor. `into` is the module, or mutable mapping from name to

@@ -171,7 +171,8 @@ class Refit(Leaves):
         group: compat.Group | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Continue with the refit `planned`, such as one that engines have left or joined again. Collective.
+        """Use the refit `planned` from now on instead of the current one, for example after engines have left or come
+        back. Collective.
 
         If engines have only left the same refit (`planned.without`), tensors stay bound. Otherwise all ranks prepare
         again; if engines have come back, `prepare()` without arguments binds the tensors that were bound.
@@ -237,7 +238,9 @@ class Refit(Leaves):
 
     @property
     def shadow_bytes(self) -> int:
-        """The bytes of extra memory that this rank needs for commit="all"."""
+        """The bytes of extra memory that this rank needs for `commit="all"`: received data stay there until all ranks
+        have theirs, and then go to the destination.
+        """
         shadows = None if self._transform_stage is None else self._transform_stage.shadows
         return self._mover.shadow_bytes + (0 if shadows is None else shadows.nbytes)
 
@@ -261,7 +264,9 @@ class Refit(Leaves):
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
         """Bind this rank's tensors, `src` of the trainer and `dst` of engines, which every later call moves. `own` are
-        globs of tensors that the trainer lacks, `modules` where to notice replaced ones. Collective.
+        globs of tensors that the trainer lacks. `functions` holds functions by name; each computes an engine's stored
+        tensor from the received tensor. `modules` are the ones to search for replaced parameters (default: all).
+        Collective.
 
         Pass all parameters and persistent buffers, by the names under which the rank stores them. `src` are a trainer
         rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk if the rank has

@@ -31,8 +31,8 @@ Into: TypeAlias = Chunk | Sequence[Chunk]
 
 
 class KeptTargets:
-    """A loader's targets (parameters and persistent buffers of modules in `into`, values of mappings there), and their
-    state before loading.
+    """The tensors that a weight loader writes into (its targets), and their state before loading. They are the
+    parameters and persistent buffers of the modules in `into`, and the values of its mappings.
 
     Raises StoreError if one is not plain.
     """
@@ -80,8 +80,8 @@ class KeptTargets:
                 holder[key] = tensor
 
     def occupy(self, run: Run, untouched: Collection[str] = ()) -> dict[str, Found]:
-        """Fill the targets with the values that the loader is to find there in `run`, and return these by target;
-        `untouched` targets, and all if `run` keeps values, keep theirs.
+        """Fill the targets (tensors to load into) with the start values of `run`, and return by name the values that
+        each has then. Targets named in `untouched` are not filled, and none is if `run` keeps earlier values.
 
         Targets on the meta device get memory. `untouched` are targets that the loader does not write, but may read.
         """

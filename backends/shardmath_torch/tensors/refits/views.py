@@ -145,11 +145,12 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """Return Views of the tensors `natives` that `rank` stores, by their names in a plan (the keys of `slots`): to
-    receive into if `receives`, else to send.
+    """Return Views of the tensors `natives` that `rank` stores, by their names in a plan, to receive into if `receives`
+    is True, else to send. `bound` has the planned names and shapes of stored tensors, `slots` says where each of the
+    plan's tensors is stored, and `layouts` has their dtypes. `own` are globs of tensors that the trainer lacks;
+    `functions`, by name, compute stored tensors from received ones.
 
-    `own` are globs of tensors that the trainer lacks; `functions` compute stored tensors. Raises StoreError with
-    everything that does not fit, ExchangeError for a tensor whose memory does not exist.
+    Raises StoreError with everything that does not fit, ExchangeError for a tensor whose memory does not exist.
     """
     stored = bound.natives(rank)
     locals_ = {native: to_local(tensor) for native, tensor in natives.items()}
@@ -262,8 +263,8 @@ def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
 
 
 def drop_window(local: str, bound: KnownSide) -> str:
-    """Return the name of the logical tensor that a plan calls `local`: the same if `bound` has a layout of that name,
-    else without the index of a slice, as `w` for `w[0]`.
+    """Return the name of the logical (checkpoint) tensor of the plan's tensor `local`: "w" for a slice, such as "w[0]",
+    else `local` itself. A slice is recognized by having no layout in `bound`, the planned storage.
     """
     return local if local in bound.layouts else local.rpartition("[")[0]
 

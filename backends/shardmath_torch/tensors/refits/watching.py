@@ -133,7 +133,9 @@ class Watch(TorchDispatchMode):
         _ReadMode(self).__enter__()  # type: ignore[no-untyped-call]
 
     def give(self, source: Tensor) -> Tensor:
-        """Return `source` as the loader receives it: in a subclass whose operations are seen in every thread."""
+        """Return `source` as an instance of a Tensor subclass, to pass to the weight loader; the data are shared. This
+        Watch then sees the operations on it in every thread.
+        """
         given: Tensor = source.as_subclass(self._class)
         return given
 
@@ -380,7 +382,9 @@ def _make_class(watch: Watch) -> type[Tensor]:
     """The class of logical tensors. A torch mode watches one thread; the class watches what others do to them."""
 
     class Logical(Tensor):
-        """A tensor that is watched in every thread, as are the results of operations on it."""
+        """A checkpoint tensor as a weight loader gets it. Operations on it and on their results are observed in every
+        thread, to record where the loader stores each element.
+        """
 
         # Loaders are to take it for a weight, and not to treat it as a tensor without data.
         is_meta = False

@@ -18,6 +18,8 @@ def join_group(group: compat.Group | None, timeout: float) -> Party:
 
 
 def agree(party: Party, claim: str, objection: str) -> None:
-    """Compare `claim` on all ranks. Raises ExchangeError on each if claims differ, or if one has an `objection`."""
+    """Compare `claim` on all ranks of the process group in which `party` represents this rank. Raises ExchangeError on
+    each of them if claims differ, or if one has an `objection`.
+    """
     ballot = Ballot(claim, objection=objection)
     party.together(lambda: party.vote(ballot), lambda failure, rank: "ranks were to agree")

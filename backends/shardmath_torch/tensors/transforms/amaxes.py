@@ -89,8 +89,8 @@ class _QuantizeStage(Stage):
         self._call = _QuantizeCall(None)
 
     def bind(self, src: Local, out: Any) -> tuple[Local, Local]:
-        """Measure the blocks of `src`; return the largest magnitudes to send, and memory to receive other ranks'.
-        Raises ExchangeError.
+        """Compute the largest magnitude in each quantization block of `src`; return these to send, and memory to
+        receive other ranks'. Raises ExchangeError if a tensor in `src` or `out` is not as planned.
         """
         self._writes = False
         call: _QuantizeCall = out

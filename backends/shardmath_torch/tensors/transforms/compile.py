@@ -138,7 +138,9 @@ class EndStage(Stage):
         return [worker for side in self._parts for worker in _list_workers(side)]
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
-        """Apply transforms at the source; return the tensors to send and to receive into. Raises ExchangeError."""
+        """Apply the transforms at the source to the tensors in `src`; return the tensors to send and those to receive
+        into. Raises ExchangeError if a tensor in `src` or `out` is not as planned, or if a transform fails.
+        """
         self._finalize_targets = {}
         self._finalizing_key = ""
         given, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
@@ -174,8 +176,9 @@ class EndStage(Stage):
         self._checked_signature = signed
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
-        """Compute destination tensors: in place, returning no pairs, or with commit="all" as copies (shadows),
-        returning pairs (tensor, copy) to write at the commit.
+        """Compute the caller's destination tensors from the received ones, and return an empty tuple. With
+        `commit="all"`, compute into copies instead, and return pairs of destination and copy, to be written at the
+        commit.
         """
         if self.shadows is not None:
             self._make_all(self.shadows.tensors)
@@ -184,7 +187,9 @@ class EndStage(Stage):
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return the destination tensors by local name, with the values that this move has brought."""
+        """Return the destination tensors by the caller's names, with their new values. Those received without a
+        transform are taken from `arrived`; the others were computed by `finish`.
+        """
         finalized = self._finalize_targets if self.shadows is None else self.shadows.tensors
         plain = {}
         for job, worker in self._parts[1]:
@@ -215,8 +220,9 @@ class EndStage(Stage):
             worker.let_go()
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of destination tensors that a failure may have left torn (partly new): those received in
-        place as one of the plan's tensors `keys`, and those being computed.
+        """Return the names of the destination tensors that a failure can have left torn (partly overwritten). `keys`
+        are the plan's names of torn tensors: destinations received directly under these names count, and those being
+        computed at the failure.
         """
         torn = []
         for job, worker in self._parts[1]:
@@ -312,7 +318,8 @@ def compile_transformed(
     agree: str = EVERY,
 ) -> TransformedMover:
     """Return a TransformedMover, which moves tensors and applies `transforms`, such as casts, before sending and after
-    receiving. Collective.
+    receiving. `engine` chooses how messages are sent, `commit` when received data reach the destination, `agree` how
+    often ranks vote, and `thread` which calls of different ranks belong together. Collective.
 
     `plan` is a plan from `transforms.src` to `transforms.dst`, or a program of it; by default it is made. The other
     arguments are the same as for `compile`. Raises ExchangeError on every rank if ranks pass different transforms, if
@@ -329,7 +336,10 @@ def compile_transformed(
 def agree_again(
     transforms: Transformed, plan: object, group: compat.Group | None, settings: Settings
 ) -> None:
-    """Check on all ranks that `plan` moves the tensors that `transforms` make. Collective; raises ExchangeError."""
+    """Before a mover takes another plan, check on all ranks that `plan` moves the tensors that `transforms` make.
+    Raises ExchangeError on all ranks if it does not, or if their transforms differ. Only the timeout of `settings` is
+    used. Collective.
+    """
     _, objection = attempt(lambda: _check_plan(transforms, plan))
     _agree(join_group(group, settings.timeout), transforms, objection)
 

@@ -118,8 +118,9 @@ def _unwrap(values: Sequence[Any]) -> Any:
 
 
 def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
-    """Copy the `results` of a transform, one tensor or several, into the tensors `out`. Raises ExchangeError, worded
-    with `maker` and `side`, if number, shapes or dtypes differ.
+    """Copy `results`, one tensor or several that a transform made, into the tensors `out`. Raises ExchangeError if
+    number, shapes or dtypes differ; its text begins with `maker`, such as "Cast makes", and has `side`, such as "at the
+    source".
     """
     tensors = results if isinstance(results, list | tuple) else [results]
     check_made(tensors, list(map(describe, out)), maker, side)
@@ -128,8 +129,9 @@ def keep(results: object, out: Sequence[Tensor], maker: str, side: str) -> None:
 
 
 def check_made(tensors: Sequence[object], wanted: Sequence[str], maker: str, side: str) -> None:
-    """Raise ExchangeError, worded with `maker` and `side`, unless `tensors` have, one by one, the dtypes and shapes in
-    `wanted`, texts such as "float32[4, 3]".
+    """Raise ExchangeError unless each of `tensors` has the dtype and shape at the same index of `wanted`, given as
+    text, such as "float32[4, 3]". The error begins with `maker`, such as "Cast makes", and has `side`, such as "at the
+    source".
     """
     if len(tensors) != len(wanted):
         what = f"{maker} {plural(tensors, 'tensor')} {side}, not {len(wanted)}"

@@ -111,8 +111,8 @@ class MegatronHook:
         )
 
     def claim(self, buffers: Sequence[Tensor]) -> bool:
-        """Reserve `buffers` to receive into, up to one that is not contiguous or overlaps reserved memory; return
-        whether all are reserved.
+        """Reserve the memory of each of `buffers` to receive into, and return True. Return False at the first one that
+        is not contiguous or overlaps reserved memory; the buffers before it stay reserved.
         """
         for buffer in buffers:
             if not buffer.is_contiguous():
@@ -239,7 +239,9 @@ class _Sending(_HookWorker):
         return list(zip(components, targets, strict=True))
 
     def run(self, *tensors: Tensor) -> None:
-        """Fill the buffers to send with what the hook makes, box by box."""
+        """Call `prepare_send` of Megatron's hook (a ReshardTransform) for each box (a slice of each dimension) of the
+        given tensor, and copy the tensors that it returns into the buffers to send.
+        """
         (tensor,) = tensors
         for box in self._boxes:
             for component, target in self._call(box, tensor):
@@ -278,7 +280,10 @@ class _Receiving(_HookWorker):
         return make_buffers(self.job, rank, device)
 
     def run(self, *tensors: Tensor) -> None:
-        """Copy what has arrived into the hook's buffers, and call the hook, box by box."""
+        """For each box (a slice of each dimension), copy received data into the buffers that Megatron's hook (a
+        ReshardTransform) has provided, and call its `finalize_recv`, which stores the result. The arguments are not
+        used.
+        """
         for box, targets in zip(self._boxes, self._hook_buffers, strict=True):
             for target, part in zip(targets, _cut_buffers(self.buffers, box), strict=True):
                 if target.data_ptr() != part.data_ptr():

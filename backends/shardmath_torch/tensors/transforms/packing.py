@@ -24,8 +24,8 @@ __all__ = ["Packing"]
 
 
 class Packing:
-    """The positions of a rank's elements in its padded local tensor; `is_view` if slices select them, so that `read`
-    makes no copy.
+    """An index that selects a rank's elements, without padding, from its local tensor. `is_view` is True if the index
+    consists of slices, so that `read` returns a view instead of a copy.
     """
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:

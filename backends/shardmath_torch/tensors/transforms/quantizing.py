@@ -27,8 +27,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Round `values` to the dtype `t.wire`, and write them into `out`: quantized, or as numbers if `t` quantizes at the
-    destination.
+    """Round `values` to the dtype `t.wire`, then quantize them if the transform `t` (a Quantize) does so at the source,
+    and write the result into `out` for sending. `src` has the dtype of `values`; `dst` is not used.
     """
     assert isinstance(t, Quantize)
     if t.at == "destination":
@@ -79,8 +79,8 @@ def _quantize_into(t: Quantize, numbers: Tensor, out: _Values) -> None:
 
 
 def dequantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Dequantize `values` (data and scales) into `out`, at the source or the destination; the bits of NaN are the same
-    on all devices.
+    """Dequantize `values` (data and scales) into `out`, as the transform `t` (a Dequantize) says. All NaN get the same
+    bits, so that results are equal on all devices.
     """
     assert isinstance(t, Dequantize)
     if dst.dtype in DTYPES:
