@@ -303,7 +303,9 @@ def test_the_second_projection_of_mamba_is_cut_by_columns() -> None:
 @pytest.mark.parametrize(
     ("kind", "shapes"), [("minimax_m2", [(4,), (2,)]), ("olmoe", [(16,), (4,)])]
 )
-def test_norms_of_all_heads_are_cut_in_minimax_and_whole_in_olmoe(kind: str, shapes: list[object]) -> None:
+def test_norms_of_all_heads_are_cut_in_minimax_and_whole_in_olmoe(
+    kind: str, shapes: list[object]
+) -> None:
     """Rule 20: like q, and like k with its repetition; OLMoE's are whole."""
     arrays = number(
         {f"{LAYER}self_attn.q_norm.weight": (16,), f"{LAYER}self_attn.k_norm.weight": (4,)}
