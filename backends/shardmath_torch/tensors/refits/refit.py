@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from shardmath.base.arguments import listed
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
-from shardmath.base.text import show_ranks
+from shardmath.base.text import show_ranks, shown
 from shardmath.models.refits.refit import Refit as Planned
 from shardmath.models.storage.stored import KnownSide
 from shardmath_torch.groups import compat
@@ -93,9 +94,12 @@ class _RefitStage(Stage):
         computed = self._refit._dst.computed
         mark_written(each.stored for each in computed)
         for each in computed:
+            received = arrived[each.key]
             with torch.inference_mode():
-                value = compute(each, arrived[each.key])
-            yield each.stored, value
+                # The next changes are put into what has arrived, and a function may write into its argument.
+                given = received if self._refit.changes is None else received.clone()
+                value = compute(each, given)
+            yield from ((each.stored[box], value[box]) for box in each.boxes)
 
 
 @public
@@ -279,7 +283,7 @@ class Refit(Leaves):
             # First: if this fails, some of the tensors that were bound have been replaced.
             self._rebindable = None
             watched = self._bind(src, dst, own, functions or {})
-            self._modules = None if modules is None else tuple(modules)
+            self._modules = None if modules is None else _list_modules(modules)
             find_owners(watched, self._modules)
             self._watched = watched
 
@@ -442,3 +446,15 @@ class Refit(Leaves):
     def _find_fault(self) -> str:
         """The error for the first watched tensor that has changed; "" if none has, or none is watched."""
         return find_fault(self._watched or [], self._modules)
+
+
+def _list_modules(modules: object) -> tuple[nn.Module, ...]:
+    """The modules of a list. Raises ExchangeError for one module: a Sequential would stand for its parts alone."""
+    given = (
+        (None,) if isinstance(modules, nn.Module) else listed(modules, "modules=", ExchangeError)
+    )
+    if all(isinstance(module, nn.Module) for module in given):
+        return given
+    raise ExchangeError(
+        f"modules= is {shown(modules)}, where a list of modules is needed; pass [model]"
+    )
