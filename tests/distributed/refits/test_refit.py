@@ -375,6 +375,35 @@ def test_a_function_leaves_the_cells_between_its_own(options: dict[str, Any]) ->
     smt.disconnect(group)
 
 
+@pytest.mark.parametrize(
+    ("shared", "what"),
+    [
+        ("source", "source tensor 'q' and destination tensor 'p' share memory"),
+        ("destination", "destination tensor '[pq]' and destination tensor '[pq]' share memory"),
+        ("itself", "destination tensor 'p' has shape .* several elements at one address"),
+    ],
+)
+def test_a_function_s_tensor_in_memory_of_another(shared: str, what: str) -> None:
+    """The function was written there, without an error, or broke the group."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    shapes = dict.fromkeys("pq", ((4,), "float32"))
+    apart = Stored(parse("p = p\nq = q"), (sm.Mesh(),))
+    engine = Stored(parse("p = neg_exp(p)\nq = q"), (sm.Mesh(),))
+    refit = smt.Refit(sm.refit(apart, engine, shapes), group=group)
+    own = {name: torch.zeros(4) for name in "pq"}
+    memory = torch.zeros(6)
+    its = {
+        "source": own["q"],
+        "destination": memory[2:],
+        "itself": torch.zeros(1).expand(4),
+    }
+    with pytest.raises(sm.ExchangeError, match=what):
+        refit.prepare(own, {"p": its[shared], "q": memory[:4]})
+    refit.prepare(own, {"p": torch.zeros(4), "q": memory[:4]})
+    refit()
+    smt.disconnect(group)
+
+
 def test_a_source_that_stores_a_function() -> None:
     """No memory that nobody wrote is sent, whoever made the plan."""
     bound = bind(Stored(parse("A = neg_exp(q)"), (sm.Mesh(),)), {"q": ((4,), "float32")})
