@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from shardmath.base.arguments import mapping
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.base.public import public_in
@@ -56,6 +57,7 @@ class RecordedSide:
     ranks: Mapping[int, Recorded]
 
     def __post_init__(self) -> None:
+        mapping(self.ranks, "ranks= is ", "rank to Recorded", StoreError)
         if not self.ranks:
             raise StoreError(
                 "ranks={} has no rank; pass {rank: Recorded}, as smt.record makes them"

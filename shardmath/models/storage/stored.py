@@ -316,6 +316,9 @@ class Vocabulary:
         self._ordered: dict[int, tuple[Mapping[int, str], list[str]]] = {}
         for name in shapes:
             template, numbers = split(name)
+            if template.count("{}") != len(numbers):
+                what = f"the name of a tensor is {name!r}, and {{}} stands for a number"
+                raise StoreError(f"{what}; rename the tensor")
             by_numbers = self.templates.setdefault(template, {})
             by_numbers[numbers] = name
 

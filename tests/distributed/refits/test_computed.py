@@ -365,3 +365,32 @@ def test_a_part_of_complex_numbers_that_is_declared() -> None:
         lambda named: into["a"].copy_(named["q"]), shapes, into, functions={"a": "real"}
     )
     assert found.natives[0].function == "real"
+
+
+@pytest.mark.parametrize("given", [None, {"q": (4,)}, {"q": ((4.0,), "float32")}])
+def test_shapes_that_are_none(given: Any) -> None:
+    with pytest.raises(sm.StoreError, match="give"):
+        smt.record(lambda weights: None, given, {"a": torch.zeros(4)})
+
+
+def test_sizes_of_numpy_are_written_as_text() -> None:
+    into = {"a": torch.zeros(4)}
+    shapes: Any = {"q": (np.array([4]), "float32")}
+    recorded = smt.record(lambda weights: into["a"].copy_(weights["q"]), shapes, into)
+    assert sm.storage.Recorded.from_json(recorded.to_json()) == recorded
+
+
+def test_a_function_of_a_target_that_has_no_data() -> None:
+    """Whoever computes the stored tensor gets the logical one alone."""
+    into = {name: torch.empty(4, device="meta") for name in ("a", "scale")}
+
+    def load(weights: dict[str, torch.Tensor]) -> None:
+        into["a"].copy_(weights["q"] * into["scale"])
+
+    with pytest.raises(sm.StoreError, match="'a' is computed by 'f', but the elements that it is"):
+        smt.record(load, {"q": ((4,), "float32")}, into, functions={"a": "f"})
+
+
+def test_targets_that_are_none() -> None:
+    with pytest.raises(sm.StoreError, match=r"into= has NoneType .* a mapping is needed"):
+        smt.record(lambda weights: None, {"q": ((4,), "float32")}, None)  # type: ignore[arg-type]

@@ -240,6 +240,17 @@ def test_a_submodule_in_the_place_of_one() -> None:
     smt.disconnect(group)
 
 
+@pytest.mark.parametrize("modules", [torch.nn.Sequential(torch.nn.Linear(2, 2)), [3], 3])
+def test_modules_that_are_no_list_of_modules(modules: Any) -> None:
+    """A Sequential stood for its parts, of which none notices that another is in its place."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    side = Stored(parse("w = w"), (sm.Mesh(),))
+    refit = smt.Refit(sm.refit(side, side, {"w": ((2,), "float32")}), group=group)
+    with pytest.raises(sm.ExchangeError, match=r"modules= (is|are) "):
+        refit.prepare({"w": torch.zeros(2)}, {"w": torch.zeros(2)}, modules=modules)
+    smt.disconnect(group)
+
+
 def make_freed() -> torch.Tensor:
     tensor = torch.zeros(2, 2)
     tensor.untyped_storage().resize_(0)
@@ -329,6 +340,68 @@ def test_a_function_that_makes_other_tensors(pool: Pool, function: str, found: s
 
 def test_a_function_that_rounds(pool: Pool) -> None:
     assert pool.run(refits.store_by, "narrow") == [None] * 8
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_a_function_that_writes_into_what_it_gets(changes: bool) -> None:
+    """With changes, the next ones were put into what the function had written."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    side, to = (Stored(parse(row), (sm.Mesh(),)) for row in ("w = w", "w = twice(w)"))
+    planned = sm.refit(side, to, {"w": ((4,), "float32")})
+    refit = smt.Refit(planned, group=group, changes=changes)
+    own, its = torch.arange(4.0), torch.zeros(4)
+    refit.prepare({"w": own}, {"w": its}, functions={"twice": lambda tensor: tensor.mul_(2)})
+    for step in range(3):
+        own[step] += 1
+        refit()
+        assert torch.equal(its, own * 2)
+    smt.disconnect(group)
+
+
+@pytest.mark.parametrize("options", [{}, {"changes": True}, {"commit": "all"}])
+def test_a_function_leaves_the_cells_between_its_own(options: dict[str, Any]) -> None:
+    """Those of another component, and padding, got a function of memory that nobody wrote."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    shapes = {"p": ((6,), "float32"), "q": ((4,), "float32")}
+    apart = Stored(parse("p = p\nq = q"), (sm.Mesh(),))
+    fused = Stored(parse("w = neg_exp([p q]) : (2 (p^4 + q))"), (sm.Mesh(),))
+    refit = smt.Refit(sm.refit(apart, fused, shapes), group=group, **options)
+    p, q, w = torch.arange(6.0), torch.arange(4.0), torch.full((12,), 7.0)
+    refit.prepare({"p": p, "q": q}, {"w": w})
+    refit()
+    hole = torch.tensor([7.0])
+    made = [-p[:3].exp(), hole, -q[:2].exp(), -p[3:].exp(), hole, -q[2:].exp()]
+    assert torch.equal(w, torch.cat(made))
+    smt.disconnect(group)
+
+
+@pytest.mark.parametrize(
+    ("shared", "what"),
+    [
+        ("source", "source tensor 'q' and destination tensor 'p' share memory"),
+        ("destination", "destination tensor '[pq]' and destination tensor '[pq]' share memory"),
+        ("itself", "destination tensor 'p' has shape .* several elements at one address"),
+    ],
+)
+def test_a_function_s_tensor_in_memory_of_another(shared: str, what: str) -> None:
+    """The function was written there, without an error, or broke the group."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    shapes = dict.fromkeys("pq", ((4,), "float32"))
+    apart = Stored(parse("p = p\nq = q"), (sm.Mesh(),))
+    engine = Stored(parse("p = neg_exp(p)\nq = q"), (sm.Mesh(),))
+    refit = smt.Refit(sm.refit(apart, engine, shapes), group=group)
+    own = {name: torch.zeros(4) for name in "pq"}
+    memory = torch.zeros(6)
+    its = {
+        "source": own["q"],
+        "destination": memory[2:],
+        "itself": torch.zeros(1).expand(4),
+    }
+    with pytest.raises(sm.ExchangeError, match=what):
+        refit.prepare(own, {"p": its[shared], "q": memory[:4]})
+    refit.prepare(own, {"p": torch.zeros(4), "q": memory[:4]})
+    refit()
+    smt.disconnect(group)
 
 
 def test_a_source_that_stores_a_function() -> None:

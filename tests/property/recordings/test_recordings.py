@@ -244,6 +244,8 @@ def test_all_that_does_not_fit_is_one_error() -> None:
         sm.refit(side, stored_apart, more, unused=["k"])
     with pytest.raises(sm.StoreError, match=r"ranks=\{\} has no rank"):
         sm.storage.RecordedSide({})
+    with pytest.raises(sm.StoreError, match=r"ranks= is .*; give a mapping from rank to Recorded"):
+        sm.storage.RecordedSide([record(Q, w=whole)])  # type: ignore[arg-type]
     with pytest.raises(sm.StoreError, match="ranks= has 'x' for rank 0, and not a Recorded"):
         sm.storage.RecordedSide({0: "x"})  # type: ignore[dict-item]
     with pytest.raises(

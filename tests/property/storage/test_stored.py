@@ -200,3 +200,9 @@ def test_a_row_that_is_none_has_a_caret() -> None:
     with pytest.raises(sm.NotationError) as caught:
         Stored.from_json(json.dumps(changed))
     assert (caught.value.what, caught.value.position) == ("unexpected character '?'", 16)
+
+
+def test_a_name_with_the_sign_for_a_number() -> None:
+    side = Stored(parse("... = ..."), (sm.Mesh(),))
+    with pytest.raises(sm.StoreError, match=r"name of a tensor is 'a\.{}', and {} stands for"):
+        bind(side, {"a.{}": ((2,), "float32"), "a.0": ((2,), "float32")})

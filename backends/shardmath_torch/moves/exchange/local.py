@@ -37,6 +37,7 @@ __all__ = [
     "by_key",
     "check",
     "check_memory",
+    "check_written",
     "fits",
     "signature",
     "wanted",
@@ -230,6 +231,17 @@ def check(
     _check_destinations_apart(wants[1], dst)
 
 
+def check_written(written: Tensors, src: Tensors, others: Tensors) -> None:
+    """Raise ExchangeError if a tensor in `written`, destinations that are not in the plan, shares memory with itself, a
+    source, or another tensor in `written` or `others`."""
+    _check_writable(written)
+    _check_sides_apart(src, written)
+    dst = {**others, **written}
+    for key, other in find_meeting(dst):
+        if (key in written or other in written) and shares_memory(dst[key], dst[other]):
+            raise ExchangeError(_word_shared(key, other))
+
+
 def _check_writable(dst: Tensors) -> None:
     """Raise ExchangeError for a destination in which several elements share memory."""
     for key, tensor in dst.items():
@@ -267,8 +279,13 @@ def _check_destinations_apart(want: Wanted, dst: Tensors) -> None:
     for key, other in find_meeting(dst):
         parts = _list_own_parts(want, key, dst), _list_own_parts(want, other, dst)
         if any(shares_memory(a, b) for a, b in itertools.product(*parts)):
-            what = f"{_label('destination', key)} and {_label('destination', other)} share memory"
-            raise ExchangeError(f"{what}: one would overwrite the other; pass separate tensors")
+            raise ExchangeError(_word_shared(key, other))
+
+
+def _word_shared(key: str, other: str) -> str:
+    """The error for two destinations in the same memory."""
+    what = f"{_label('destination', key)} and {_label('destination', other)} share memory"
+    return f"{what}: one would overwrite the other; pass separate tensors"
 
 
 def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:

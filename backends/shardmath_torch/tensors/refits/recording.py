@@ -36,7 +36,7 @@ from shardmath.base.errors import StoreError
 from shardmath.base.text import word_error
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native, Recorded
-from shardmath.models.storage.stored import Shapes
+from shardmath.models.storage.stored import Shapes, Vocabulary
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
 from shardmath_torch.tensors.refits.before import describe, key_of
@@ -79,7 +79,7 @@ def record(
     that is computed: {"A": "neg_exp"}, in another chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError
     if another target is computed, if two tensors are written into one cell, and if an element lies twice in one target.
     """
-    plain = {n: (tuple(shape), dtypes.canonical(dtype)) for n, (shape, dtype) in shapes.items()}
+    plain = Vocabulary(shapes).shapes
     _check_words("form", form, FORMS)
     _check_words("ways", ways, WAYS)
     recording = _Recording(load, plain, into, form, dict(functions or {}))

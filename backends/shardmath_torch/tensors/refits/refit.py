@@ -9,16 +9,19 @@ refit()                                                         # collective, af
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
+from shardmath.base.arguments import listed
 from shardmath.base.errors import ExchangeError
 from shardmath.base.public import public
-from shardmath.base.text import show_ranks
+from shardmath.base.text import show_ranks, shown
+from shardmath.models.recordings.recorded import label
+from shardmath.models.refits.coverage import show_native
 from shardmath.models.refits.refit import Refit as Planned
 from shardmath.models.storage.stored import KnownSide
 from shardmath_torch.groups import compat
@@ -28,7 +31,7 @@ from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.groups.agreement.transport import join
 from shardmath_torch.moves.commits.blocks import Member
 from shardmath_torch.moves.commits.shadows import Pair
-from shardmath_torch.moves.exchange.local import Local, Tensors
+from shardmath_torch.moves.exchange.local import Local, Tensors, check_written
 from shardmath_torch.moves.exchange.memory import mark_written
 from shardmath_torch.moves.movers.calls import EVERY, Call
 from shardmath_torch.moves.movers.compile import AgreeFirst, make_ready
@@ -55,6 +58,7 @@ from shardmath_torch.tensors.refits.views import (
     is_by_name,
     list_sides,
     name_natives,
+    to_local,
 )
 
 if TYPE_CHECKING:
@@ -93,9 +97,12 @@ class _RefitStage(Stage):
         computed = self._refit._dst.computed
         mark_written(each.stored for each in computed)
         for each in computed:
+            received = arrived[each.key]
             with torch.inference_mode():
-                value = compute(each, arrived[each.key])
-            yield each.stored, value
+                # The next changes are put into what has arrived, and a function may write into its argument.
+                given = received if self._refit.changes is None else received.clone()
+                value = compute(each, given)
+            yield from ((each.stored[box], value[box]) for box in each.boxes)
 
 
 @public
@@ -284,7 +291,7 @@ class Refit(Leaves):
             # First: if this fails, some of the tensors that were bound have been replaced.
             self._rebindable = None
             watched = self._bind(src, dst, own, functions or {})
-            self._modules = None if modules is None else tuple(modules)
+            self._modules = None if modules is None else _list_modules(modules)
             find_owners(watched, self._modules)
             self._watched = watched
 
@@ -340,27 +347,36 @@ class Refit(Leaves):
         self._all_src = self._src = self._bind_side(sent, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
-        received: list[Tensor] = []
+        received: dict[str, Natives] = {}
         watched = self._watch("source", src, sent, self.planned.trainer)
         for engine, given in self._name_engines(dst).items():
             natives = name_natives(given)
-            check_not_gathered(self._keep_stored(natives, self.planned.engines[engine]))
-            received += natives.values()
+            received[engine] = self._keep_stored(natives, self.planned.engines[engine])
+            check_not_gathered(received[engine])
             views = self._bind_side(natives, engine, own, functions)
             tensors |= views.tensors
             computed += views.computed
             watched += self._watch(engine, given, natives, self.planned.engines[engine])
-        self._check_computed(computed)
+        self._check_computed(computed, sent, received)
         self._dst = Views(tensors, computed)
-        self._fsdp_groups = find_groups(received)
+        self._fsdp_groups = find_groups(
+            [one for each in received.values() for one in each.values()]
+        )
         return watched
 
-    def _check_computed(self, computed: Sequence[Computed]) -> None:
-        """Raise ExchangeError for functions whose whole input is never there at one time."""
-        if computed and self.changes is not None and self.member.is_beside:
+    def _check_computed(
+        self, computed: Sequence[Computed], sent: Natives, received: Mapping[str, Natives]
+    ) -> None:
+        """Raise ExchangeError for functions whose whole input is never there at one time, and for a tensor that they
+        compute in memory of another."""
+        if not computed:
+            return
+        if self.changes is not None and self.member.is_beside:
             what = f"a function computes {computed[0].name} from a whole received tensor"
             why = "with changes=True and commit='all' only its changed elements arrive"
             raise ExchangeError(f"{what}, but {why}; make the Refit without one of the two")
+        src = {} if self.member.is_beside else {label(*n): to_local(t) for n, t in sent.items()}
+        _check_written({each.name for each in computed}, src, received)
 
     def _watch(
         self, name: str, given: Given | None, natives: Natives, bound: KnownSide
@@ -447,3 +463,29 @@ class Refit(Leaves):
     def _find_fault(self) -> str:
         """The error for the first watched tensor that has changed; "" if none has, or none is watched."""
         return find_fault(self._watched or [], self._modules)
+
+
+def _check_written(
+    computed: Collection[str], src: Tensors, received: Mapping[str, Natives]
+) -> None:
+    """Raise ExchangeError if one of the `computed` tensors, of those `received` by engines, is in memory of another."""
+    written: dict[str, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    for engine, natives in received.items():
+        start = f"{engine} " if len(received) > 1 else ""
+        for native, tensor in natives.items():
+            into = written if show_native(native) in computed else others
+            into[start + label(*native)] = to_local(tensor)
+    check_written(written, src, others)
+
+
+def _list_modules(modules: object) -> tuple[nn.Module, ...]:
+    """The modules of a list. Raises ExchangeError for one module: a Sequential would stand for its parts alone."""
+    given = (
+        (None,) if isinstance(modules, nn.Module) else listed(modules, "modules=", ExchangeError)
+    )
+    if all(isinstance(module, nn.Module) for module in given):
+        return given
+    raise ExchangeError(
+        f"modules= is {shown(modules)}, where a list of modules is needed; pass [model]"
+    )

@@ -8,8 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
-from typing import TypeAlias
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -122,7 +122,10 @@ _Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]
 
 def _list_chunks(into: Into) -> list[Chunk]:
     """The modules or mappings of `into`, by chunk. Raises StoreError for anything else."""
-    chunks = [into] if isinstance(into, nn.Module | Mapping) else list(into)
+    given: object = into
+    chunks: list[Any] = [given]
+    if isinstance(given, Iterable) and not isinstance(given, nn.Module | Mapping):
+        chunks = list(given)
     for number, chunk in enumerate(chunks):
         if not isinstance(chunk, nn.Module | Mapping):
             raise StoreError(

@@ -25,6 +25,7 @@ from shardmath.layouts.layout import Layout
 from shardmath.models.refits.coverage import Native, find_faults, show_native
 from shardmath.models.refits.refit import Refit as Planned
 from shardmath.models.storage.stored import KnownSide, Slot
+from shardmath.plans.programs.part import own_boxes
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.moves.exchange.local import check_memory
@@ -62,12 +63,16 @@ FUNCTIONS: dict[str, Function] = {"neg_exp": lambda tensor: -torch.exp(tensor.fl
 
 
 class Computed(NamedTuple):
-    """A stored tensor, called `name`, that a function computes from the received tensor `key`."""
+    """A stored tensor, called `name`, that a function computes from the received tensor `key`.
+
+    `boxes` are the slices of its own elements: between them may lie those of other tensors.
+    """
 
     key: str
     name: str
     stored: Tensor
     function: Function
+    boxes: tuple[tuple[slice, ...], ...]
 
 
 class Views(NamedTuple):
@@ -179,7 +184,8 @@ def bind_views(
             )
         tensors[name] = torch.empty(view.shape, dtype=dtype_of(dtype), device=view.device)
         what = show_native((slot.chunk, slot.native))
-        computed.append(Computed(name, what, view, _find_function(slot, functions)))
+        boxes = own_boxes(layouts[name].runs(rank))
+        computed.append(Computed(name, what, view, _find_function(slot, functions), boxes))
     return Views(tensors, computed)
 
 

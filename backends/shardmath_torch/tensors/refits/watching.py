@@ -331,7 +331,8 @@ class Watch(TorchDispatchMode):
         func = call.func
         source = followed[0]
         before = self._contents[key_of(source)]
-        if before is None or len(followed) > 1 or not _is_by_element(func, source, result):
+        is_alone = self._is_alone(call, followed)
+        if before is None or not is_alone or not _is_by_element(func, source, result):
             return None
         if before is BLANK:
             return BLANK if func in COPIES else None
@@ -339,6 +340,14 @@ class Watch(TorchDispatchMode):
         if self._find_copied_dtype(source, result) is None or (is_bits and func not in COPIES):
             return None
         return before.copied(source, result, "" if func in COPIES else self._name(call, source))
+
+    def _is_alone(self, call: _Call, followed: Sequence[Tensor]) -> bool:
+        """Whether the operation has one followed tensor, and no target without data that was not written before."""
+        for tensor in list_tensors((call.args, call.kwargs)):
+            key = key_of(tensor)
+            if tensor.is_meta and key in self.writes and key not in self._contents:
+                return False
+        return len(followed) == 1
 
     def _name(self, call: _Call, source: Tensor) -> str:
         """The operation with its arguments besides the source: equal names are equal functions of the source."""
