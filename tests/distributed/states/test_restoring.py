@@ -91,6 +91,19 @@ def test_in_inference_mode(tmp_path: Path, used: int) -> None:
     same(values(other, second), values(module, optimizer))
 
 
+@pytest.mark.parametrize("used", [0, 2])
+def test_with_another_default_device(tmp_path: Path, used: int) -> None:
+    """What is read goes through memory of the CPU, as in a script that makes its next module on the meta device."""
+    module, other = small(), small(seed=1)
+    optimizer, second = (optim.Adam(each.parameters()) for each in (module, other))
+    train(module, optimizer, range(2))
+    train(other, second, range(used))
+    with torch.device("meta"):
+        training.save_state(tmp_path, module, optimizer)
+        training.load_state(tmp_path, other, second)
+    same(values(other, second), values(module, optimizer))
+
+
 def test_names_and_memory(tmp_path: Path) -> None:
     """By name; the very memory, which restoring keeps."""
     module = small()
