@@ -412,8 +412,7 @@ def restore(
                 job.put(tensors[job.here])
         for current, value in options.copies:
             fill(current, value)
-        for target, key, placed in options.values:
-            target[key] = placed
+        _set_options(model, options)
         for goal in goals:
             _finish_state(model, goal)
         _share_state(model, goals)
@@ -421,6 +420,18 @@ def restore(
             if job.layout is None:
                 job.put(tensors[job.here])
         _call_hooks(goals)
+
+
+def _set_options(model: Model, options: OptionsPlan) -> None:
+    """Assign the options; one that is a tensor of the module, and by now has its value, stays that tensor."""
+    of_module = set(spots_of(slot.local for slot in model.slots.values()))
+    for target, key, placed in options.values:
+        held = target.get(key)
+        if isinstance(held, Tensor) and spot_of(held) in of_module:
+            if not _is_one_value([local_part("an option", held), placed]):
+                target[key] = placed
+        else:
+            target[key] = placed
 
 
 def _finish_state(model: Model, goal: Goal) -> None:
