@@ -583,6 +583,26 @@ def add_by_a_hook(module: nn.Module) -> optim.Optimizer:
     return optimizer
 
 
+class Inside(optim.SGD):
+    """Has a number in its state dict, inside the state or the groups."""
+
+    part = ""
+
+    def state_dict(self) -> Any:
+        found = super().state_dict()
+        if self.part == "group":
+            found["param_groups"][0]["count"] = 7
+        else:
+            found["state"] = {0: {"count": 7}}
+        return found
+
+
+def add_inside(module: nn.Module, part: str) -> optim.Optimizer:
+    optimizer = Inside(module.parameters(), lr=0.1, momentum=0.9)
+    optimizer.part = part
+    return optimizer
+
+
 class Untold(optim.SGD):
     """Has no state dict."""
 
@@ -600,12 +620,20 @@ class Nothing(optim.SGD):
 MORE: dict[str, tuple[Callable[[nn.Module], optim.Optimizer], str]] = {
     "its own": (
         Adding,
-        "Adding keeps 'count' in its state dict besides 'state' and 'param_groups'",
+        "Adding keeps 'count' in its state dict besides what its state and param_groups hold",
     ),
-    "by a hook": (add_by_a_hook, "SGD keeps 'count' in its state dict besides 'state' and"),
+    "by a hook": (add_by_a_hook, "SGD keeps 'count' in its state dict besides what its"),
+    "in a group": (
+        lambda module: add_inside(module, "group"),
+        "Inside keeps 'count' in its state dict besides what its state and param_groups hold",
+    ),
+    "in the state": (
+        lambda module: add_inside(module, "state"),
+        "Inside keeps 'count' in its state dict besides what its state and param_groups hold",
+    ),
     "in what is wrapped": (
         lambda module: Wrapper.sharing(module, Adding(module)),
-        "Adding keeps 'count' in its state dict besides 'state' and 'param_groups'",
+        "Adding keeps 'count' in its state dict besides what its state and param_groups hold",
     ),
     "none": (
         lambda module: Nothing(module.parameters(), lr=0.1, momentum=0.9),
@@ -650,6 +678,30 @@ def test_an_optimizer_whose_state_dict_has_more(tmp_path: Path, how: str) -> Non
             found = optimizers[1].state.get(into, {})
             assert held.keys() == found.keys()
             assert all(found[key].equal(held[key]) for key in held)
+
+
+def test_hooks_of_a_state_dict(tmp_path: Path) -> None:
+    """What a hook writes to the state before a save is saved, and a hook finds it after a load."""
+
+    def make(count: int) -> tuple[nn.Module, Any]:
+        module = nn.Linear(2, 2)
+        optimizer: Any = optim.SGD(module.parameters(), lr=0.1)
+        optimizer.count = count
+
+        def tell(optimizer: Any) -> None:
+            optimizer.state[module.weight]["count"] = optimizer.count
+
+        def take(optimizer: Any) -> None:
+            optimizer.count = optimizer.state[module.weight]["count"]
+
+        optimizer.register_state_dict_pre_hook(tell)
+        optimizer.register_load_state_dict_post_hook(take)
+        return module, optimizer
+
+    training.save_state(tmp_path, *make(5))
+    module, optimizer = make(0)
+    training.load_state(tmp_path, module, optimizer)
+    assert optimizer.count == 5
 
 
 @pytest.mark.parametrize("step", [training.save_state, training.load_state])

@@ -91,6 +91,40 @@ def test_in_inference_mode(tmp_path: Path, used: int) -> None:
     same(values(other, second), values(module, optimizer))
 
 
+@pytest.mark.parametrize("used", [0, 2])
+def test_with_another_default_device(tmp_path: Path, used: int) -> None:
+    """What is read goes through memory of the CPU, as in a script that makes its next module on the meta device."""
+    module, other = small(), small(seed=1)
+    optimizer, second = (optim.Adam(each.parameters()) for each in (module, other))
+    train(module, optimizer, range(2))
+    train(other, second, range(used))
+    with torch.device("meta"):
+        training.save_state(tmp_path, module, optimizer)
+        training.load_state(tmp_path, other, second)
+    same(values(other, second), values(module, optimizer))
+
+
+@pytest.mark.parametrize("same_value", [True, False])
+def test_a_rate_that_is_a_buffer(tmp_path: Path, same_value: bool) -> None:
+    """Whoever writes to the buffer later still sets the rate; unless it was saved with another value."""
+
+    def make(rate: float) -> tuple[nn.Module, optim.Optimizer, Tensor]:
+        module = nn.Linear(2, 2)
+        buffer = torch.tensor(rate)
+        module.register_buffer("rate", buffer)
+        return module, optim.SGD(module.parameters(), lr=buffer), buffer
+
+    module, optimizer, buffer = make(0.5)
+    if not same_value:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    training.save_state(tmp_path, module, optimizer)
+    module, optimizer, buffer = make(3.0)
+    training.load_state(tmp_path, module, optimizer)
+    rate = optimizer.param_groups[0]["lr"]
+    assert buffer == 0.5 and rate == (0.5 if same_value else 0.25)
+    assert (rate is buffer) == same_value
+
+
 def test_names_and_memory(tmp_path: Path) -> None:
     """By name; the very memory, which restoring keeps."""
     module = small()

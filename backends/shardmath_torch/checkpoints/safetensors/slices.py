@@ -125,14 +125,14 @@ def make_room(layout: Layout, rank: int) -> torch.Tensor:
     (without an element of the global tensor), and otherwise uninitialized."""
     if layout.holes(rank):
         return make_zeros(layout, rank)
-    return torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype))
+    return torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype), device="cpu")
 
 
 def make_zeros(layout: Layout, rank: int) -> torch.Tensor:
     """Return a new local tensor of `rank` whose bytes are all zero."""
     shape = layout.local_shape(rank)
     # As bytes, since float8_e8m0fnu has no number 0.
-    cells = torch.zeros(math.prod(shape) * layout.itemsize, dtype=torch.uint8)
+    cells = torch.zeros(math.prod(shape) * layout.itemsize, dtype=torch.uint8, device="cpu")
     return cells.view(dtype_of(layout.dtype)).view(shape)
 
 
@@ -184,7 +184,7 @@ def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return the global tensor with this `layout`, put together from `shards`, a mapping from rank to local tensor.
     Elements that no rank holds are uninitialized."""
-    whole = torch.empty(layout.shape, dtype=dtype_of(layout.dtype))
+    whole = torch.empty(layout.shape, dtype=dtype_of(layout.dtype), device="cpu")
     for rank in layout.mesh.ranks:
         for local, glob in list_boxes(layout, rank):
             whole[glob] = shards[rank][local]

@@ -8,8 +8,8 @@
 3. An optimizer's defaults, which later groups begin with, stay as they are.
 4. State of a DTensor on a mesh without this rank is dropped, as in a fresh optimizer: if a parameter has no such state,
    a step begins it.
-5. Options are checked before anything is restored (`plan_options`), and a module's own set_extra_state, which may
-   raise, is called last: as in `load_state_dict`, a module finds its weights restored.
+5. Options are checked before anything is restored (`plan_options`). A module's own set_extra_state and an optimizer's
+   load_state_dict hooks may raise, and are called last: as in `load_state_dict`, they find all restored.
 """
 
 from __future__ import annotations
@@ -401,10 +401,10 @@ def restore(
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Write the loaded `tensors` and the planned `options` into the module and its optimizers, drop optimizer state
-    that the checkpoint lacks, then call the modules' `set_extra_state`. `jobs` tell where each loaded tensor goes, and
-    `goals` are the parameter groups to restore.
+    that the checkpoint lacks, then call the modules' `set_extra_state` and the optimizers' hooks for a loaded state
+    dict. `jobs` tell where each loaded tensor goes, and `goals` are the parameter groups to restore.
 
-    A module's set_extra_state may look at its weights, and may raise.
+    Both may look at what is restored, and may raise.
     """
     # Not DTensors on a mesh without this rank.
     loaded = [job for job in jobs if job.here in tensors]
@@ -414,14 +414,26 @@ def restore(
                 job.put(tensors[job.here])
         for current, value in options.copies:
             fill(current, value)
-        for target, key, placed in options.values:
-            target[key] = placed
+        _set_options(model, options)
         for goal in goals:
             _finish_state(model, goal)
         _share_state(model, goals)
         for job in loaded:
             if job.layout is None:
                 job.put(tensors[job.here])
+        _call_hooks(goals)
+
+
+def _set_options(model: Model, options: OptionsPlan) -> None:
+    """Assign the options; one that is a tensor of the module, and by now has its value, stays that tensor."""
+    of_module = set(spots_of(slot.local for slot in model.slots.values()))
+    for target, key, placed in options.values:
+        held = target.get(key)
+        if isinstance(held, Tensor) and spot_of(held) in of_module:
+            if not _is_one_value([local_part("an option", held), placed]):
+                target[key] = placed
+        else:
+            target[key] = placed
 
 
 def _finish_state(model: Model, goal: Goal) -> None:
@@ -440,6 +452,15 @@ def _finish_state(model: Model, goal: Goal) -> None:
                     new_state[key] = old_state[key]
         if new_state:
             states[parameter] = new_state
+
+
+def _call_hooks(goals: Iterable[Goal]) -> None:
+    """Call the hooks that torch calls after an optimizer's `load_state_dict`, once for each optimizer."""
+    optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
+    for optimizer in optimizers.values():
+        hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
+        for hook in list(hooks.values()):
+            hook(optimizer)
 
 
 def _share_state(model: Model, goals: Iterable[Goal]) -> None:

@@ -252,8 +252,9 @@ def load_state(
     Collective over the group. Raises CheckpointError on every rank for names that only one side has (with
     `strict=False` they are skipped and returned), for parameters and buffers that partly share memory, and for whatever
     `state_of`, `load` and `matching` do not allow. After an error nothing is restored, unless a module's
-    set_extra_state raised: these are called last, a module's before its submodules', with all weights restored. Then
-    only the extra states of that module and later ones on that rank are missing.
+    set_extra_state or an optimizer's load_state_dict hook raised: these are called last, a module's before its
+    submodules', with all weights restored. Then only the extra states of that module and later ones on that rank are
+    missing.
     `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
     optimizer = hold(optimizer)

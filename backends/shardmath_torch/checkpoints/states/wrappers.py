@@ -4,8 +4,9 @@
    one with separate state has to be given instead. Containers' stored items are read without running their code.
 2. Other objects are not searched: an attribute may be a trainer, a monitor or a schedule, which refers to optimizers
    without being part of one.
-3. A state dict may hold more than state and groups. Only a class with its own `state_dict`, or a hook, can add entries,
-   so only these state dicts are made.
+3. A state dict may hold more than the optimizer's state and groups, also inside of these. Only a class with its own
+   `state_dict`, or a hook, can add entries, so only these state dicts are made. A hook may also write to the state
+   first, which is then saved.
 
 >>> import torch
 >>> from torch.optim import SGD
@@ -21,6 +22,7 @@ import contextlib
 import dataclasses
 from collections import UserList, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import (
     GetSetDescriptorType,
     MappingProxyType,
@@ -38,6 +40,9 @@ __all__ = ["Inner", "check_keeps_own", "list_inner"]
 
 STANDARD = ("state", "param_groups")
 """The keys of torch's own state dict of an optimizer."""
+
+HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+"""Where an optimizer keeps the hooks that its state dict calls."""
 
 SHOWN = 8
 """How many optimizers an error lists."""
@@ -287,7 +292,7 @@ def _check_adds_nothing(optimizer: Optimizer, spelled: str, wrapped: str) -> Non
         )
         fix = f"give {wrapped}, and keep the rest as an option of a group in its param_groups"
     else:
-        what = f"{kind} keeps {keys} in its state dict besides 'state' and 'param_groups'"
+        what = f"{kind} keeps {keys} in its state dict besides what its state and param_groups hold"
         fix = f"keep the rest as an option of a group in its param_groups, and {_advise_plain(spelled)}"
     raise CheckpointError(f"{what}, which would be lost; {fix}")
 
@@ -295,7 +300,7 @@ def _check_adds_nothing(optimizer: Optimizer, spelled: str, wrapped: str) -> Non
 def _list_extra_keys(optimizer: Optimizer, spelled: str) -> list[str]:
     """The keys of a state dict that torch's own lacks. Raises CheckpointError if there is no state dict."""
     is_torchs = getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict
-    if is_torchs and not getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+    if is_torchs and not any(getattr(optimizer, hooks, None) for hooks in HOOKS):
         return []
     try:
         found: object = optimizer.state_dict()
@@ -308,7 +313,26 @@ def _list_extra_keys(optimizer: Optimizer, spelled: str) -> list[str]:
         what = f"{type(optimizer).__name__}.state_dict() gives {type(found).__name__}, not a dict"
         unknown = "so the state that it keeps is not known"
         raise CheckpointError(f"{what}, {unknown}; {_advise_plain(spelled)}")
-    return sorted(str(key) for key in found if key not in STANDARD)
+    # The state dict of a wrapper may repeat what the optimizers inside it hold.
+    inner = [each.optimizer for each in list_inner(optimizer)]
+    return sorted(map(str, _find_added(found, [optimizer, *inner])))
+
+
+def _find_added(found: Mapping[Any, Any], holders: Sequence[Optimizer]) -> set[object]:
+    """The keys of a state dict, and of what it has as state and groups, that these optimizers do not hold."""
+    added = set(found) - set(STANDARD)
+    for part in STANDARD:
+        held = chain.from_iterable(_list_keys(getattr(each, part)) for each in holders)
+        added |= set(_list_keys(found.get(part))).difference(held)
+    return added
+
+
+def _list_keys(held: object) -> list[object]:
+    """The keys of all dicts in a list of groups, or in a mapping of parameters' state."""
+    dicts: object = held.values() if isinstance(held, Mapping) else held
+    if not isinstance(dicts, Iterable):
+        return []
+    return [*chain.from_iterable(each for each in dicts if isinstance(each, Mapping))]
 
 
 def _advise_plain(spelled: str) -> str:
