@@ -114,7 +114,7 @@ class Board:
             has_read = partial(self._has_read, what)
 
             def word_failure() -> str:
-                return find_failure() or self._word_left(has_read)
+                return find_failure() or self._word_left(range(self.trainers), has_read)
 
             late = _await(
                 has_read, range(self.trainers), self.timeout, lambda: word_failure() != ""
@@ -162,12 +162,14 @@ class Board:
             return vote is not None
 
         def word_faults() -> str:
+            # First: a rank says what failed there, and then leaves.
+            gone = self._word_left(range(self.size), has_voted)
             faults = [
                 f"place {place} could not {what}: {votes[place]}"
                 for place in sorted(votes)
                 if votes[place]
             ]
-            return "\n".join(faults) or fail_early() or self._word_left(has_voted)
+            return "\n".join(faults) or fail_early() or gone
 
         with self._telling(what):
             late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
@@ -233,10 +235,9 @@ class Board:
         """The places that have left the group, as after an update that failed there."""
         return set(map(int, notes.read_lines(self.store, LEFT)))
 
-    def _word_left(self, has_answered: Callable[[int], bool]) -> str:
-        """Words for the trainer's places that have left the group without an answer; "" if none has."""
-        # Why a worker has left, its engine says.
-        left = sorted(self._find_left() & set(range(self.trainers)))
+    def _word_left(self, places: Iterable[int], has_answered: Callable[[int], bool]) -> str:
+        """Words for those of `places` that have left the group without an answer; "" if none has."""
+        left = sorted(self._find_left() & set(places))
         # Only now: a rank may answer, and then leave.
         silent = [place for place in left if not has_answered(place)]
         if not silent:
@@ -330,7 +331,7 @@ class Board:
 
 
 def _word_gone(places: str) -> str:
-    why = "by shutdown() or after an update that failed"
+    why = "by shutdown(), after an update that failed, or to join another trainer"
     return f"place {places} has left the group, {why}; connect again by trainer_init"
 
 

@@ -56,6 +56,16 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
     assert time.monotonic() - began < 2.0
 
 
+def test_a_worker_that_has_left_is_not_waited_for() -> None:
+    """Its engine says so only once its other workers have answered, which wait for that worker."""
+    first = Board(dist.HashStore(), 0, 1, 3, 3.0)
+    notes.add_line(first.store, LEFT, "2")
+    first.vote("begin update 2", "")
+    began = time.monotonic()
+    assert first.decide("begin update 2").startswith("place 2 has left the group")
+    assert time.monotonic() - began < 2.0
+
+
 def test_place_0_that_has_left_is_not_waited_for() -> None:
     """Where its process still serves the store; its report from before it left is heard."""
     first, second = make_boards(timeout=1.0)

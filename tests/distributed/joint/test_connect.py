@@ -228,6 +228,8 @@ def test_a_forked_child_is_refused() -> None:
         ({"timeout": 10**5000}, "timeout=<int that cannot be printed> is not a time to wait"),
         ({"name": 3}, "name=3 is not a str"),
         ({"name": "\ud800"}, "name='\\ud800' has half a surrogate pair at character 0; pass"),
+        # "The store passed as where= is lost", and others that used it lost it, too.
+        ({"name": "x" * 10_000}, " has 10000 bytes in UTF-8; pass a text of at most 4096"),
         ({"run": 7}, "run=7 is not a str"),
         ({"rank": True}, "rank is True; give an integer"),
         ({"rank": 0.0}, "rank is 0.0; give an integer"),

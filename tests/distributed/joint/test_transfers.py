@@ -68,5 +68,5 @@ def test_an_update_may_take_longer_than_ranks_wait(pool: Pool) -> None:
 def test_a_trainer_that_does_not_hear_that_an_update_is_finished(pool: Pool) -> None:
     """Is an error at place 0: the trainer has gone."""
     first, *others = pool.run(finish_alone, free_port())
-    assert first.startswith("place 1 has left the group, by shutdown() or after an update that")
+    assert first.startswith("place 1 has left the group, by shutdown(), after an update that")
     assert not any(others)

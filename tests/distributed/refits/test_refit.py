@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +222,28 @@ def test_modules_that_grow_meanwhile() -> None:
     assert find_removed([watched]) is None
     del module.weight
     assert find_removed([watched]) == "source 'weight'"
+
+
+def test_other_threads_make_tuples_meanwhile() -> None:
+    """CPython raised SystemError in a thread whose tuple was among the objects searched, half made."""
+    is_over = threading.Event()
+    errors = []
+
+    def make() -> None:
+        while not is_over.is_set():
+            try:
+                tuple(number for number in range(1000))
+            except SystemError as error:
+                errors.append(error)
+
+    maker = threading.Thread(target=make, daemon=True)
+    maker.start()
+    weight = torch.nn.Linear(2, 2).weight
+    for _ in range(10):
+        find_owners(watch("source", {"weight": weight}, {(0, "weight"): weight}))
+    is_over.set()
+    maker.join()
+    assert not errors
 
 
 def test_a_submodule_in_the_place_of_one() -> None:

@@ -52,6 +52,9 @@ LOOK_AGAIN_S = 0.02
 MOST = 2**31 - 1
 """Most ranks of a group: torch counts them in 32 bits."""
 
+LONGEST_TEXT = 4096
+"""Most bytes of a name or run: a TCPStore closes the connection over which a key of more than 8192 comes."""
+
 TRIED, FAILED = "tried", "failed"
 """Notes below a full meeting: the ranks that have tried to connect to the others, and those that could not."""
 
@@ -172,10 +175,13 @@ def _check_text(argument: str, text: object) -> None:
     if not isinstance(text, str):
         raise ExchangeError(f"{argument}={shown(text)} is not a str; pass a str, or leave it out")
     try:
-        text.encode()
+        length = len(text.encode())
     except UnicodeEncodeError as error:
         what = f"{argument}={shown(text)} has half a surrogate pair at character {error.start}"
         raise ExchangeError(f"{what}; pass a text that UTF-8 can encode") from None
+    if length > LONGEST_TEXT:
+        what = f"{argument}={shown(text)} has {length} bytes in UTF-8"
+        raise ExchangeError(f"{what}; pass a text of at most {LONGEST_TEXT}")
 
 
 def _connect(store: Store, seat: Seat, left: float, label: str) -> dist.ProcessGroup:

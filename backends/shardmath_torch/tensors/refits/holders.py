@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, TypeAlias
+from itertools import chain, compress, starmap
+from typing import NamedTuple, TypeAlias, cast
 
 from torch import Tensor, nn
 
@@ -102,18 +103,33 @@ def _list_submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _list_modules() -> list[nn.Module]:
-    """All live modules."""
-    # Types are cached, as there are few, by id, since a metaclass may define its own hash. isinstance is avoided: it
-    # reads __class__, for which proxies may run any code.
-    kinds: dict[int, bool] = {}
-    modules = []
-    for each in gc.get_objects():
-        is_module = kinds.get(id(type(each)))
-        if is_module is None:
-            is_module = kinds[id(type(each))] = issubclass(type(each), nn.Module)
-        if is_module:
-            modules.append(each)
-    return modules
+    """All live modules. The search takes one call into C, in which no other thread runs.
+
+    Otherwise the list of all objects would hold tuples that other threads are making, and CPython raises SystemError in
+    a thread whose `tuple(...)` ends while anything else holds that tuple.
+    """
+    # By id, since a metaclass may define its own hash. isinstance is avoided: it reads __class__, for which proxies may
+    # run any code.
+    kinds = _list_kinds()
+    objects: list[object] = []
+    fill: Iterator[None] = filter(None, map(objects.extend, starmap(gc.get_objects, [()])))
+    is_module = map(kinds.__contains__, map(id, map(type, objects)))
+    # The iterator is made beforehand: to make one could start a garbage collection, whose finalizers let threads run.
+    modules = compress(chain(fill, iter(objects)), is_module)
+    clear: Iterator[None] = filter(None, map(list.clear, [objects]))
+    return cast(list[nn.Module], list(chain(modules, clear)))
+
+
+def _list_kinds() -> dict[int, type]:
+    """The class of modules and all of its subclasses, by id."""
+    kinds: dict[int, type] = {}
+    new: list[type] = [nn.Module]
+    while new:
+        kind = new.pop()
+        if id(kind) not in kinds:
+            kinds[id(kind)] = kind
+            new += type.__subclasses__(kind)
+    return kinds
 
 
 def _find_keepers() -> dict[int, object]:
