@@ -65,7 +65,7 @@ FUNCTIONS: dict[str, Function] = {"neg_exp": lambda tensor: -torch.exp(tensor.fl
 class Computed(NamedTuple):
     """A stored tensor, called `name`, that a function computes from the received tensor `key`.
 
-    `boxes` are the slices of its own elements: between them may lie those of other tensors.
+    `boxes` are the slices of the elements it computes; the elements between them belong to other tensors.
     """
 
     key: str
