@@ -46,12 +46,13 @@ CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard 
 TORCH_TESTED := $(addprefix tests/distributed/,checkpoints dtensors exchange joint models states)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo lint style test test-all test-megatron test-torch test-vllm soak docs bench bench-vllm mutate clean
+.PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm soak docs bench bench-vllm mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
 	@echo "make test      lint, types, layers, doctests, tests, notebooks, every block of README.md and docs/"
-	@echo "make test-all  the same, deeper and slower"
+	@echo "make test-long  longer tests of the same: training that goes on, quantized weights, random programs, a soak"
+	@echo "make test-all  all of these, deeper and slower"
 	@echo "make test-megatron  a Megatron-Core model that refits fill gives the logits of transformers' model"
 	@echo "make test-torch     what depends on torch's version, on torch $(TORCH); TORCH=2.14.1 for another, 2.12 or later"
 	@echo "make test-vllm      real vLLM on the CPU: its loaders recorded, its weights refitted, its tokens compared"
@@ -118,7 +119,10 @@ style: $(DEV)
 	@$(BIN)/python tools/style.py
 
 test: lint
-	@$(PYTEST) $(SPREAD) $(CHECKED) -m "not slow" --durations=5
+	@$(PYTEST) $(SPREAD) $(CHECKED) -m "not slow and not long" --durations=5
+
+test-long: $(DEV)
+	@$(PYTEST) $(SPREAD) $(CHECKED) -m "long and not slow" --durations=5
 
 test-all: lint
 	@HYPOTHESIS_PROFILE=deep $(PYTEST) $(SPREAD) $(CHECKED) --durations=20 --timeout=1800

@@ -1,6 +1,10 @@
 """A short soak: `make soak` is the long one."""
 
+import pytest
+
 from tests.soak.soak import run
+
+pytestmark = pytest.mark.long
 
 
 def test_nothing_is_lost_and_nothing_is_left_behind() -> None:

@@ -13,6 +13,8 @@ from shardmath_torch.checkpoints.files.places import CheckpointError
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import quantized as work
 
+pytestmark = pytest.mark.long
+
 TEXTS = {
     "rows -> columns": ("(tp n) k", "n (tp k)"),
     "FSDP over tensor parallel -> tensor parallel": ("(tp dp n) k", "(dp n) (tp k)"),

@@ -23,6 +23,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.tasks import tensor_parallel as work
 from tests.distributed.tasks.cases import thinned
 
+pytestmark = pytest.mark.long
+
 SHAPES = [(4, 2), (2, 4), (2, 2, 2)]
 """Sizes of (dp, tp), or (dp_replicate, dp_shard, tp)."""
 

@@ -35,6 +35,8 @@ from tests.distributed.tasks.scenarios import (
     tensors_of,
 )
 
+pytestmark = pytest.mark.long
+
 Wanted = dict[int, dict[str, bytes]]
 Side = Mapping[str, tuple[sm.Layout, ...]]
 Way = tuple[int, str, int]

@@ -14,6 +14,8 @@ from tests.distributed import pool as workers
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import flat_training as work
 
+pytestmark = pytest.mark.long
+
 workers.PRELOADED.append("transformers.models.mistral.modeling_mistral")
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 import shardmath as sm
 import shardmath_torch as smt
 
+pytestmark = pytest.mark.long
+
 FLOATS = ["float64", "float32", "bfloat16", "float16"]
 COMPUTED: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "absolute": (lambda w: w.abs(), [*FLOATS, "int8", "int64"]),

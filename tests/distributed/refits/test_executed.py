@@ -27,6 +27,8 @@ from tests.references.shapes import shapes_of
 from tests.refits.cases import CASES, LARGE, MORE, Case
 from tests.refits.families import FAMILIES
 
+pytestmark = pytest.mark.long
+
 TOKENS = torch.arange(32).mul(37).remainder(100).view(2, 16)
 
 

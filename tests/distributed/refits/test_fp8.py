@@ -12,6 +12,8 @@ from shardmath.storage import Stored, parse
 from tests.distributed.pool import Pool, alone
 from tests.distributed.tasks import fp8
 
+pytestmark = pytest.mark.long
+
 SLACK = 24 << 20
 """Of resident memory, which allocators and threads round up as they like. One copy of the wires alone is more."""
 

@@ -9,6 +9,8 @@ from bench.table import make_refit
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import fp8_rows
 
+pytestmark = pytest.mark.long
+
 ATTENTION = "model.layers.3.self_attn."
 MLP = "model.layers.3.mlp."
 SCALES = {

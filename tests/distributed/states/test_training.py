@@ -18,6 +18,8 @@ from tests.distributed.dtensors.test_dtensor import value
 from tests.distributed.pool import Pool
 from tests.distributed.tasks import training as work
 
+pytestmark = pytest.mark.long
+
 workers.PRELOADED.append(
     "transformers.models.mistral.modeling_mistral"
 )  # seconds, once instead of in each worker

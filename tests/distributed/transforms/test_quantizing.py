@@ -16,6 +16,8 @@ from tests.distributed.pool import Pool
 from tests.distributed.tasks.transforms import Moved
 from tests.distributed.transforms.test_compile import Wanted, check, make
 
+pytestmark = pytest.mark.long
+
 SHAPE = (64, 256)
 AMAX = 3.0
 

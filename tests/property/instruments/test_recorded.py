@@ -17,6 +17,8 @@ from bench.__main__ import main
 from bench.recorded import Recorded, compare
 from shardmath import StoreError
 
+pytestmark = pytest.mark.long
+
 VECTORS = Path(__file__).parents[2] / "vectors"
 MEGATRON = VECTORS / "megatron_storage.json.gz"
 VLLM = VECTORS / "vllm_storage.json.gz"
