@@ -135,7 +135,8 @@ class _PresentLoader(Loader):
         self._now = now
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module from its present path and return it; keep its spec for `exec_module` to restore."""
+        """Import the module from its present path and return it. The module's spec is saved first, because importlib
+        overwrites it after this call; `exec_module` restores it."""
         module = import_module(self._now)
         self._spec = module.__spec__
         return module

@@ -88,9 +88,9 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """Return a dict from parameter name to the layout of one optimizer state in a flat buffer that the ranks of `mesh`
-    along `axis` share: a 1-D layout if `shape` is "flat", layouts in the parameter's shape if it is "nd". With "nd",
-    also return a Store: the offsets that `ranks` have in the array named `buffer`.
+    """Return, by parameter name, the layout of one optimizer state in a flat buffer that the ranks of `mesh` along
+    `axis` share. If `shape` is "flat", layouts are 1-D; if it is "nd", each parameter has layouts of slices, and a
+    Store with the slices' offsets in the flat array `buffer` of `ranks` (None: all) is also returned.
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
     `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
@@ -208,9 +208,9 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return the layouts (windows) of one optimizer state by parameter name, and a Store: the offsets that `ranks`
-    (None: all) have in arrays named `buffer`. `layouts` give the part of each of `params` on each rank; `rule` divides
-    these parts, in flat buffers, among the ranks along `axis`.
+    """Return, by name, the layouts of the slices in which ranks hold one optimizer state of `params`, and a Store: the
+    slices' offsets in the flat array `buffer` of `ranks` (None: all). `layouts` say which part of a parameter each rank
+    has; the ranks along `axis` divide that part in a flat buffer, laid out by the function `rule`.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

@@ -42,8 +42,8 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """Make a Field: `n` positions that `stages` divide one after another; each stage is a list of words (axes, numbers)
-    from the layout's text.
+    """Return a Field: `n` positions of a dimension, and how they are divided among ranks. `stages` are the words of the
+    layout's text that divide the positions, stage after stage; `reader` is the parser of this text.
 
     Raises NotationError if they cannot divide it.
     """
