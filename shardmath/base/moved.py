@@ -135,8 +135,9 @@ class _PresentLoader(Loader):
         self._now = now
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module from its present path and return it. The module's spec is saved first, because importlib
-        overwrites it after this call; `exec_module` restores it."""
+        """Import a renamed module by its new name, with which this loader was made, and return it; `spec` has the
+        former name. The module's own `__spec__`, which importlib overwrites next, is saved for `exec_module` to
+        restore."""
         module = import_module(self._now)
         self._spec = module.__spec__
         return module

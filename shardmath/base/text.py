@@ -144,12 +144,12 @@ def show_ranks(
     joined_from: int | None = 2,
     most: int | None = None,
 ) -> str:
-    """Return `ranks` as text in the given order, such as "ranks 4-5, 7", or "4-5, 7" if `noun` is False. Successive
-    ranks are written as a range if there are at least `joined_from`; a list of more than `most` ranks and ranges is
-    shortened.
+    """Return `ranks` as text, such as "ranks 4-5, 7", or "4-5, 7" if `noun` is False. `joined_from` is the least number
+    of successive ranks to write as a range (None: no ranges); `most` limits the number of entries shown (None: no
+    limit).
 
-    `joined_from` is 2 or more; None: each rank is an entry. Of more than `most` entries, the first half of `most` and
-    the number of all ranks are shown.
+    The ranks stay in the given order. `joined_from` is 2 or more; None: each rank is an entry. Of more than `most`
+    entries, the first half of `most` and the number of all ranks are shown.
 
     >>> show_ranks([3]), show_ranks([range(4, 6), 7]), show_ranks([0, 1, 3, 4, 5], noun=False, joined_from=3)
     ('rank 3', 'ranks 4-5, 7', '0, 1, 3-5')

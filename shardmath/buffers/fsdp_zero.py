@@ -113,9 +113,11 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """Return one layout of the flat buffers in which Megatron-FSDP keeps `params`, a bucket each: a parameter that
-    fills a bucket to `bucket_size` elements ends it. Large parameters begin or end at multiples of `chunk_size_factor`
-    elements in the bucket; with `sharded`, ranks divide each bucket, which is padded at the end.
+    """Return one layout of all buckets in which Megatron-FSDP keeps `params`, end to end, although each bucket is a
+    separate flat buffer. The parameter that brings a bucket to `bucket_size` elements ends it (None: no limit);
+    `chunk_size_factor` aligns large parameters; `sharded` says whether ranks divide each bucket.
+
+    Large parameters begin or end at multiples of the factor in the bucket. A divided bucket is padded at the end.
 
     `params` are the parameters of one FSDP unit, or all outside units; for a unit, leave `bucket_size` at None. Without
     a `chunk_size_factor` parameters are sorted by the length of their rows, longest first, and the factor of each

@@ -103,12 +103,9 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Return whether a parameter of `numel` elements can be added to the bucket: always if the bucket is not yet
-        full, otherwise only if its padded size stays the same. The bucket is full at `bucket_size` elements, or later
-        if one parameter is very large; its shards are padded to multiples of `divisor`.
-
-        It is full from `bucket_size` elements on, or later if its largest parameter is large.
-        """
+        """Return whether a parameter of `numel` elements can be added to the bucket: always below a threshold,
+        otherwise only if the bucket's padded size stays the same. The threshold is `bucket_size`, or 0.9 * shards *
+        largest parameter if that is greater; shards are padded to multiples of `divisor`."""
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
             return True

@@ -81,9 +81,9 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return, by name, the layouts of the slices in which ranks hold each tensor, and a Store: the slices' offsets in
-    the flat array `buffer` of `ranks` (None: all). `held` lists, per tensor, the data-parallel groups, each with its
-    part of the tensor and the ranks' shares of that part.
+    """Return, by name, the layouts of each tensor's slices on all ranks, and a Store: the slices' offsets in each
+    rank's flat array. `held` lists each tensor's data-parallel groups with their parts; `buffer` is the array's name;
+    `ranks` limits only the Store (None: all ranks).
 
     Without `ranks`, the Store is for all. Raises ParamLayoutError for a tensor that no rank holds, and if a window has
     the name of a tensor.

@@ -170,8 +170,8 @@ class Windows(tuple[Layout, ...]):
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one layout and no other was removed, so that the name of its local tensor has no index
-        `[i]`. If others were removed, the local tensor of the last one keeps the index in its name."""
+        """Whether this tuple has one layout, and `keep` dropped no others, so that the local tensor is called `name`.
+        Otherwise, local tensors are called `name[i]`, with the index i from before `keep`."""
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:

@@ -116,10 +116,10 @@ def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """Return how the placements `spec` divide each dimension of `shape`, and the Partial axes; `stored` maps a
-    dimension to its padded length, or to the tensor position of each stored one (Runs). With `reading` "placement", a
-    StridedShard cuts what earlier placements left; with "order", it tells the order in which mesh axes cut, as in
-    DTensor.
+    """Return how the placements `spec` divide each dimension of `shape`, and the Partial axes. `stored` maps a
+    dimension to its padded length, or to Runs that give each stored position's index in the tensor. A StridedShard
+    divides what earlier placements left if `reading` is "placement"; if "order", it encodes the order in which mesh
+    axes split, as in DTensor.
 
     Raises LayoutError or PlacementError.
     """

@@ -245,9 +245,9 @@ def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
 def read_arguments(
     layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
 ) -> tuple[int, int, int]:
-    """Check the arguments for a picture of the buffer `layout`; return `shards`, `width` and `most` as Python ints.
-    Raises ParamLayoutError for values that are not positive integers, for `shards` that do not fit the buffer, and for
-    a `width` below `narrowest`."""
+    """Check the arguments for a picture of the buffer `layout`, in which at most `most` buckets are drawn; return
+    `shards`, `width` and `most` as ints. Raises ParamLayoutError for values that are not positive integers, for
+    `shards` that do not fit the buffer, and for a `width` below `narrowest`."""
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
             f"{type(layout).__name__} is not a PerBufferParamLayout; "

@@ -89,9 +89,9 @@ _Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
 
 
 def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
-    """Return Panels, grids that show which ranks hold which elements, for the first 6 two-dimensional slices of the
-    tensor. All grids together have about `most` cells at most; rows and columns in the middle that exceed this are left
-    out."""
+    """Return Panels: grids that show which ranks hold which elements, for the first 6 two-dimensional slices of the
+    tensor. `most` limits the cells of all grids together, but each grid has at least one; rows and columns in the
+    middle are left out for this."""
     owned = [_divide_dimension(dim) for dim in layout.dims]
     slices = math.prod(map(len, owned[:-2]))
     shown = _keep_shown(owned, slices, most)

@@ -151,8 +151,8 @@ class UserCut:
     parts: int
 
     def count(self, length: int) -> int:
-        """Return the number of parts into which positions 0..length-1 are divided. Raises PlacementError if the custom
-        placement `by`, a field of this object, returns invalid parts, or another number of parts than `parts`."""
+        """Check that the custom placement `by` divides positions 0..length-1 into `parts` valid parts, and return
+        `parts`; both are fields of this object. Raises PlacementError otherwise."""
         return len(self.split(length))
 
     def split(self, length: int) -> tuple[Runs, ...]:

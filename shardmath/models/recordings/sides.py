@@ -68,7 +68,7 @@ class RecordedSide:
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> BoundRecorded:
         """Find `tensors` (shapes and dtypes by name) in the ranks' recorded storage; return their layouts and locations
-        as a BoundRecorded. A rank must store each tensor, except those that match a glob in `unused`.
+        as a BoundRecorded. Each tensor must be stored on at least one rank, unless it matches a glob in `unused`.
 
         Raises StoreError with everything that does not fit.
         """

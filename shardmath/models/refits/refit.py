@@ -164,9 +164,9 @@ class Refit:
         engine: str | None = None,
         own: Sequence[str] = (),
     ) -> None:
-        """Raise StoreError, with all differences, unless `has` gives the shapes, by (chunk, name), of the tensors that
-        `rank` should store; more tensors are allowed if they match a glob in `own`. If `engine` is None, the rank is
-        looked up in the trainer and then in the engines.
+        """Raise StoreError unless `has` gives the shapes of the tensors that `rank` should store, by (virtual pipeline
+        stage, name). More tensors are allowed if they match a glob in `own`; if `engine` is None, the rank is looked up
+        in the trainer, then in the engines.
 
         The side is the engine that is named, otherwise the trainer or, for a rank that the trainer lacks, the first
         engine that has the rank. `has` are the shapes of all parameters and persistent buffers of the rank by

@@ -30,8 +30,8 @@ FEW = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The values of the names in a text that says how ranks store a tensor: sizes of mesh axes, numbers, and lengths of
-    components (q, k, v).
+    """The values of the names in a text that says how ranks store a tensor. The names are mesh axes (values: sizes),
+    components such as q (values: lengths), and named integers such as a head size hd=64.
 
     With `exact`, axes and numbers must divide what they cut; otherwise parts are ceil-chunks, as in torch.chunk.
     """
