@@ -37,8 +37,8 @@ MOST = 1 << 256
 
 
 def text(value: object, what: str, error: type[ValueError]) -> str:
-    """Return `value`, a str or an instance of a subclass, as a plain str. Raises `error`, which calls it `what`, for
-    other types."""
+    """Convert `value`, a str or an instance of a subclass, to a plain str. For other values, raise `error`; its message
+    begins with `what`, a noun for the value such as "the name of a tensor"."""
     if type(value) is str:
         return value
     if isinstance(value, str):
@@ -54,7 +54,8 @@ def known(value: object, choices: Sequence[str]) -> str | None:
 
 
 def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]:
-    """Return the items of `value` as a tuple. Raises `error`, which calls them `what`, unless it is an iterable.
+    """Return the items of the iterable `value` as a tuple. If `value` is not iterable, raise `error`; its message
+    begins with `what`, a noun for the items such as "sizes".
 
     It also raises `error` for a str and for bytes.
     """
@@ -86,7 +87,8 @@ def instance(value: object, kind: type[T], fix: str, error: type[ValueError]) ->
 
 
 def as_integer(value: object, what: str, error: type[ValueError]) -> int:
-    """Return the integer `value` as an int. Raises `error`, which calls it `what`, for a bool or another type.
+    """Convert `value`, an integer of any type except bool, to an int. For other values, raise `error`; its message
+    begins with `what`, a noun for the value such as "a size".
 
     Also raises it for an integer beyond 2^256.
     """

@@ -75,8 +75,8 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Sort the distinct tuples among (keys[0][i], keys[1][i], ...). Return two arrays: for each distinct tuple, in
-    sorted order, the first i that has it; and for each i, its tuple's index in the sorted order.
+    """Number the distinct tuples among (keys[0][i], keys[1][i], ...) from 0, in sorted order. Return two arrays: the
+    first index i of each distinct tuple, in that order, and the tuple number for each i.
 
     >>> number_alike([np.array([1, 0, 1, 1]), np.array([5, 9, 5, 4])])
     (array([1, 3, 0]), array([2, 0, 2, 1]))

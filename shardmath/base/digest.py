@@ -59,8 +59,8 @@ def names_digest(names: Sequence[str]) -> str:
 
 
 def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) -> T:
-    """Return `read(json.loads(text))`. Raises StoreError unless the JSON in `text` states the format `name`, the
-    version `version`, and a digest that equals the `digest` attribute of the value returned.
+    """Return the value that `read` makes of the JSON in `text`. Raises StoreError unless the entries "format" and
+    "version" of the JSON equal `name` and `version`, and its entry "digest" equals the attribute `digest` of the value.
 
     Raises NotationError if `read` does.
     """

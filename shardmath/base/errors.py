@@ -101,8 +101,8 @@ class LayoutError(ShardError):
 
 @public
 class StoreError(ShardError):
-    """Error for an invalid description of how ranks store tensors (offsets in buffers, storage recorded from a weight
-    loader, or declarations in text), and for a description that does not fit the tensors' layouts.
+    """Error for a description of how ranks store tensors that is invalid or does not fit the tensors' layouts. The
+    description can be offsets in buffers, a declaration in text, or a record of the slices that a weight loader copied.
 
     For example, views overlap or reach outside a buffer, or a row is wrong.
     """
@@ -127,7 +127,8 @@ class DigestError(ShardError):
 
 @public
 class FormatError(ShardError):
-    """Error for an unknown or wrongly used quantized format, or one that does not fit an array, a slice or a layout."""
+    """Error for a quantized format, such as FP8, that is unknown, has an invalid argument, or cannot be applied to the
+    given array, slice or layout."""
 
 
 @public

@@ -76,8 +76,8 @@ def word_error(error: BaseException) -> str:
 
 
 def plural(items: int | Sized, what: str, many: str = "") -> str:
-    """Return a count (`items`, or their number) with its noun, such as "1 rank" or "3 ranks": `what` for 1, otherwise
-    `many` (default: `what` with an s).
+    """Return a count with a noun, such as "1 rank" or "3 ranks". `items` is the count or a collection whose items are
+    counted; the noun is `what` for 1, otherwise `many` (default: `what` with an s).
 
     >>> plural(1, "tensor"), plural([3, 4], "bucket"), plural(0, "box", "boxes")
     ('1 tensor', '2 buckets', '0 boxes')
@@ -144,12 +144,12 @@ def show_ranks(
     joined_from: int | None = 2,
     most: int | None = None,
 ) -> str:
-    """Return `ranks` (numbers or ranges) as text in the given order, such as "ranks 4-5, 7", or "4-5, 7" if `noun` is
-    False. At least `joined_from` successive ranks become one range. With more than `most` entries, the list is
-    shortened, and ends with the number of all ranks.
+    """Return `ranks` as text, such as "ranks 4-5, 7", or "4-5, 7" if `noun` is False. `joined_from` is the least number
+    of successive ranks to write as a range (None: no ranges); `most` limits the number of entries shown (None: no
+    limit).
 
-    `joined_from` is 2 or more; None: each rank is an entry. Of more than `most` entries, the first half of `most` and
-    the number of all ranks are shown.
+    The ranks stay in the given order. `joined_from` is 2 or more; None: each rank is an entry. Of more than `most`
+    entries, the first half of `most` and the number of all ranks are shown.
 
     >>> show_ranks([3]), show_ranks([range(4, 6), 7]), show_ranks([0, 1, 3, 4, 5], noun=False, joined_from=3)
     ('rank 3', 'ranks 4-5, 7', '0, 1, 3-5')

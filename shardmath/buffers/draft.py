@@ -49,8 +49,8 @@ class Draft:
         return end
 
     def close(self, end: int, *, unpadded: int) -> int:
-        """End the open bucket, which has `unpadded` elements without padding, at position `end`, where the next bucket
-        begins; return `end`."""
+        """End the open bucket at position `end` of the buffer, where the next bucket begins, and return `end`.
+        `unpadded` is the number of elements in the bucket, without padding."""
         self.bucket_indices.append((self.first, end))
         self.unpadded.append(unpadded)
         self.first = end
@@ -60,8 +60,9 @@ class Draft:
     def finish(
         self, params: Sequence[Param], *, ranks: int, shards: int | None = None
     ) -> PerBufferParamLayout:
-        """Return the layout of the finished buffer of `params`, in forward order, for `ranks` data-parallel ranks.
-        `shards` is the number of optimizer shards if every parameter lies within one shard, otherwise None."""
+        """Return the layout of the finished buffer for `ranks` data-parallel ranks; `params` are the buffer's
+        parameters in forward order. `shards` is the number of optimizer shards if no parameter crosses a border between
+        two shards, otherwise None."""
         shape_of = {param.name: param.shape for param in params}
         kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
         return PerBufferParamLayout(

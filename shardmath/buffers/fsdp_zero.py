@@ -74,11 +74,11 @@ def flat_parameter(
 def zero(
     params: Iterable[Param], *, data_parallel_world_size: int, round_robin: bool = False
 ) -> PerBufferParamLayout:
-    """Return the layout of the flat buffer of a parameter group in DeepSpeed's ZeRO stage 1 or 2. `params` have one
-    dtype, and are in the optimizer's order; `round_robin` is DeepSpeed's option `round_robin_gradients`, which reorders
-    them.
+    """Return the layout of the flat buffer in which DeepSpeed's ZeRO stage 1 or 2 keeps a parameter group: `params`, of
+    one dtype, in the optimizer's order. `round_robin` (DeepSpeed's `round_robin_gradients`) changes the order of
+    `params` in the buffer.
 
-    With `round_robin` (`round_robin_gradients`) parameters i, i + n, i + 2n ... of n ranks come first for each i.
+    With `round_robin`, parameters i, i + n, i + 2n ... of n ranks come first for each i.
     Raises ParamLayoutError for a parameter given twice, and for sizes below 1.
     """
     listed = read_params(params)
@@ -113,9 +113,11 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """Return one layout of the flat buffers in which Megatron-FSDP keeps `params`. Each buffer is a bucket, which ends
-    with the parameter that fills it to `bucket_size` elements (None: no limit). Parameters are placed in chunks of
-    `chunk_size_factor` elements. `sharded` says whether the ranks divide each buffer, whose end is then padded.
+    """Return one layout of all buckets in which Megatron-FSDP keeps `params`, end to end, although each bucket is a
+    separate flat buffer. The parameter that brings a bucket to `bucket_size` elements ends it (None: no limit);
+    `chunk_size_factor` aligns large parameters; `sharded` says whether ranks divide each bucket.
+
+    Large parameters begin or end at multiples of the factor in the bucket. A divided bucket is padded at the end.
 
     `params` are the parameters of one FSDP unit, or all outside units; for a unit, leave `bucket_size` at None. Without
     a `chunk_size_factor` parameters are sorted by the length of their rows, longest first, and the factor of each
@@ -275,8 +277,8 @@ class _LeftmostFit:
         self.tree[node] = min(self.tree[2 * node], self.tree[2 * node + 1])
 
     def find(self, start: int, most: int) -> int | None:
-        """Return the first index, `start` or higher, at which the sequence has a number that is at most `most` and not
-        removed; None if there is no such index."""
+        """Return the lowest index, from `start` on, of a number that is at most `most`, or None. The numbers are those
+        with which this object was made, except the ones that calls of `remove` took out."""
         if start >= self.size:
             return None
         node = self.size + start

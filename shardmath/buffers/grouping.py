@@ -102,8 +102,9 @@ def full_layout(
     expert_data_parallel_world_size: int | None = None,
     **options: object,
 ) -> FullParamLayout:
-    """Return the layout of each flat buffer of a model (or of one virtual stage), by BufferKey. `rule` lays out the
-    buffers; a second rule, `beside`, lays out the buffers of parameters that `rule` does not manage.
+    """Return the layout of each flat buffer of a model (or of one virtual stage), by BufferKey. `rule` is a function,
+    such as `zero`, that returns the layout of one buffer; `beside` is the function for buffers of parameters whose
+    `is_managed` is False.
 
     `params` are in forward order. `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters
     that `rule` does not manage; for `layer_wise`, even with options bound by functools.partial, it is
@@ -165,7 +166,8 @@ def _find_other_rule(rule: Rule) -> Rule | None:
 def apply_rule(
     rule: Rule, params: list[Param], options: Mapping[str, object]
 ) -> PerBufferParamLayout:
-    """The layout that `rule` returns for `params`. Raises ParamLayoutError for options that the rule does not have.
+    """Return the layout that the function `rule` makes of `params`, with `options` as keyword arguments. Raises
+    ParamLayoutError if `rule` does not accept these arguments.
 
     Also raises it if the rule returns anything else. `options` are passed by keyword.
     """

@@ -103,12 +103,9 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Return whether the bucket takes another parameter, of `numel` elements. A full bucket (as a rule, with at
-        least `bucket_size` elements) takes a parameter only if the bucket's shards, padded to multiples of `divisor`,
-        do not grow.
-
-        It is full from `bucket_size` elements on, or later if its largest parameter is large.
-        """
+        """Return whether a parameter of `numel` elements can be added to the bucket: always below a threshold,
+        otherwise only if the bucket's padded size stays the same. The threshold is `bucket_size`, or 0.9 * shards *
+        largest parameter if that is greater; shards are padded to multiples of `divisor`."""
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
             return True
@@ -189,9 +186,9 @@ class _Shards:
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:
-        """Assign `param` to the shard with the least work (orthogonalization) among the shards with room, or else to
-        the emptiest. `least` is the size of the smallest parameter that is still to be assigned: later calls skip
-        shards without room for it."""
+        """Assign `param` to the shard with the least optimizer work among those with enough free space for it, or to
+        the emptiest shard if no shard has enough. `least` is the size of the smallest parameter still to come; shards
+        with less free space are not tried again."""
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:

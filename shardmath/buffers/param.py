@@ -48,7 +48,8 @@ BUSBW = 1 << 16
 
 
 def read_positive(value: object, what: str) -> int:
-    """Return the integer `value` as an int. Raises ParamLayoutError, which calls it `what`, unless it is 1 or more."""
+    """Convert `value`, an integer of 1 or more, to an int. For other values, raise ParamLayoutError; its message begins
+    with `what`, a noun for the value such as "shards"."""
     number = as_integer(value, what, ParamLayoutError)
     if number < 1:
         raise ParamLayoutError(f"{what} is {number}; give at least 1")
@@ -56,7 +57,8 @@ def read_positive(value: object, what: str) -> int:
 
 
 def read_flag(value: object, what: str) -> bool:
-    """Return `value`, True or False, as a bool. Raises ParamLayoutError, which calls it `what`, for other values."""
+    """Convert `value`, a Python or NumPy bool, to a Python bool. For other values, raise ParamLayoutError; its message
+    begins with `what`, the name of the argument."""
     if type(value) is bool:
         return value
     if isinstance(value, np.bool_):

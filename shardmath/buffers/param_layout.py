@@ -145,8 +145,8 @@ class PerBufferParamLayout:
         return self.padding / self.numel if self.numel else 0.0
 
     def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
-        """Return a copy of the layout with `param_indices`: for each parameter, in forward order, its number among the
-        parameters of its dtype."""
+        """Return a copy of the layout in which `param_indices` gives each parameter's index, from 0, among the
+        parameters of its dtype. The indices are listed in forward order of the buffer's parameters."""
         numbers = _read_integers(param_indices, "a number of param_indices")
         copy = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:

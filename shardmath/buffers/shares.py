@@ -86,7 +86,8 @@ def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis =
 
 
 def check_shards(buffer: object, given: int) -> int:
-    """Return `given`, a number of shards, as an int. Raises ParamLayoutError if `buffer` cannot have as many."""
+    """Return `given`, a number of shards, as an int. Raises ParamLayoutError if `given` is above 1 and not the number
+    of ranks for which `buffer` is laid out, or if a bucket cannot be divided evenly."""
     if not isinstance(buffer, PerBufferParamLayout):
         what = f"{type(buffer).__name__} is not a PerBufferParamLayout"
         raise ParamLayoutError(f"{what}; call this for each value of a FullParamLayout")
@@ -145,8 +146,8 @@ Cuts: TypeAlias = dict[tuple[int, ...], tuple[ShardRange, ...]]
 def list_shares(
     buffer: PerBufferParamLayout, shards: int, known: Cuts
 ) -> Iterator[tuple[str, Shares]]:
-    """Yield (name, Shares) for each parameter in `buffer`: how it is divided among `shards` shards. `known` is a cache,
-    which the call fills: parameters that are cut at the same places share one tuple of ranges."""
+    """Yield (name, Shares) for each parameter in `buffer`: how its elements are divided among `shards` shards. `known`
+    is a cache of the ranges that this function computes, for its later calls; pass an empty dict at first."""
     check_shards(buffer, shards)
     for name, (start, end, number) in buffer.placed:
         first, stop = buffer.bucket_indices[number]

@@ -88,9 +88,9 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """Return a dict from parameter name to the layout of one optimizer state in a flat buffer that the ranks of `mesh`
-    along `axis` share: a 1-D layout if `shape` is "flat", layouts in the parameter's shape if it is "nd". With "nd",
-    also return a Store: the offsets that `ranks` have in the array named `buffer`.
+    """Return, by parameter name, the layouts of one optimizer state in a flat buffer that ranks along `axis` divide:
+    1-D ones if `shape` is "flat", tuples of layouts of slices if "nd". With "nd", a Store is also returned: the slices'
+    offsets in each rank's flat array. `buffer` is the array's name; `ranks` limits only the Store (None: all ranks).
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
     `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
@@ -208,9 +208,9 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return the layouts (windows) of one optimizer state by parameter name, and a Store: the offsets that `ranks`
-    (None: all) have in arrays named `buffer`. `layouts` give the part of each of `params` on each rank; `rule` divides
-    these parts, in flat buffers, among the ranks along `axis`.
+    """Return, by name, the layouts of the slices of one optimizer state on all ranks, and a Store: the slices' offsets
+    in each rank's flat array. `layouts` give each rank's part of `params`, which the function `rule` then divides along
+    `axis`. `buffer` is the array's name; `ranks` limits only the Store (None: all ranks).
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

@@ -35,8 +35,8 @@ __all__ = ["GroupShares", "make_windows"]
 
 
 class GroupShares(NamedTuple):
-    """The part of a tensor that one data-parallel group holds: the group's ranks, the part's positions in each
-    dimension of the tensor (Runs), and each rank's share of the part."""
+    """The part of a tensor that one data-parallel group holds, and how the group's ranks share it. `runs` gives the
+    part's indices in each dimension of the tensor, as ranges."""
 
     group: tuple[int, ...]
     runs: tuple[Runs, ...]
@@ -44,8 +44,8 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window (a slice of a tensor). The field `cut` is the rank's range of elements, and `within`
-    is the window's offset in this range."""
+    """A rank that holds a window (a slice of a tensor). `cut` is the rank's range of elements in the part of the tensor
+    that its data-parallel group has; `within` is the window's offset from the start of that range."""
 
     window: int
     group: int
@@ -81,8 +81,9 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return the layouts (windows) of tensors by name, and a Store: the offsets that `ranks` (None: all) have in arrays
-    named `buffer`. `held` lists, per tensor, the part of each data-parallel group and the shares of the group's ranks.
+    """Return, by name, the layouts of each tensor's slices on all ranks, and a Store: the slices' offsets in each
+    rank's flat array. `held` lists each tensor's data-parallel groups with their parts; `buffer` is the array's name;
+    `ranks` limits only the Store (None: all ranks).
 
     Without `ranks`, the Store is for all. Raises ParamLayoutError for a tensor that no rank holds, and if a window has
     the name of a tensor.

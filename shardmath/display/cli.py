@@ -98,8 +98,8 @@ def _name_program() -> str:
 
 
 def make_parser(command: str, description: str | None) -> argparse.ArgumentParser:
-    """Return an argument parser, without arguments so far, whose usage shows the program, as the user typed it, and
-    `command`."""
+    """Return an argument parser without arguments so far. Its usage line shows the program, as the user typed it,
+    followed by `command`."""
     prog = f"{_name_program()} {command}"
     return argparse.ArgumentParser(prog=prog, description=description)
 

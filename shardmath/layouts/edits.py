@@ -25,7 +25,8 @@ __all__ = ["cast", "relabeled", "repartialed", "sliced", "transposed", "window"]
 
 
 def repartialed(layout: Layout, axes: Iterable[str], op: str = "sum") -> Layout:
-    """Return the layout with `axes` as its only Partial axes: ranks along them hold addends, to be reduced by `op`."""
+    """Return a copy of `layout` in which `axes` are the only Partial mesh axes. Ranks along these axes each hold one
+    term of every element; the tensor is the terms reduced by `op`."""
     named = set(axes)
     mesh = layout.mesh
     partial = tuple((name, op) for name in mesh.shape if name in named)

@@ -64,9 +64,9 @@ class Trim(NamedTuple):
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """Return the strided view (offset, step, length) from the first to the last local position that holds an element,
-    and `runs` with local positions counted in this view. The step is above 1 if single elements are separated by equal
-    gaps."""
+    """Return the strided view (offset, step, length) of a local dimension without the padding at its ends, and the map
+    from positions in this view to global positions. `runs` is the map for the local dimension; the step is above 1 if
+    equal gaps of padding separate single elements."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)
@@ -99,7 +99,8 @@ def _find_step(runs: Runs) -> int:
 
 
 def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
-    """Find a Dimension of `n` positions whose parts at the i-th (row-major) coordinates on `axes` are `held[i]`."""
+    """Find a Dimension (how mesh axes divide `n` positions) in which the ranks at the i-th coordinates on `axes`, in
+    row-major order, hold the positions `held[i]`."""
     used, parts = _drop_axes(dict(axes), list(held))
     if not used:
         (runs,) = parts
@@ -192,8 +193,8 @@ Parts: TypeAlias = tuple[Runs, ...]
 def from_holdings(
     shape: Sequence[int], held: Mapping[int, Sequence[Runs]], *, dtype: str = "float32"
 ) -> Layout | tuple[Layout, ...]:
-    """Return the layout in which each rank holds `held[rank]`, one Runs (positions) per dimension; or, if no single
-    layout can, a tuple of layouts, each of some of the ranks.
+    """Return the layout of a tensor of which each rank holds `held[rank]`: one Runs (ranges of positions) per
+    dimension. If no single layout can describe all ranks, return a tuple of layouts, each for different ranks.
 
     The law: `equivalent(from_holdings(x.shape, {rank: x.runs(rank) for rank in x.mesh.ranks}), x)` for a layout x
     without Partial. Raises LayoutError without ranks, for another number of dimensions, and for Runs outside the shape.
@@ -235,7 +236,8 @@ class _Finder:
         self.known: dict[frozenset[int], list[Layout]] = {}
 
     def find(self, held: dict[int, Parts]) -> list[Layout]:
-        """The layouts that together give each rank the Runs in `held`: a single one, or a few (windows)."""
+        """Return layouts in which each rank holds the positions in `held`: one layout for all ranks if there is such a
+        layout, otherwise several, each for different ranks."""
         # Grouping by one dimension and then by another makes the same groups as the other order.
         ranks = frozenset(held)
         windows = self.known.get(ranks)

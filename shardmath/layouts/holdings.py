@@ -67,9 +67,9 @@ def equivalent(a: Layout, b: Layout) -> bool:
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Return two digests, both equal for equivalent layouts (the same shape and dtype, and the same elements in the
-    same order on each rank). The first is of the elements by ascending rank, without the rank numbers; the second is of
-    the rank numbers alone."""
+    """Return two digests: of the elements that ranks hold, listed by ascending rank, and of the rank numbers.
+    Equivalent layouts (of the same shape and dtype, with the same elements in the same order on each rank) have equal
+    pairs of digests."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)
@@ -170,11 +170,8 @@ class Windows(tuple[Layout, ...]):
 
     @property
     def is_single(self) -> bool:
-        """Whether there is only one layout (window), and no other was ever removed, so that the local tensor's name has
-        no index `[i]`.
-
-        One that is left of several does not count: it keeps its [i].
-        """
+        """Whether this tuple has one layout, and `keep` dropped no others, so that the local tensor is called `name`.
+        Otherwise, local tensors are called `name[i]`, with the index i from before `keep`."""
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
@@ -186,8 +183,8 @@ class Windows(tuple[Layout, ...]):
         return f"{name}[{number}]"
 
     def local_names(self, name: str) -> list[str]:
-        """Return the names of the local tensors, one per layout, in order: `name` if `is_single`, else `name[i]` with
-        the layout's number i."""
+        """Return the names of the local tensors, one per layout, in order: `name` if `is_single`, otherwise `name[i]`.
+        The number i is the layout's index in this tuple, or its original index if other layouts were removed."""
         return [self.local_name(name, window) for window in range(len(self))]
 
     def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:
@@ -254,8 +251,8 @@ def windows_of(held: object, name: str, error: type[ValueError]) -> Windows:
 def read_windows(
     side: Mapping[str, object], error: type[ValueError], names: Iterable[str] | None = None
 ) -> dict[str, Windows]:
-    """Return a dict from name to Windows (layouts) of the tensors in `names` (default: all of `side`), in the order of
-    the names. Raises `error` if a value in `side` is not a Layout or a tuple of Layouts."""
+    """Return a dict from each name in `names` (default: all of `side`), in this order, to the tensor's layouts
+    (Windows). Raises `error` if a value in `side` is not a Layout or a tuple of Layouts."""
     order = list(side if names is None else names)
     held = list(map(side.__getitem__, order))
     windows_by_id: dict[int, Windows] = {}

@@ -123,7 +123,8 @@ class Layout:
 
     @property
     def rules(self) -> dict[str, Placement]:
-        """The custom placements that `text` refers to by `@name`, by name."""
+        """The custom placements to which the layout's text refers as `@name`, as a dict whose keys are the names
+        without @."""
         return {name: by for by, name in rule_names(self.dims).items()}  # type: ignore[misc]
 
     @property
@@ -150,7 +151,8 @@ class Layout:
 
     @property
     def op(self) -> str | None:
-        """The reduction, such as "sum", of the addends along the Partial axes; None without Partial axes."""
+        """The reduction, such as "sum", that makes the tensor from the values of ranks along the Partial axes; None if
+        the layout has no Partial axes."""
         return self.partial[0][1] if self.partial else None
 
     @property
@@ -182,7 +184,8 @@ class Layout:
         return tuple(dim_runs.indices() for dim_runs in runs)
 
     def boxes(self, rank: int) -> tuple[tuple[Box, Box], ...]:
-        """Return the elements that `rank` holds, as pairs (local box, global box) of equal shape, in local order.
+        """Return the elements that `rank` holds, as pairs (local box, global box) of equal shape. A box has one (start,
+        stop) per dimension; pairs are in row-major order of the local box.
 
         Local boxes are disjoint, and so are global ones; no box contains a hole. A scalar is one pair of
         boxes without dimensions. Raises MeshError for a rank outside the mesh.
@@ -219,7 +222,8 @@ def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
 def intern(
     shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials
 ) -> Layout:
-    """Return the one Layout object with these fields, which are already canonical; equal fields share one object.
+    """Return the Layout with these fields, which the caller passes in canonical form. Calls with equal fields return
+    the same object.
 
     Raises LayoutError if the fields contradict each other.
     """

@@ -201,7 +201,8 @@ class StridedShard:
 @public
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A placement: dimension `dim` holds components of `sizes` elements, one after the other, each sharded as by Shard.
+    """A placement for fused weights such as QKV: dimension `dim` has components one after the other, of which component
+    i has `sizes[i]` elements. Each component is sharded separately, as by Shard.
 
     Fused weights are stored this way: gate and up projections, QKV, Mamba's in_proj.
     """

@@ -32,7 +32,8 @@ MARKS = "( ) [ ] { } < > + : | = =< ~ * @ - ..."
 
 
 class Token(NamedTuple):
-    """A token of a layout's text: its kind (`word`, `int`, `mark` or `end`), its text, and where it begins."""
+    """A token of a layout's text: its kind, its characters, and its offset in the text. The kind is `word`, `int`,
+    `mark` (punctuation) or `end` (the end of the text)."""
 
     kind: str
     text: str
@@ -48,8 +49,8 @@ def _make_pattern(marks: str) -> re.Pattern[str]:
 
 
 def list_tokens(text: str, marks: str = MARKS) -> Iterator[Token]:
-    """Yield the tokens of `text`, and then a token of kind "end". `marks` lists the punctuation that `text` can have,
-    separated by blanks.
+    """Yield the tokens of `text`, and then a token of kind "end". `marks` is the punctuation that can occur in `text`,
+    as one string with blanks between the marks, such as "( ) | ...".
 
     Raises NotationError at a character that begins no token.
     """

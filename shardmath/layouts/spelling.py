@@ -117,8 +117,9 @@ def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
     """Return how the placements `spec` divide each dimension of `shape`, and the Partial axes. `stored` maps a
-    dimension to its padded length or its Runs; `reading` says whether StridedShard is applied as written ("placement")
-    or stands for an order of splits ("order").
+    dimension to its padded length, or to Runs that give each stored position's index in the tensor. A StridedShard
+    divides what earlier placements left if `reading` is "placement"; if "order", it encodes the order in which mesh
+    axes split, as in DTensor.
 
     Raises LayoutError or PlacementError.
     """

@@ -50,7 +50,8 @@ __all__ = [
 
 
 def local_name(name: str, window: int, count: int) -> str:
-    """Return the name of a local tensor: `name` if `count` (how many layouts the tensor has) is 1, else `name[window]`.
+    """Return the name of the local tensor for one of a tensor's layouts: `name` if `count` is 1, otherwise
+    `name[window]`. `window` is the index of the layout, and `count` the number of layouts.
 
     Raises StoreError unless the name is a str and the numbers are integers.
     """
@@ -61,7 +62,8 @@ def local_name(name: str, window: int, count: int) -> str:
 
 
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
-    """Yield (local name, layout) for `windows`, the layouts of tensor `name`: `name` if there is one, else `name[i]`.
+    """Yield (local name, layout) for each layout of the tensor `name` in `windows`. The local name is `name` if
+    `windows` has just one layout, otherwise `name[i]` with the layout's index i.
 
     Raises StoreError unless the name is a str and the windows are Layouts.
     """
@@ -310,9 +312,9 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """Return layouts (windows) and a Store (offsets) for a tensor whose elements, in row-major order, are divided among
-    ranks. `ranges[r]` is the (start, stop) of the elements on rank r; `buffer` names each rank's flat array (default:
-    `name`).
+    """Describe a tensor whose row-major elements start..stop-1 lie in a flat array of rank r, for each `ranges[r]` =
+    (start, stop). Return layouts, one per rectangular slice of a range, and a Store: each slice's offset in the array,
+    which is named `buffer` (default: `name`).
 
     A range is (lo, hi) of the tensor's row-major elements. Windows are listed rank by rank and in order. They lie in a
     flat buffer per rank, called `buffer` (`name`, if not given), whose element 0 is the rank's element lo. Raises

@@ -123,8 +123,8 @@ def _kind_of_tail(tail: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return whether `pattern` fits the tensor `name`. It is a glob for names, or else "column", "row", "vocab" or
-    "replicate": how tensor parallelism divides a tensor with such a name.
+    """Return whether the tensor `name` matches `pattern`: a glob for names, or one of "column", "row", "vocab" and
+    "replicate". These four match tensors that tensor parallelism divides in this way, judged by the name.
 
     None of these four is ever read as a glob.
     """

@@ -42,8 +42,9 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """Make a Field: `n` positions that `stages` divide one after another; each stage is a list of words (axes, numbers)
-    from the layout's text.
+    """Return a Field: how `n` positions of a dimension are divided among ranks, as `stages` say. A stage lists the
+    items of one parenthesized group in the layout's text, such as tp and n in (tp n); `reader` supplies the mesh and
+    reports errors in the text.
 
     Raises NotationError if they cannot divide it.
     """

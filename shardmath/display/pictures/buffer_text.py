@@ -65,8 +65,8 @@ KEY = 'a-z parameters, #= others, . padding, | between ranks; "at" is where in t
 
 
 class BucketSpan(NamedTuple):
-    """A range of a bucket in a picture. The field `several` is the number of parameters in the range: 1, more if they
-    are drawn together, or 0 for padding."""
+    """A range of a bucket that is drawn as one piece in a picture. `several` is the number of parameters in the range:
+    0 for padding, 1 for a single parameter, more for parameters that are drawn together."""
 
     start: int
     end: int
@@ -113,7 +113,8 @@ class Bucket(NamedTuple):
         return str(first) if first == last else f"{first}-{last}"
 
     def at(self, span: BucketSpan) -> int:
-        """The position at which the span begins in the flat array of the first rank that holds some of it."""
+        """The position at which `span` begins in a rank's flat array, which has the rank's shares of all buckets, one
+        after another. The rank is the first that holds elements of the span."""
         size = max(self.numel // self.ranks, 1)
         return self.start // self.ranks + span.start % size
 
@@ -244,8 +245,9 @@ def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
 def read_arguments(
     layout: PerBufferParamLayout, shards: int, width: int, narrowest: int, most: int
 ) -> tuple[int, int, int]:
-    """Return `shards`, `width` and `most` as ints. Raises ParamLayoutError if one is invalid for `layout`, or if
-    `width` is below `narrowest`."""
+    """Check the arguments for a picture of the buffer `layout`, in which at most `most` buckets are drawn; return
+    `shards`, `width` and `most` as ints. Raises ParamLayoutError for values that are not positive integers, for
+    `shards` that do not fit the buffer, and for a `width` below `narrowest`."""
     if not isinstance(layout, PerBufferParamLayout):
         raise ParamLayoutError(
             f"{type(layout).__name__} is not a PerBufferParamLayout; "

@@ -89,8 +89,9 @@ _Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
 
 
 def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
-    """Return a layout's picture as Panels: grids for its first 6 two-dimensional slices, without middle rows and
-    columns if they have more than about `most` cells in all."""
+    """Return Panels: grids that show which ranks hold which elements, for the first 6 two-dimensional slices of the
+    tensor. `most` limits the cells of all grids together, but each grid has at least one; rows and columns in the
+    middle are left out for this."""
     owned = [_divide_dimension(dim) for dim in layout.dims]
     slices = math.prod(map(len, owned[:-2]))
     shown = _keep_shown(owned, slices, most)
@@ -218,9 +219,9 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """Return the Holders (ranks) of each cell in a panel (a 2-D slice of a tensor), one tuple per row. A rank holds
-        a cell if its flags for the slice (`held`), for the row (in `rows`) and for the column (in `columns`) are all
-        True."""
+        """Return the Holders (ranks) of each cell of a two-dimensional slice, one tuple per row. `held` has one flag
+        per rank for the slice; `rows` and `columns` have one per rank for each row and column. Ranks hold a cell if all
+        three flags are True."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held
@@ -257,8 +258,8 @@ def idle_ranks(layout: Layout) -> list[int]:
 
 
 def list_pieces(runs: Runs) -> tuple[list[Stretch], list[str]]:
-    """Return two lists of equal length: ranges of local positions in `runs`; and for each range a text, its global
-    range, or "" if it is padding that holds no element.
+    """Divide one dimension of a rank's local tensor into ranges to be drawn; `runs` maps its local positions to global
+    ones. Return two lists: the local ranges, and for each a text with its global range, or "" for padding.
 
     Of many ranges, only the first are listed.
     """

@@ -359,8 +359,9 @@ def ink(fill: str) -> str:
 
 
 def shade(share: float, *, crossing: bool = False) -> str:
-    """Return the color of a number of bytes in a picture: the larger `share` (this number divided by the largest one),
-    the darker. The color is orange if `crossing` is True (most of the bytes go from node to node), otherwise blue."""
+    """Return the color for an amount of bytes in a picture, darker for a larger `share` (the amount divided by the
+    largest amount in the picture). The color is orange if `crossing` is True (most of the bytes go from node to node),
+    otherwise blue."""
     shades = ORANGES if crossing else BLUES
     last = len(shades) - 1
     number = math.ceil(share * len(shades)) - 1

@@ -80,7 +80,8 @@ def layout_svg(layout: Layout, *, inline: bool = False) -> str:
 
 
 def about(layout: Layout) -> str:
-    """A description of the layout for people who do not see its picture: the positions on up to 16 of the ranks."""
+    """A description of the layout for people who do not see its picture: the indices that a rank holds in each
+    dimension of the tensor, for the first 16 ranks."""
     by_dimension = _parts_by_rank(layout)
     described = layout.mesh.ranks[:MOST_DESCRIBED]
     texts = []
@@ -110,8 +111,8 @@ def _shortened(runs: Runs) -> str:
 
 
 def draw_layout(layout: Layout, cells: Panels, colors: Colors, wide: float = WIDE) -> Drawing:
-    """Return a drawing of the layout: heading, legend, notes, and the 2-d slices `cells`, each about `wide` pixels wide
-    and in the `colors` of its holders."""
+    """Return a drawing of the layout: heading, legend, notes, and the 2-d slices in `cells`, each about `wide` pixels
+    wide. `colors` maps a set of ranks to the color of the elements that exactly these ranks hold."""
     panels = [_PanelDrawer(layout, panel, colors, wide) for panel in cells.panels]
     drawn = [panel.draw() for panel in panels]
     # Texts above and below a panel are not wider than the panel: plans draw a heat map next to it.

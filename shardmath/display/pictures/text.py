@@ -302,7 +302,8 @@ MOST_MEMBERS = 16
 
 
 def buffer_table(layouts: FullParamLayout) -> str:
-    """A text table of a model's buffers: kind, number of parameters, elements, padding, and bytes of gradients.
+    """A text table with one row per flat buffer of a model: the dtypes of its parameters and gradients, and its numbers
+    of parameters, elements, padding elements and bytes of gradients.
 
     Raises ParamLayoutError for anything but a FullParamLayout.
     """

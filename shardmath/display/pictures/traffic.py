@@ -49,10 +49,9 @@ class RankGroup(NamedTuple):
 
 
 class TrafficMatrix(NamedTuple):
-    """The bytes from each group of senders to each group of receivers, as int64 arrays of shape (senders, receivers).
-
-    `sent` counts bytes to other ranks, `far` the part sent to other nodes, and `stays` bytes that stay on their rank.
-    """
+    """The bytes from each group of senders to each group of receivers, in three int64 arrays of shape (senders,
+    receivers). `sent` counts bytes to other ranks, `far` the part sent to other nodes, and `stays` bytes that stay on
+    their rank."""
 
     senders: tuple[RankGroup, ...]
     receivers: tuple[RankGroup, ...]
@@ -64,8 +63,8 @@ class TrafficMatrix(NamedTuple):
 def traffic(
     value: Plan | Transposed | Program, topology: Topology | None = None, most: int = MOST_GROUPS
 ) -> TrafficMatrix:
-    """Return the bytes that a plan or program sends between ranks and, by `topology`, between nodes, in at most `most`
-    groups of senders and `most` of receivers."""
+    """Return the bytes that a plan or program sends between ranks and, by `topology`, between nodes. Sending ranks are
+    combined into at most `most` groups, and so are receiving ranks."""
     if isinstance(value, Program):
         return _sum_program(value, topology, most)
     if isinstance(value, Transposed):
@@ -129,7 +128,7 @@ class _TrafficSums:
         np.add.at(self.far, pair, nbytes * is_far)
 
     def add_plan(self) -> None:
-        """Add all bytes that the plan sends."""
+        """Add, to the sums in this object, all bytes that are sent by the plan for which the object was made."""
         demands = self.demands
         for line, holder_set in enumerate(demands.holders.tolist()):
             holders = demands.sets[holder_set]

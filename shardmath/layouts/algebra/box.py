@@ -62,10 +62,8 @@ def from_slices(index: Sequence[slice]) -> Box:
 
 
 def row_size(dims: Sequence[int]) -> int:
-    """Return the product of the dimensions in `dims` after the first one longer than 1; 1 if all are 1.
-
-    This is the number of elements at each index of that dimension.
-    """
+    """Return the product of the sizes in `dims` that come after the first size above 1; 1 if all sizes are 1. This is
+    the number of elements at each index of the dimension with that first size."""
     for d, n in enumerate(dims):
         if n > 1:
             return math.prod(dims[d + 1 :])
@@ -121,7 +119,8 @@ def _cut_row(row: int, dims: tuple[int, ...], lo: int, hi: int) -> list[Box]:
 def first_overlap(
     boxes: Sequence[Box], labels: Sequence[int] | None = None
 ) -> tuple[int, int] | None:
-    """Return the indices of two `boxes` that share an element, or None; boxes with equal `labels` may overlap.
+    """Return the indices of two `boxes` that have an element in common, or None if no boxes overlap. `labels`, if
+    given, has one number per box: overlaps between boxes with equal numbers are ignored.
 
     All boxes have the same number of dimensions, and none is empty.
 
@@ -274,8 +273,8 @@ PRIME = (1 << 31) - 1
 
 
 def tiles(held: Ranges, boxes: Sequence[Box]) -> bool:
-    """Return whether `boxes` contain each element of `held` (ranges per dimension) once and no other, checked by random
-    weights: a wrong True is extremely rare.
+    """Return whether `boxes` cover exactly the elements in `held` (ranges per dimension), each element in one box. The
+    check uses random weights: a wrong True is possible, but extremely rare.
 
     Positions get random weights, twice: the weights of all boxes then add up to the weight of the
     product. A wrong list passes with probability (dimensions / 2^31)^2 at most (Schwartz 1980,

@@ -151,11 +151,13 @@ class UserCut:
     parts: int
 
     def count(self, length: int) -> int:
-        """Return the number of parts. Raises PlacementError if `by` gives another number, or invalid parts."""
+        """Check that the custom placement `by` divides positions 0..length-1 into `parts` valid parts, and return
+        `parts`; both are fields of this object. Raises PlacementError otherwise."""
         return len(self.split(length))
 
     def split(self, length: int) -> tuple[Runs, ...]:
-        """Return the parts that `by` makes of positions 0..length-1, as Runs.
+        """Return the parts into which the custom placement `by`, a field of this object, divides positions 0..length-1.
+        Each part is a Runs (ranges of positions).
 
         Raises PlacementError if they are invalid.
         """
@@ -245,7 +247,8 @@ def _shorten(value: object) -> str:
 
 
 def parts_to_visit(cut: Cut, size: int) -> int:
-    """Return n such that, when `cut` divides `size` positions, all parts after the first n are empty."""
+    """Return an upper bound n for the parts that are not empty when `cut` divides `size` positions: all parts after the
+    first n are empty."""
     count = cut.count(size)
     if isinstance(cut, Chunks | BalancedChunks):
         return min(count, size)

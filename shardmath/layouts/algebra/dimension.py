@@ -38,7 +38,8 @@ __all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A range of `size` stored positions, and the `stages` (cuts, one after another) that divide it among ranks.
+    """A range of `size` positions of a dimension, in the order in which they are stored and including padding. `stages`
+    are the cuts, one after another, that divide these positions among ranks.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.
@@ -127,7 +128,8 @@ class Dimension:
 
     @property
     def axes(self) -> dict[str, int]:
-        """The mesh axes that divide this dimension, as a dict from name to size, in order of appearance."""
+        """The mesh axes that divide this dimension, as a dict from name to size, in the order in which the dimension is
+        cut along them."""
         out: dict[str, int] = {}
         for f in self.fields:
             for stage in f.stages:
@@ -157,7 +159,8 @@ class Dimension:
 
 @memo()
 def cells(dimension: Dimension) -> tuple[Runs, ...]:
-    """Return the Runs (positions held) at each combination of coordinates on the axes of `dimension`, row-major."""
+    """Return the tensor positions that ranks hold in this dimension: one Runs (ranges of positions) for each
+    combination of coordinates on the mesh axes that divide `dimension`. Combinations are in row-major order."""
     if len(dimension.fields) != 1:
         return tuple(map(dimension.runs, list_coordinates(dimension.axes)))
     (only,) = dimension.fields

@@ -170,7 +170,8 @@ class Mesh:
         return coords
 
     def coordinate(self, names: Iterable[str]) -> NDArray[np.int64]:
-        """Return an int64 array: each rank's coordinate on the axes `names` merged into one, the first slowest."""
+        """Return an int64 array with one number per rank, in the order of the mesh: the rank's coordinate on the axes
+        `names`, flattened into one axis in row-major order."""
         out = np.zeros(self.size, np.int64)
         for name in _read_names(names):
             n = self.axis_size(name)
@@ -205,7 +206,8 @@ class Mesh:
         return np.array(self.ranks, np.int64).reshape(sizes)
 
     def split(self, name: str, /, **parts: int) -> Mesh:
-        """Return the mesh with axis `name` split into several, the first slowest: `mesh.split("tp", kv=2, rep=4)`.
+        """Return the mesh with axis `name` replaced by the axes in the keyword arguments (new name=size), of which the
+        last varies fastest: `mesh.split("tp", kv=2, rep=4)`.
 
         Raises MeshError unless the sizes multiply to the size of the axis.
         """
@@ -259,7 +261,8 @@ class Mesh:
         return _make_mesh(axes, tuple(ranks))
 
     def select(self, **coords: int) -> Mesh:
-        """Return the mesh of the ranks at the given coordinates, without the axes given: `mesh.select(pp=0)`.
+        """Return the mesh of the ranks at the coordinates in the keyword arguments (axis=coordinate), such as
+        `mesh.select(pp=0)`. The mesh returned does not have these axes.
 
         Raises MeshError for an unknown axis or a coordinate that the axis does not have.
         """

@@ -38,12 +38,12 @@ Parts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Overlay:
-    """The positions of one dimension that each part of a source shares with each part of a destination.
+    """The positions that each part of a source has in common with each part of a destination. Source and destination
+    are two divisions of one dimension; a part is the set of positions that one or more ranks hold.
 
-    A part is what one or more ranks hold of the dimension. `keys[k]` are the source parts that hold every position of
-    key k, `goals[g]` the destination parts of goal g. Pair p is (`pair_key[p]`, `pair_goal[p]`) with `pair_size[p]`
-    positions in the rows `first[p]..first[p+1]-1`; a row has a global `start`, a `size`, and for the m-th part of its
-    key or goal a local start `src[:, m]` or `dst[:, m]`.
+    `keys[k]` are the source parts that hold every position of key k, `goals[g]` the destination parts of goal g. Pair p
+    is (`pair_key[p]`, `pair_goal[p]`) with `pair_size[p]` positions in the rows `first[p]..first[p+1]-1`; a row has a
+    global `start`, a `size`, and for the m-th part of its key or goal a local start `src[:, m]` or `dst[:, m]`.
     """
 
     source: Partition
@@ -62,15 +62,14 @@ class Overlay:
 
 @memo()
 def overlay_dimensions(source: Dimension, target: Dimension) -> Overlay:
-    """Find the positions that each part (held by ranks) of `source` shares with each part of `target`, as an Overlay.
-
-    Both divide the same dimension.
-    """
+    """Return, as an Overlay, the positions that each part of `source` has in common with each part of `target`. Both
+    describe the same dimension; a part is the set of positions that one or more ranks hold."""
     return overlay(partition(source), partition(target))
 
 
 def overlay(source: Partition, target: Partition) -> Overlay:
-    """Find the positions that the parts (held by ranks) of `source` share with the parts of `target`, as an Overlay."""
+    """Return, as an Overlay, the positions that each part of `source` has in common with each part of `target`. Both
+    divide the same dimension; a part is the set of positions that one or more ranks hold."""
     here = _cut_atoms(source)
     there = _cut_atoms(target)
     a, b = _pair_meeting(here, there)

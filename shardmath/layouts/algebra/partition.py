@@ -29,11 +29,8 @@ __all__ = ["Partition", "list_spans", "overlapping", "partition"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """The distinct sets of positions of a dimension that ranks hold, called `parts`. For each combination of mesh
-    coordinates on `axes`, `cell` has an index into `parts`.
-
-    The combinations are in row-major order.
-    """
+    """How a dimension is divided among ranks: `parts` are the distinct sets of positions that ranks hold. `cell` is an
+    array of indices into `parts`, one per combination of mesh coordinates on `axes`, in row-major order."""
 
     axes: tuple[str, ...]
     parts: tuple[Runs, ...]
@@ -65,7 +62,8 @@ def overlapping(dimension: Dimension) -> bool:
 
 
 def list_spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return all ranges of `parts`, sorted by start: four arrays, global start and stop, local start, part number."""
+    """Return the ranges of consecutive positions in all `parts`, sorted by global start. The result is four arrays:
+    global start, global stop, local start, and the index of the part."""
     rows = []
     for part, runs in enumerate(parts):
         for local, start, size in runs.segments:

@@ -214,7 +214,8 @@ def spanning(runs: Runs) -> str:
 
 
 def identity(n: int) -> Runs:
-    """Return the Runs in which each local position 0..n-1 is the same global one. Raises RunsError for a negative n."""
+    """Return the Runs (map from local to global positions) of length `n` in which local position i is global position
+    i. Raises RunsError for a negative `n`."""
     length = as_integer(n, "the length of an identity", RunsError)
     if length < 0:
         raise RunsError(f"the length of an identity is {length}; give 0 or more")

@@ -53,14 +53,16 @@ StartSize: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """One cut of a dimension, and the mesh axes along which each rank takes one part (no axes: all parts)."""
+    """A division of a dimension into parts (`cut`), and the mesh axes along which each rank takes one of the parts.
+    Without axes, each rank takes all parts."""
 
     cut: Cut
     axes: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
 
     def coordinate(self, coords: Mapping[str, int]) -> int:
-        """Return the number of the part that the rank at `coords` takes: its coordinate on the flattened axes."""
+        """Return the index of the part that the rank at mesh coordinates `coords` takes: its coordinates on the axes of
+        this object, flattened into one in row-major order."""
         at = 0
         for name, n in zip(self.axes, self.sizes, strict=True):
             at = at * n + coords[name]
@@ -176,8 +178,8 @@ def _piece_runs(start: int, n: int) -> Runs:
 
 
 def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """Return the positions, out of 0..length-1, that the rank at `coords` keeps after the cuts of `stage`, as Runs.
-    This is slower than `stage_runs`, which calls it if a cut is custom."""
+    """Return, as Runs (ranges), the positions, out of 0..length-1, that the rank at `coords` keeps after the cuts of
+    `stage`. This is the slower way, cut by cut, for stages with a custom placement written by the user."""
     pieces = [identity(length)]
     for digit in stage:
         kept = None

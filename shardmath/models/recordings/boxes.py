@@ -26,8 +26,8 @@ MOST_BOXES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """One axis of a Box (a grid of elements), with `number` elements. They are `step` apart along dimension `dim` of
-    the stored tensor; in the logical tensor, they are `stride` apart along the dimension whose index is `of`."""
+    """One axis of a Box (a grid of elements), with `number` elements. In the stored tensor, the axis runs along
+    dimension `dim` in steps of `step`; in the logical tensor, along dimension `of` in steps of `stride`."""
 
     number: int
     dim: int
@@ -45,9 +45,9 @@ class Box(NamedTuple):
 
 
 def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[Box]:
-    """Split `piece`, which maps elements of a logical tensor to positions in a stored tensor, into Boxes (grids). Each
-    axis of a Box runs along one dimension of the logical tensor, and along one dimension, perhaps another, of the
-    stored tensor. `cells` is the stored tensor's shape, and `elements` the logical tensor's.
+    """Split `piece`, a map from elements of a logical tensor to positions in a stored tensor, into Boxes: grids whose
+    axes run along dimensions of both tensors. `cells` is the shape of the stored tensor, `elements` the shape of the
+    logical one.
 
     Raises StoreError if the piece needs more than 65536 boxes.
     """

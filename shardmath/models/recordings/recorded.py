@@ -117,7 +117,8 @@ class Recorded:
 
     @property
     def unwritten(self) -> dict[str, int]:
-        """A dict from each stored tensor's name to its number of positions without a logical element, if not 0."""
+        """The stored tensors that have positions without a logical element, as a dict from the tensor's name to the
+        number of these positions."""
         return {native.label: native.unwritten for native in self.natives if native.unwritten}
 
     @property

@@ -69,8 +69,8 @@ class RecordedSide:
                 raise StoreError(f"{what}; pass the result of smt.record on that rank")
 
     def bind(self, tensors: Shapes, unused: Sequence[str] = ()) -> BoundRecorded:
-        """Find `tensors` in the ranks' storage; return their layouts and locations as a BoundRecorded. Those that match
-        a glob in `unused` may be missing.
+        """Find `tensors` (shapes and dtypes by name) in the ranks' recorded storage; return their layouts and locations
+        as a BoundRecorded. Each tensor must be stored on at least one rank, unless it matches a glob in `unused`.
 
         Raises StoreError with everything that does not fit.
         """
@@ -212,8 +212,8 @@ class _ViewFinder:
         self._views_by_key: dict[object, RecordedView] = {}
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
-        """Return the view in which a rank stores the logical tensor `name`, whose shape is `shape`. `holders` lists the
-        stored tensors that have elements of the logical tensor; more than one is an error.
+        """Return the view in which a rank stores the logical tensor `name`, of shape `shape`. `holders` are the tensors
+        on that rank that store elements of `name`; raises StoreError if there are several.
 
         Raises StoreError if there are several, or if it is not one view.
         """
@@ -284,9 +284,9 @@ class _LayoutFinder:
         self._layouts_by_key: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Find the layout of the tensor `name`, whose shape and dtype are `entry`, and add it to `layouts`. If the
-        tensor has no single layout, add a message to `faults`; if no rank stores the tensor, add `name` to
-        `missing`."""
+        """Find the layout over all ranks of the tensor `name`, of shape and dtype `entry`, and add it to `layouts`. If
+        no rank stores the tensor, add `name` to `missing`; if the ranks' parts do not fit one layout, add a message to
+        `faults`."""
         parts = {}
         for rank, on_rank in self.held.items():
             if name in on_rank.parts:

@@ -36,8 +36,9 @@ _T = TypeVar("_T")
 
 
 def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tuple[Refit, ...]:
-    """Divide the Refit `planned` into one per group of tensor names in `groups` (default: layers). Groups are first
-    merged if they have tensors in the same module on a rank of an engine.
+    """Divide `planned`, a transfer from trainer to engines, into several Refits, one per group of tensor names in
+    `groups` (default: one group per layer). Groups are merged first if they have tensors in the same module on one rank
+    of an engine.
 
     All tensors in one module of an engine's rank move together. Raises PlanError for groups that omit a tensor that
     moves, name one that does not, or name one twice, and for a refit that engines have left: divide the whole one.

@@ -42,8 +42,8 @@ def _find_layer(name: str) -> tuple[str, int] | None:
 
 
 def join_modules(groups: Sequence[Sequence[str]], engines: Iterable[KnownSide]) -> list[list[str]]:
-    """Merge those `groups` of tensor names that have tensors in the same module on a rank of an engine; return the
-    merged and all other groups."""
+    """Merge any two `groups` of tensor names that both have tensors in the same module on one rank of an engine. Return
+    all groups after merging."""
     group_of = {name: i for i, group in enumerate(groups) for name in group}
     # Union-find: each group points to an earlier one that it is joined with, or to itself.
     parents = list(range(len(groups)))

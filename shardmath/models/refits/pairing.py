@@ -25,8 +25,9 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """Return two dicts of layouts by name, the source and the destination of a plan. The first has the trainer's
-    tensors that engines or the transforms `rules` need; the second has all tensors of the engines.
+    """Return two dicts of layouts by tensor name, for the source and the destination of a plan. The source has the
+    trainer's tensors that engines or the transforms `rules` use; the destination has all tensors of the engines, with
+    one layout each, or with a tuple of layouts if there are several engines.
 
     The second has one layout per tensor for one engine, else a tuple of layouts (windows). Raises PlanError if an
     engine stores only a part of a tensor.

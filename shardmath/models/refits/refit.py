@@ -128,7 +128,8 @@ class Refit:
         return group_tensors(self.transforms.held_dst, companions)
 
     def without(self, *engines: str) -> Refit:
-        """Return the refit without `engines`; the transfers to all other engines stay the same.
+        """Return the refit without the engines whose names are the positional arguments (`*engines`). Transfers to all
+        other engines stay the same.
 
         Raises PlanError for an unknown engine, if no engine is left, and if a leaving engine shares a rank with one
         that stays.
@@ -163,9 +164,9 @@ class Refit:
         engine: str | None = None,
         own: Sequence[str] = (),
     ) -> None:
-        """Raise StoreError, which lists all differences, unless `has` gives the shapes, by (chunk, name), of the
-        tensors that `rank` of `engine` should store. If `engine` is None, the trainer is meant, or, for a rank outside
-        the trainer, the first engine that has this rank. Additional tensors that match a glob in `own` are ignored.
+        """Raise StoreError unless `has` gives the shapes of the tensors that `rank` should store, by (virtual pipeline
+        stage, name). More tensors are allowed if they match a glob in `own`; if `engine` is None, the rank is looked up
+        in the trainer, then in the engines.
 
         The side is the engine that is named, otherwise the trainer or, for a rank that the trainer lacks, the first
         engine that has the rank. `has` are the shapes of all parameters and persistent buffers of the rank by
@@ -181,9 +182,9 @@ class Refit:
             raise StoreError("\n".join([f"rank {rank}:", *faults]))
 
     def explain(self, native: str, rank: int, engine: str | None = None) -> str:
-        """Return text about the stored tensor `native` on `rank`: its declaration, and the slices in which it has
-        logical tensors. If `engine` is None, the number `rank` is looked up in the engines, in order, and then in the
-        trainer.
+        """Return text about the stored tensor `native` on `rank`: how it is declared, and which of its slices hold
+        logical tensors. If `engine` is None, the tensor of the first engine with this rank is explained, or the
+        trainer's if no engine has the rank.
 
         Raises StoreError for a tensor that the rank does not store.
         """

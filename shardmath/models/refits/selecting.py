@@ -47,7 +47,9 @@ class Selected:
         return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """The Row (declaration), or a text, that says how `rank` stores `native`. Raises StoreError if it does not."""
+        """Return the declaration of how `rank` stores the tensor `native`, a pair (virtual pipeline stage, name): a Row
+        if the storage was declared in rows of text, otherwise a str. Raises StoreError if `rank` does not store this
+        tensor."""
         return self.side.row_of(native, rank)
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:

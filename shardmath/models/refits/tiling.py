@@ -60,8 +60,9 @@ def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) ->
 def check_scales(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if a rank of an engine has values of a quantized tensor without their scales, and the engine
-    stores these scales. `of` has the tensors' shapes and dtypes; the transforms `rules` make the scales."""
+    """Raise StoreError if a rank of an engine has values of a quantized tensor but lacks some of their scales; tensors
+    whose scales the engine does not store at all are skipped. `of` has the tensors' shapes and dtypes; the transforms
+    `rules` make the scales."""
     companions = _list_scales(of, rules)
     checked: set[tuple[int, int]] = set()
     for engine, side in engines.items():
@@ -89,9 +90,9 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if a quantized tensor begins at an offset other than the offset of its scales times the block
-    size. An engine can fuse tensors, and both offsets are in the fused tensors. `of` has the tensors' shapes and
-    dtypes; the transforms `rules` make the scales."""
+    """Raise StoreError if, in an engine's storage, a quantized tensor begins at another offset than the block size
+    times the offset of its scales. Both are offsets in the fused tensors that the engine stores; `of` has the shapes
+    and dtypes of all tensors, and `rules` the transforms that make scales."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

@@ -47,8 +47,8 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The stored tensors that one row (a line of text) declares. If names in the row have a `*`, it stands for "weight"
-    or "bias"; `star` says for which one here, and is "" otherwise."""
+    """The stored tensors that one row declares; a row is a line of text that says how ranks store tensors. A `*` in the
+    row's names stands for "weight" or "bias": `star` is the one meant here, or "" for a row without `*`."""
 
     row: Row
     star: str
@@ -154,8 +154,8 @@ def _list_slots(
 
 
 def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = ()) -> Bound:
-    """Match the rows of `stored`, a declared storage, to `tensors` (shapes and dtypes by name); return a Bound, with
-    their layouts. Tensors that match a glob in `unused` need no row.
+    """Match `tensors` (shapes and dtypes by name) to the rows of `stored`, lines of text that say how ranks store
+    tensors; return a Bound with the tensors' layouts. Tensors that match a glob in `unused` need no row.
 
     Raises StoreError with everything that does not fit.
     """

@@ -30,7 +30,8 @@ FEW = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The values of words in a storage row (a text): sizes of mesh axes, numbers, and lengths of components (q, k, v).
+    """The values of the names in a text that says how ranks store a tensor. The names are mesh axes (values: sizes),
+    components such as q (values: lengths), and named integers such as a head size hd=64.
 
     With `exact`, axes and numbers must divide what they cut; otherwise parts are ceil-chunks, as in torch.chunk.
     """
@@ -108,8 +109,8 @@ class _GroupLayer:
         self.before: list[_Piece] | None = None  # the pieces of the stages laid so far
 
     def lay(self, group: GroupedDim) -> Runs:
-        """Return, as Runs, the positions of the dimension `group` that ranks store at the mesh coordinates with which
-        this object was made.
+        """Return, as Runs (ranges), the positions that ranks store of a dimension, whose division is declared by
+        `group`. The ranks are those at the mesh coordinates `coords`, an attribute of this object.
 
         Each stage cuts what the last left.
         """

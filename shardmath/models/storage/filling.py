@@ -91,7 +91,8 @@ class _CellFinder:
         self.known: dict[int, tuple[Any, Any]] = {}
 
     def find(self, name: str) -> tuple[Any, Any]:
-        """Two indices for the elements of `name` that the rank holds: in its local view, and in the logical array."""
+        """Return two index tuples for the elements of the tensor `name` on the rank `rank`, an attribute of this
+        object. The first selects them in the rank's part of a stored tensor, the second in the whole logical array."""
         layout = self.bound.layouts[name]
         # Layers and experts share one layout, which lives as long as the binding.
         key = id(layout)

@@ -55,7 +55,8 @@ class Stack:
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
     def list_holders(self) -> list[tuple[_Point, ...]]:
-        """List, for each tensor of the stack in order, a tuple of the coordinates along `axes` whose ranks hold it."""
+        """Return a list with one tuple for each tensor of the stack, in order: the mesh coordinates of the ranks that
+        hold the tensor. Each coordinate is a tuple of ints, one per mesh axis in the field `axes`."""
         holders: list[list[_Point]] = [[] for _ in range(self.count)]
         for point, runs in self.held.items():
             for number in runs.indices().tolist():
@@ -95,8 +96,9 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """List the index tuples that cut `component`, such as q, out of the tensor that a rank stores: one tuple for
-        each item of `numbers`. If the tensor is a stack, such as of experts, these items are positions in it.
+        """List the index tuples that cut `component`, such as q, out of the stored tensor of ranks at `coords`, one per
+        item of `numbers`. The items are positions in the stack if the stored tensor is a stack, such as of experts;
+        otherwise, all tuples are equal.
 
         `coords` are the mesh coordinates of ranks that store the tensor. If the stored tensor is a stack, a tuple has
         the position in the stack instead of a slice.
