@@ -29,8 +29,8 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """Counts of a simulated run: how many different program steps (`steps`), and the most rounds, messages per round,
-    and bytes per round (`staged`) of any rank.
+    """Counts of a simulated run: `steps` is the number of different program steps, `rounds` the most rounds of any
+    rank. `messages` and `staged` are the most messages and bytes that any rank has in one round.
 
     A round's messages and bytes are those that its rank sends and receives, together.
     """

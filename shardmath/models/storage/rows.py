@@ -92,8 +92,8 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The index in the stored name that is written with mesh axes, such as e in {ep e}, as a PatternPart; None
-        without one."""
+        """The index of the stored name in which ranks write local numbers, such as {ep e} for experts that the mesh
+        axis ep divides; None without such an index."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index

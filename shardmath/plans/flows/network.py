@@ -53,9 +53,8 @@ class Subnetwork(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Sinks (groups of ranks) that send bytes in proportion to their weights, such as numbers of ranks. They send
-    `nbytes` bytes in total and have the total weight `weight`. `sent[sink][line]` is how many bytes of a line (bytes
-    that several sinks can send) the sink sends, multiplied by `weight` to be whole."""
+    """Sinks (groups of ranks) that together send `nbytes` bytes, each in proportion to its weight; their weights add up
+    to `weight`. Sink s sends `sent[s][l] / weight` bytes of those in line number l (bytes with equal holders)."""
 
     nbytes: int
     weight: int
@@ -64,10 +63,10 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """Share the bytes of `network` among its sinks (takers) as evenly as possible; yield a Leaf per set of equal load;
-    with `top`, only for the highest loads.
+    """Share the bytes of `network` as evenly as possible among its sinks (groups of ranks that can send them), and
+    yield a Leaf for each set of sinks with equal load. With `top`, yield only those with the highest load.
 
-    If `top`, only the highest load of each connected part. Uses the network up.
+    Each connected part has its highest load. `network` cannot be used again.
     """
     parts = [Subnetwork(list(range(network.first)), list(network.weight))]
     while parts:

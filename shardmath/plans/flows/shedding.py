@@ -33,9 +33,8 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """List, for each line i (bytes that the same ranks hold), the bytes that ranks other than its holders `held[i]`
-    must send, so that each holder sends about `target` bytes. Line i has `copies[i]` bytes, and its holders send at
-    least `once[i]` of them.
+    """List, for each i, how many bytes other ranks must take over from the ranks `held[i]`, so that none of these sends
+    much more than `target` in total. They have `copies[i]` bytes to send, and must send at least `once[i]` of them.
 
     A holder can send more if its lines cannot be shortened.
     """
