@@ -64,8 +64,8 @@ class Flip:
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return (operation, number of the partial value) for the adjoint's transfers out of a tensor at `rank`; the
-        operation is "copy" or "sum". `local` is the name of a local destination tensor of the original plan."""
+        """Return (operation, number of the partial value) for the adjoint's transfers that read the tensor `local` of
+        `rank`; the operation is "copy" or "sum". In the original plan, `local` is a destination."""
         op, addends = self.entries[local]
         return op, addends[rank]
 

@@ -165,8 +165,8 @@ class Cutter:
         return at - inside + self.of_row(row, inside)
 
     def of_row(self, row: int, at: int) -> int:
-        """Return the last offset, not after `at`, where a message can be cut. Offsets are in bytes, from the first
-        element of entry number `row` in the table of demands, a range of a tensor's elements."""
+        """Return the last byte offset, not after `at`, where a message can be cut. Both offsets count from the start of
+        the range of elements that row `row` of `self.demands` describes."""
         demands = self.demands
         batch = self.batches[int(demands.batch[row])]
         template = batch.template

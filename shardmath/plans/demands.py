@@ -117,8 +117,8 @@ class _Requests(NamedTuple):
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """Return a number for each request (a range of elements that some ranks hold and others need). Requests have
-        equal numbers if the same ranks hold them, and both or neither stay within a node."""
+        """Return a number for each request (elements that some ranks hold and others need): twice the number of its set
+        of holders, plus 1 if holders and receivers are on one node."""
         return self.holders * 2 + self.near
 
 

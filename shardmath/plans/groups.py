@@ -63,8 +63,8 @@ Identities: TypeAlias = tuple[int, int]
 
 
 class Group(NamedTuple):
-    """Tensors that move in the same way, because their source and destination layouts are equal or differ only in
-    notation. Groups with equal `key` differ only in notation too; `join_groups` merges them.
+    """Tensors that move in the same way, because their source layouts, and their destination layouts, are equal apart
+    from notation. `join_groups` merges groups with equal `key`.
 
     `src`, `dst` and `rule` belong to the first tensor.
     """

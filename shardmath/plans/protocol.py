@@ -59,7 +59,7 @@ class State(Enum):
 
 class Event(Enum):
     """An event that changes the State of a rank during a move: a step of this rank, a message from other ranks, or the
-    moment when its call that takes part in the move ends."""
+    end of the function call with which this rank takes part."""
 
     VOTE = "vote"
     AGREE = "agree"

@@ -176,9 +176,9 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield pairs (source, destination) of Partitions, which tell the partial values of the reduction `rule` that each
-    rank has before and after a move. Partial values count as positions in extra dimensions of the tensor, with one pair
-    each."""
+    """Yield pairs of Partitions: which partial values of the reduction `rule` each rank has before and after a move.
+    One pair is for the values that are reduced, if any; each other pair is for mesh axes along which values stay
+    partial."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)

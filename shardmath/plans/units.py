@@ -131,9 +131,9 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return three lists with an item for each box of `unit` (elements that move together): the index of its range in
-    the table of each dimension, `t.overlays`; its shape; and its end. An end is counted in elements from the start of
-    the unit.
+    """Return three lists with an item for each box of `unit` (elements that move together): its position, shape and
+    exclusive end, in elements from the unit's start. A position has an index into `list_columns(t.overlays[d])` for
+    each dimension d.
 
     Boxes are row-major.
     """

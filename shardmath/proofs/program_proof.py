@@ -129,8 +129,8 @@ class _Inbox(NamedTuple):
     base: Ints
 
     def find(self, block: Ints, rank: Ints) -> tuple[Ints, Bools]:
-        """Return two arrays: for each i, the index of the entry in which `rank[i]` asks for block number `block[i]` of
-        a plan's bytes, and whether there is such an entry."""
+        """Return two arrays: for each i, the index in this inbox (a list of requests) of the request of `rank[i]` for
+        block number `block[i]`, and whether there is one. A block is bytes that the same ranks need."""
         asked, wanted = _code_pairs((self.block, self.rank), (block, rank))
         request = np.searchsorted(asked, wanted)
         known = request < len(asked)

@@ -291,8 +291,8 @@ def _check_place(demands: Demands, batches: Sequence[Batch], row: int, place: in
 
 
 def find_misfit_of_bands(legs: Legs) -> str:
-    """Return an error message if the routes in `legs` are not valid for the plan's byte ranges, which `legs` has too;
-    "" if they are.
+    """Return an error message if the arrays of routes in `legs` differ in length or have numbers out of range;
+    otherwise return "".
 
     This comes before anything is expanded from the bands, so that the cost of a proof is in proportion to the
     lengths of the tables, whatever they contain. Raises PlanError if lines and cuts do not fit each other, or if

@@ -230,8 +230,8 @@ def apart(case: RuleCase) -> None:
 
 
 def inside_one_bucket(case: RuleCase) -> None:
-    """Check that every parameter's range in the flat buffer lies inside the bucket whose number the rule's result gives
-    for this parameter."""
+    """Check that the rule of `case`, a function that places parameters in the buckets of a flat buffer, places each
+    parameter inside the bucket that it names for it."""
     layout = case.layout()
     count = len(layout.bucket_indices)
     for name, (start, end, number) in layout.placed:
@@ -262,8 +262,8 @@ def evenly_divided(case: RuleCase) -> None:
 
 
 def uncut_where_said(case: RuleCase) -> None:
-    """If the rule's result sets `num_optimizer_shards`, check that it is the number of shards, and that no shard border
-    cuts a parameter."""
+    """Check `num_optimizer_shards`, unless None, in the result of the rule of `case`, a function that places parameters
+    in a flat buffer. It must be the number of shards of a bucket, and no border between shards may cut a parameter."""
     layout = case.layout()
     count = layout.num_optimizer_shards
     if count is None:

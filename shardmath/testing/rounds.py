@@ -29,8 +29,8 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """Counts of a simulated run: `steps` is the number of different program steps, `rounds` the most rounds of any
-    rank. `messages` and `staged` are the most messages and bytes that any rank has in one round.
+    """Counts of a simulated exchange of messages: `rounds` is the most rounds of any rank, `messages` and `staged` the
+    most messages and bytes of any rank in one round. `steps` is the number of different Steps that the messages have.
 
     A round's messages and bytes are those that its rank sends and receives, together.
     """

@@ -52,9 +52,8 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List one stored name for each number in `local`, the local numbers of experts (or other stacked tensors) on a
-        rank. The names are the pattern in the storage rule `row`, with `star` for its `*` and numbers for indices such
-        as {l}."""
+        """List the stored names of the experts whose numbers on their rank, counted from 0, are `local`. A name is the
+        pattern of the storage rule `row`, with `star` for `*` and local numbers for placeholders such as {ep e}."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -69,8 +68,8 @@ class Owner(NamedTuple):
         return names
 
     def list_names(self, row: Row, star: str) -> list[str]:
-        """List, without repetition, the names under which ranks store a tensor, or experts with a name each, by the
-        storage rule `row`. The word `star` replaces the `*` in the rule's name pattern."""
+        """List, without repetition, the names under which ranks store the tensor of the storage rule `row`; if experts
+        are stored one by one, the names of all. The word `star` replaces `*` in the rule's pattern of names."""
         most = max(map(len, self.stack.held.values())) if self.stack else 1
         named = self.name(row, star, range(most))
         return list(dict.fromkeys(named))

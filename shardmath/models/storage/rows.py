@@ -92,8 +92,8 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The index of the stored name in which ranks write local numbers, such as {ep e} for experts that the mesh
-        axis ep divides; None without such an index."""
+        """The placeholder in the rule's pattern of stored names for the local number of an expert on its rank, such as
+        {ep e}, where ep is a mesh axis; None without such a placeholder."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index

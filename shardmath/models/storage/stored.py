@@ -324,8 +324,9 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """Group the names that fit `template` as a dict of dicts, found[others][number]. The number is a name's number
-        at position `stacked`, such as its expert, and others are its other numbers.
+        """Return the tensor names that fit `template` as a dict of dicts: found[others][number] is a name. Its number
+        at position `stacked`, such as the expert, is the inner key (0 if `stacked` is None); its other numbers, as a
+        tuple, are the outer key.
 
         If `stacked` is None, the others are all numbers of a name, and the inner number is 0.
         """

@@ -72,8 +72,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class GroupedDim:
-    """The notation for a dimension of a stored tensor in parentheses, such as (q + k | tp n): a plus puts q and k one
-    after the other, and the text after a bar divides all before it as one sequence.
+    """The notation for a dimension of a stored tensor in parentheses, such as (q + k | tp n): q and k are concatenated,
+    and then the result is divided over mesh axis tp into ranges of n elements.
 
     Each sum is a stage. Each stage cuts what the stages before it make.
     """

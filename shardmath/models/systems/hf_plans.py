@@ -148,8 +148,12 @@ class _AppliedPlan(NamedTuple):
         return self.plan.get(generic, self.plan.get(module))
 
     def lay_out(self, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
-        """Return the layout of the parameter `name` by its style. Raises LayoutError if the number of experts is not a
-        multiple of the mesh axis size, MeshError if the mesh lacks the axis."""
+        """Return the layout of the parameter `name`: divided over the mesh axis `self.axis` as its style in the
+        transformers plan says, such as "colwise", or replicated.
+
+        Raises LayoutError if the number of experts is not a multiple of the axis size, MeshError if the mesh lacks the
+        axis.
+        """
         style = STYLES[self.find(name) or "replicate"]
         if self.axis not in self.mesh.shape:
             axes = ", ".join(self.mesh.shape) or "none"

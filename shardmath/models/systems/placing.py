@@ -41,8 +41,9 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """Return the Spot (stage, chunk, number) of each layer; stage s has `counts[c * pp + s]` of the layers in its chunk
-    (virtual stage) c, and `layers` is their total. With `renumber`, numbers begin at 0 in each chunk.
+    """Return the Spot (stage, chunk, number) of each layer; stage s has `counts[c * pp + s]` of the `layers` layers in
+    its chunk (virtual stage) c. With `renumber`, numbers begin at 0 in each chunk; `fix` is advice for the error
+    message.
 
     Raises StoreError, with `fix` as advice, when `counts` have another length than pp times `chunks`, another sum than
     `layers`, or a negative number.

@@ -186,8 +186,11 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """Yield lower bounds of a plan's time as Cuts: a set of ranks with equal `label`, such as a node, and the bytes
-    that must enter (or leave) it. Of sets with the same number of links, the one with the most bytes is yielded."""
+    """Yield lower bounds of a plan's time: each Cut is a set of ranks, and the least seconds for the bytes that must
+    enter or leave it. Ranks i and j (positions in `machine.ranks`) are in one set if `label[i] == label[j]`.
+
+    Of sets with equal numbers of links to the other ranks, only the one with the most bytes is yielded.
+    """
     count = int(label.max()) + 1
     hold = touch(table.holders, label, count)
     need = touch(table.receivers, label, count)

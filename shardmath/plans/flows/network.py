@@ -53,8 +53,9 @@ class Subnetwork(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Sinks (groups of ranks) that together send `nbytes` bytes, each in proportion to its weight; their weights add up
-    to `weight`. Sink s sends `sent[s][l] / weight` bytes of those in line number l (bytes with equal holders)."""
+    """Groups of ranks, `sinks`, that send `nbytes` bytes, each group in proportion to its weight, such as its number of
+    ranks; `weight` is the sum. Group s sends `sent[s][l] / weight` bytes of byte set l: `sent` is scaled by `weight` to
+    be whole."""
 
     nbytes: int
     weight: int

@@ -33,8 +33,8 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """List, for each i, how many bytes other ranks must take over from the ranks `held[i]`, so that none of these sends
-    much more than `target` in total. They have `copies[i]` bytes to send, and must send at least `once[i]` of them.
+    """List how many bytes other ranks must send instead of the ranks `held[i]`, for each i, so that no rank sends much
+    more than `target`. The ranks `held[i]` together have `copies[i]` bytes to send and keep at least `once[i]`.
 
     A holder can send more if its lines cannot be shortened.
     """

@@ -34,8 +34,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """The routes of a plan's bytes, as arrays: each block (bytes that the same ranks need) is cut into bands, which are
-    ranges of bytes with one route each. Other arrays tell which bytes each holder sends first.
+    """The routes of a plan's bytes from rank to rank, as arrays. Each block (bytes that the same ranks need) is cut
+    into bands, which are ranges of bytes with one route each.
 
     Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
     node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight

@@ -59,8 +59,9 @@ class LocalTensor(NamedTuple):
 
 
 class CellWork(NamedTuple):
-    """Work that a rank does on the local tensor named `key`: it sets the elements in the slices `boxes` to `value` if
-    this is listed in `RankProgram.fills`, or divides them by `value` if in `RankProgram.divisions`."""
+    """Work of a rank on the slices `boxes` of its local tensor named `key`. If the work is in the list
+    `RankProgram.fills`, the rank sets these elements to `value`; if in `RankProgram.divisions`, it divides them by
+    `value`."""
 
     key: str
     boxes: tuple[Slices, ...]

@@ -262,7 +262,7 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
     """Cut `streams` (bytes that go from one rank to another) into Slices, each with the number of its time slot. The
-    delays with which streams and their second hops start are not included; `list_slices` adds them."""
+    numbers do not include the delayed starts of streams; `list_slices` adds these."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = prog.legs.lines.blocks.owners_of(streams.block)
     most = streams.root.max(initial=0) + 1
@@ -368,8 +368,9 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return the turn (group of peers) in which two ranks exchange bytes in hop `leg`; the caller takes it modulo the
-    number of turns. `places` is the sum of the positions of the two ranks among all `ranks` ranks.
+    """Return the turn (number of a group of peers) in which two ranks exchange bytes, before the caller reduces it
+    modulo the number of turns. `places` is the sum of the ranks' positions among `ranks` ranks; `leg` is 1 for a byte's
+    first send, 2 for the next.
 
     With 2 * `ranks` turns a rank has one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
     """
