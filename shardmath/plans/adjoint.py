@@ -57,17 +57,15 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A callable that turns a transfer of a plan into a transfer of the plan's adjoint. It swaps source and
-    destination, and replaces the operation ("copy" or "sum") and the number of the partial value that is carried."""
+    """A callable that turns a transfer of a plan into a transfer of the adjoint (backward) plan. It swaps source and
+    destination, and sets the operation, "copy" or "sum", and the partial value's number to those that the adjoint
+    has."""
 
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return a pair for the adjoint's transfers out of the tensor with local name `local` at `rank`: their
-        operation, "copy" or "sum", and the number of the partial value that they carry.
-
-        The plan's transfers arrive there.
-        """
+        """Return (operation, number of the partial value) for the adjoint's transfers that read the tensor `local` of
+        `rank`; the operation is "copy" or "sum". In the original plan, `local` is a destination."""
         op, addends = self.entries[local]
         return op, addends[rank]
 
@@ -144,7 +142,8 @@ class Transposed:
         return rule_of(self.rules, name).fill
 
     def divisor(self, name: str) -> int:
-        """Return the final divisor of the tensor `name`: the number of addends (partial values) of an average, or 1."""
+        """Return the divisor that is applied to the reduced tensor `name`: the number of its partial values for an
+        average, otherwise 1."""
         return rule_of(self.rules, name).divisor
 
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
@@ -296,8 +295,8 @@ def everybody(layout: Layout, rule: Reduction) -> tuple[str, ...]:
 
 
 def flip_of(plan: Plan) -> Flip:
-    """Return the Flip that turns a plan's transfers into transfers of its adjoint. There, the replicas of a destination
-    tensor are partial values that are summed."""
+    """Return the Flip, a callable that turns transfers of `plan` into transfers of its adjoint (backward) plan. In the
+    adjoint, the replicas of each destination tensor of `plan` are partial values to be summed."""
     known: dict[_Identities, list[Entry]] = {}
     entries: dict[str, Entry] = {}
     for name, windows in plan.dst.items():

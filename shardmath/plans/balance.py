@@ -44,8 +44,8 @@ def measure_lines(demands: Demands) -> Ints:
 def balance(
     demands: Demands, batches: tuple[Batch, ...], topology: Topology | None = None
 ) -> Demands:
-    """Return `demands` with a sender chosen for each byte among its holders, so that ranks, and nodes of `topology`,
-    send about equally much.
+    """Choose a sender for each byte in `demands` among the ranks that hold it, so that ranks, and nodes of `topology`,
+    send about equally much. `batches` are the groups of tensors in `demands`, with their layouts.
 
     Bytes that stay on a node and bytes that leave it are balanced separately.
     """
@@ -136,7 +136,8 @@ def _snap_cuts(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cutter:
-    """A finder of the bytes at which messages may be cut: between boxes of a tensor, or between rows of a large box."""
+    """A finder of the bytes where messages can be cut: between boxes (multidimensional slices) of a tensor, or between
+    the rows of a box of more than 64 KiB."""
 
     demands: Demands
     batches: tuple[Batch, ...]
@@ -164,8 +165,8 @@ class Cutter:
         return at - inside + self.of_row(row, inside)
 
     def of_row(self, row: int, at: int) -> int:
-        """Return the last byte up to `at` where a tensor can be cut between two senders. `row` is the number of a row
-        of the demands: the same elements of each of several equally sharded tensors."""
+        """Return the last byte offset, not after `at`, where a message can be cut. Both offsets count from the start of
+        the range of elements that row `row` of `self.demands` describes."""
         demands = self.demands
         batch = self.batches[int(demands.batch[row])]
         template = batch.template
@@ -256,7 +257,8 @@ class Grid:
 
 @memo(8)
 def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
-    """Make the Grid that finds where messages may be cut, for all blocks (bytes with equal receivers) of `demands`."""
+    """Make the Grid that finds where messages can be cut, for all bytes in the table `demands`. `batches` are the
+    groups of tensors in `demands`, with their layouts."""
     blocks = Offsets.of_counts(demands.nbytes)
     base = blocks.first
     begin = demands.rows.spread(base[:-1])
@@ -287,10 +289,10 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """Return, for each row of `demands` (the same elements of several equally sharded tensors), the bytes of its
-    largest piece that a message never divides, such as a small box. The size is 0 if it is unknown.
+    """Return an array: for each entry of `demands`, the size in bytes of its largest piece that no message divides,
+    such as a slice of up to 64 KiB; 0 if unknown. `batches` are the groups of tensors in `demands`, with their layouts.
 
-    It is unknown if the row is a stripe of a unit.
+    It is unknown if the entry is a stripe of a unit.
     """
     size = _look_up_units(demands, batches, lambda template: template.unit_size)
     grain = _look_up_units(demands, batches, unit_grains)

@@ -73,8 +73,8 @@ class Demands:
 
     @property
     def rows(self) -> Offsets:
-        """Offsets of the rows of each block (bytes that the same ranks need): block i has the rows
-        first[i]..first[i+1]-1. A row is the same elements of each of several equally sharded tensors."""
+        """Offsets of the rows of each block: block i has the rows `rows.first[i]` up to `rows.first[i + 1]`, exclusive.
+        A block is bytes that the same ranks need, a row one range of elements in each of several tensors."""
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
@@ -112,12 +112,13 @@ class _Requests(NamedTuple):
     near: Ints
 
     def take(self, rows: Ints) -> _Requests:
-        """Return the requests with the indices `rows`, in the order of `rows`."""
+        """Return the requests with the indices `rows`, in the order of `rows`. A request is a range of elements, with
+        the ranks that hold it and the ranks that need it."""
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """Return a number for each request. Two requests have the same number if they agree in two things: the ranks
-        that hold their bytes, and whether these bytes stay within a node."""
+        """Return a number for each request (elements that some ranks hold and others need): twice the number of its set
+        of holders, plus 1 if holders and receivers are on one node."""
         return self.holders * 2 + self.near
 
 
@@ -402,7 +403,8 @@ def _count_receivers(sets: tuple[Ranks, ...], heads: _Requests) -> Ints:
 
 
 def list_receivers(demands: Demands, line: int, block: int) -> Ranks:
-    """Return the ranks that need block number `block` (bytes with equal receivers) of `line`, and do not hold it."""
+    """Return the ranks that need, and do not hold, the bytes of block number `block` among all blocks of `demands`. The
+    block is part of line number `line` (bytes that the same ranks hold)."""
     asking = demands.asked_by(block)
     if demands.count[block] == len(asking):
         return asking

@@ -63,8 +63,8 @@ Identities: TypeAlias = tuple[int, int]
 
 
 class Group(NamedTuple):
-    """Tensors with equivalent source and destination layouts, which therefore move in the same way. Two groups with
-    equal `key` move in the same way too; only the notation of their layouts can differ.
+    """Tensors that move in the same way, because their source layouts, and their destination layouts, are equal apart
+    from notation. `join_groups` merges groups with equal `key`.
 
     `src`, `dst` and `rule` belong to the first tensor.
     """
@@ -91,7 +91,8 @@ def pair_by_name(
 def key_by_name(
     src: Side, dst: Side
 ) -> tuple[Mapping[str, LayoutOrWindows], Mapping[str, LayoutOrWindows]]:
-    """Return both sides as mappings from tensor names to layouts; the sides may have different names.
+    """Return `src` and `dst` as mappings from tensor name to layout; a single layout gets the name "". The names in the
+    two results are not compared.
 
     Raises PlanError if only one is a mapping.
     """
@@ -288,8 +289,8 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """Return the names, ascending, of tensors that the destination does not hold completely. Raises PlanError for such
-    a tensor unless `window` is true or its value in `given` is a tuple of layouts."""
+    """Return the names, ascending, of tensors of which the destination lacks some elements. Raises PlanError for such a
+    tensor if `window` is false and its destination, `given[name]`, is not a tuple of layouts."""
     in_part: list[str] = []
     for group in groups:
         if holds_all(group.dst):

@@ -160,8 +160,9 @@ class Plan:
         return describe("plan", self)
 
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
-        """Draw the plan as an SVG document: `tensor` (default: the first) before and after, and bytes by sender and
-        receiver, with nodes marked by `topology`.
+        """Draw the plan as an SVG document: a tensor's layouts before and after the move, and the bytes that each rank
+        sends to each other rank. `tensor` is the first by default; `topology` adds gaps between nodes and a color for
+        bytes that cross them.
 
         `topology` is the plan's own if not given. Raises PlanError if `topology` is not a Topology, or if the plan does
         not have the tensor.
@@ -195,11 +196,13 @@ class Plan:
         return list_transfers(self, _as_rank(src), _as_rank(dst))
 
     def sent_bytes(self) -> dict[int, int]:
-        """Return, by rank, the number of bytes that each rank of both sides sends to other ranks."""
+        """Return a dict from each rank of the source or the destination to the number of bytes that it sends to other
+        ranks."""
         return dict.fromkeys(self.ranks, 0) | sum_sent(self.lines)
 
     def received_bytes(self) -> dict[int, int]:
-        """Return, by rank, the number of bytes that each rank of both sides receives from other ranks."""
+        """Return a dict from each rank of the source or the destination to the number of bytes that it receives from
+        other ranks."""
         return dict.fromkeys(self.ranks, 0) | sum_received(self.lines)
 
     def shadow_bytes(self) -> dict[int, int]:

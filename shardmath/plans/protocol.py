@@ -43,7 +43,8 @@ __all__ = ["PLACING", "PROPOSALS", "TABLE", "VERDICTS", "Event", "Protocol", "St
 
 
 class State(Enum):
-    """The state of a rank in the protocol with which ranks agree on a move."""
+    """The state of one rank while the ranks of a group decide together whether to carry out a move, such as idle, or
+    broken after a failure."""
 
     IDLE = "idle"
     AGREEING = "agreeing"
@@ -57,8 +58,8 @@ class State(Enum):
 
 
 class Event(Enum):
-    """An event at a rank during a joint action of ranks, such as a move. It is a step of this rank, a message from
-    other ranks, or the end of this rank's call."""
+    """An event that changes the State of a rank during a move: a step of this rank, a message from other ranks, or the
+    end of the function call with which this rank takes part."""
 
     VOTE = "vote"
     AGREE = "agree"
@@ -147,7 +148,8 @@ class Protocol:
 
     @property
     def counted_on(self) -> bool:
-        """Whether other ranks may be waiting for this rank, or this rank is waiting for their decision."""
+        """Whether this rank takes part in a joint decision that is not finished, so that it might be waiting for other
+        ranks, and they for it."""
         return self.state not in (State.IDLE, State.BROKEN)
 
     def note(self, event: Event) -> State:

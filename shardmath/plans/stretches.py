@@ -51,9 +51,8 @@ def block_at(demands: Demands, line: int, at: int) -> int:
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """Return the number of the row that has byte `at` of block number `block` (bytes that the same ranks need). `at`
-    counts from the block's start in the bytes that one receiver gets. A row is the same elements of each of several
-    equally sharded tensors."""
+    """Return the index of the row (entry of `demands`) that has byte `at` of block number `block` (bytes that the same
+    ranks need). `at` is an offset in the copy of the block that one rank receives."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 
@@ -188,8 +187,8 @@ def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tup
 
 
 def sum_sent(demands: Demands) -> dict[int, int]:
-    """Return, by rank, the number of bytes sent to other ranks; ranks that hold nothing that any rank needs are left
-    out."""
+    """Return a dict from each rank that holds some of the needed bytes to the number of bytes that it sends to other
+    ranks, which can be 0."""
     shares = np.diff(demands.cuts).tolist()
     first = demands.cut_first.tolist()
     out: dict[int, int] = {}

@@ -130,8 +130,8 @@ class Template:
 
     @property
     def hidden(self) -> int:
-        """The number of items at the beginning of `overlays` that stand for partial values of a sum and not for
-        dimensions of the tensor. `overlays` has a table of shared index ranges for each dimension."""
+        """The number of items at the beginning of `overlays` that stand for partial values of a sum. Each of the other
+        items stands for one dimension of the tensor."""
         return len(self.overlays) - self.src.ndim
 
 
@@ -176,9 +176,9 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield two Partitions for each extra dimension of a move: the positions in it that each source rank has, and those
-    that each destination rank gets. An extra dimension has a position for each partial value in the reduction
-    `rule`."""
+    """Yield pairs of Partitions: which partial values of the reduction `rule` each rank has before and after a move.
+    One pair is for the values that are reduced, if any; each other pair is for mesh axes along which values stay
+    partial."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)
@@ -247,7 +247,8 @@ class _OverlaySide(NamedTuple):
 
     @property
     def is_divided(self) -> bool:
-        """Whether ranks on this side hold different parts of the dimension, rather than all the same part."""
+        """Whether ranks hold different parts of this dimension, rather than all the same part. The ranks are those of a
+        move's source or its destination, whichever this object describes."""
         return len(self.held.parts) > 1 or len(self.sets) > 1
 
 

@@ -63,8 +63,8 @@ def _show_box(slices: tuple[slice, ...]) -> str:
 
 
 class Planned(Protocol):
-    """The parts of a Plan from which its transfers are made: windows (layouts) by tensor name, batches of equally
-    sharded tensors, and demands, a table of the bytes that ranks need and hold."""
+    """The parts of a Plan from which its transfers are listed: source and destination layouts by tensor name, groups of
+    equally sharded tensors, and a table of the bytes that ranks hold and need."""
 
     @property
     def src(self) -> Mapping[str, Windows]: ...
@@ -103,8 +103,8 @@ def _list_of_rank(
 def spell_transfers(
     plan: Planned, demands: Demands, stretch: Stretch, *, relayed: bool = False
 ) -> Iterator[Transfer]:
-    """Yield, tensor by tensor, the transfers that carry `stretch` (bytes from one rank to another); if `relayed`, its
-    sender is a destination rank that forwards it.
+    """Yield, tensor by tensor, the transfers that carry `stretch`, a range of bytes in `demands` that goes from one
+    rank to another. `relayed` means that the sender forwards bytes that it has received.
 
     A relay sends what it has received, folded in already.
     """
@@ -236,8 +236,9 @@ Columns: TypeAlias = tuple[int, ...]
 def expand(
     t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
 ) -> list[BoxPiece]:
-    """List, as BoxPieces, the boxes of elements lo..hi-1 of `unit` (elements that move together) from mesh position
-    `sender` to `receiver`; `relayed` if a relay sends them.
+    """List, as BoxPieces, the boxes of elements lo..hi-1 of `unit` (elements that move together) that `sender` sends to
+    `receiver`, both positions in meshes. With `relayed`, the sender is a destination rank that forwards what it
+    received.
 
     lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is a position of the
     destination too, and sends what it has received.

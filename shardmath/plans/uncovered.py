@@ -164,7 +164,8 @@ def holds_all(windows: tuple[Layout, ...]) -> bool:
 
 
 def find_not_whole(side: Mapping[str, tuple[Layout, ...]]) -> tuple[str, ...]:
-    """Return the names, ascending, of the tensors that the ranks of `side` do not hold completely."""
+    """Return the names, ascending, of the tensors in `side` that have an element which no rank holds. `side` maps
+    tensor names to layouts, and is a plan's source or destination."""
     distinct = {id(windows): windows for windows in side.values()}
     incomplete = {key for key, windows in distinct.items() if not holds_all(windows)}
     if not incomplete:
@@ -213,8 +214,8 @@ def first_unheld(windows: tuple[Layout, ...]) -> tuple[int, ...] | None:
 
 
 def check_covered(batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless each destination rank gets as many elements as its layouts have. If partial values are
-    reduced, it must get this number from each of them."""
+    """Raise PlanError unless each destination rank receives as many elements as its own layouts say that it holds. If
+    partial values are reduced, the rank must receive this number from each of them."""
     windows: dict[tuple[str, int], list[Batch]] = {}
     for batch in batches:
         key = batch.names[0], batch.target

@@ -49,7 +49,8 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """Return an array with the number of elements in a row of each unit's box (a unit is elements that move together).
+    """Return an array: for each unit (elements that move together), the number of elements per row of its box. Messages
+    can be cut between rows; a row is one index of the box's first dimension longer than 1.
 
     The number is 0 if the box is never cut, and -1 if the unit has several boxes.
     """
@@ -60,8 +61,8 @@ def unit_rows(t: Template) -> Ints:
 
 
 def unit_grains(t: Template) -> Ints:
-    """Return an array with the bytes of the largest indivisible piece of each unit (elements that move together). Such
-    a piece is a small box, or a row of a large box."""
+    """Return an array: for each unit (elements that move together), the size in bytes of its largest piece that no
+    message divides. This is a box of up to 64 KiB, or a row of a larger box."""
     largest = _find_largest(t)
     itemsize = t.src.itemsize
     small = largest.size * itemsize <= SMALL
@@ -130,9 +131,9 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return three lists with an item for each box of `unit` (elements that move together): its row numbers in the
-    overlays, its shape, and the number of elements from the start of `unit` to the end of the box. An overlay is a
-    table of shared index ranges in one dimension.
+    """Return three lists with an item for each box of `unit` (elements that move together): its position, shape and
+    exclusive end, in elements from the unit's start. A position has an index into `list_columns(t.overlays[d])` for
+    each dimension d.
 
     Boxes are row-major.
     """
@@ -157,8 +158,8 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
 
 
 def snap(t: Template, unit: int, at: int) -> int:
-    """Return the last element of `unit` (elements that move together), up to element `at`, where messages can cut it:
-    the start of a box, or of a row of a large box."""
+    """Return the last element of `unit` (elements that move together), not after `at`, before which messages can be
+    cut. This is the start of a box, or of a row in a box of more than 64 KiB."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0

@@ -147,8 +147,8 @@ class _ClaimedTensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """Record which partial value at the destination the transfer `t` goes into, if the layouts left the plan a
-        choice. `target` says which layout of the tensor, ranks and partial value `t` belongs to."""
+        """Record to which partial value at the destination the transfer `t` contributes, if the layouts allow several.
+        `target` identifies the elements that `t` and other transfers fill together."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return

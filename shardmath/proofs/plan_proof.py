@@ -53,7 +53,8 @@ __all__ = ["prove"]
 
 
 def prove(plan: Plan) -> None:
-    """Raise PlanError unless the tables of `plan` (not of an adjoint) move what the layouts of `plan` ask for."""
+    """Raise PlanError unless the byte ranges that `plan` lists in `plan.lines`, with their senders and receivers, are
+    those that its layouts ask for. An adjoint plan, which is a Transposed, cannot be passed."""
     check_plan_shapes(plan)
     groups = check_batches(plan)
     proved: set[int] = set()

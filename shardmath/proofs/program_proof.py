@@ -44,7 +44,8 @@ __all__ = ["prove_program"]
 
 
 def prove_program(prog: Program) -> None:
-    """Raise PlanError unless the program delivers everything that its plan has to deliver, within its limits."""
+    """Raise PlanError unless `prog` delivers everything that its plan has to deliver, and keeps its own limits on the
+    bytes and messages of a rank in a round."""
     check_program_shapes(prog)
     # Huge numbers may overflow; the checks find the results wrong.
     with np.errstate(all="ignore"):
@@ -128,7 +129,8 @@ class _Inbox(NamedTuple):
     base: Ints
 
     def find(self, block: Ints, rank: Ints) -> tuple[Ints, Bools]:
-        """Return, for each i, the index of the request by `rank[i]` for `block[i]`, and whether there is one."""
+        """Return two arrays: for each i, the index in this inbox (a list of requests) of the request of `rank[i]` for
+        block number `block[i]`, and whether there is one. A block is bytes that the same ranks need."""
         asked, wanted = _code_pairs((self.block, self.rank), (block, rank))
         request = np.searchsorted(asked, wanted)
         known = request < len(asked)

@@ -131,7 +131,8 @@ def check_integers(table: Overlay | Template | Demands) -> None:
 
 
 def check_sides(plan: Plan | Transposed) -> None:
-    """Raise PlanError unless the plan's sides and reductions have the right types, and name the same tensors."""
+    """Raise PlanError unless the source layouts, the destination layouts and the reductions of `plan` have the right
+    types, and are mappings with the same tensor names."""
     if isinstance(plan, Transposed):
         _check_forward(plan.forward)
     checked_ids: set[int] = set()

@@ -29,8 +29,8 @@ __all__ = ["MemberTable", "Places", "check_lines", "find_misfit_of_bands"]
 
 
 def check_lines(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Raise PlanError unless `demands` (bytes to be sent) has no gaps, agrees with the tensors in `batches`, and has
-    one sender for each byte."""
+    """Raise PlanError unless the byte ranges in `demands` follow each other without gaps, lie within the tensors in
+    `batches`, and have one sender for each byte."""
     check_integers(demands)
     _check_tables(demands)
     _check_numbers(demands, batches)
@@ -291,7 +291,8 @@ def _check_place(demands: Demands, batches: Sequence[Batch], row: int, place: in
 
 
 def find_misfit_of_bands(legs: Legs) -> str:
-    """Return an error message if a program's bands (parts of blocks of bytes) do not fit its plan; "" if they do.
+    """Return an error message if the arrays of routes in `legs` differ in length or have numbers out of range;
+    otherwise return "".
 
     This comes before anything is expanded from the bands, so that the cost of a proof is in proportion to the
     lengths of the tables, whatever they contain. Raises PlanError if lines and cuts do not fit each other, or if

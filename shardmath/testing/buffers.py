@@ -230,7 +230,8 @@ def apart(case: RuleCase) -> None:
 
 
 def inside_one_bucket(case: RuleCase) -> None:
-    """Check that every parameter lies inside the bucket that it names."""
+    """Check that the rule of `case`, a function that places parameters in the buckets of a flat buffer, places each
+    parameter inside the bucket that it names for it."""
     layout = case.layout()
     count = len(layout.bucket_indices)
     for name, (start, end, number) in layout.placed:
@@ -261,8 +262,8 @@ def evenly_divided(case: RuleCase) -> None:
 
 
 def uncut_where_said(case: RuleCase) -> None:
-    """If `num_optimizer_shards` is set, check that it is the number of shards, and that no shard border cuts a
-    parameter."""
+    """Check `num_optimizer_shards`, unless None, in the result of the rule of `case`, a function that places parameters
+    in a flat buffer. It must be the number of shards of a bucket, and no border between shards may cut a parameter."""
     layout = case.layout()
     count = layout.num_optimizer_shards
     if count is None:
@@ -282,7 +283,8 @@ def uncut_where_said(case: RuleCase) -> None:
 
 
 def starts_aligned(case: RuleCase) -> None:
-    """Check that every parameter starts at a multiple of the case's `start`."""
+    """Check that the offset of every parameter in the flat buffer is a multiple of `case.start`, the required alignment
+    in elements."""
     for name, (start, _, _) in case.layout().placed:
         what = f"{name!r} starts at {start}, not a multiple of {case.start}; round its start up"
         _require(start % case.start == 0, case, what)
@@ -400,8 +402,9 @@ def check_rule(
     start: int = 1,
     **options: object,
 ) -> None:
-    """Check that a custom `rule` of flat buffers obeys RULE_LAWS for `params`, given in forward order. All other
-    keyword arguments (`options`) are passed to `rule`; `shards` and `start` only say what result to expect.
+    """Check that `rule`, which lays out flat buffers, obeys RULE_LAWS for `params`, given in forward order. The result
+    must fit `shards`, the number of shards per bucket, and `start`, the alignment of parameters; other keyword
+    arguments go to `rule`.
 
     `shards` is the number of shards of every bucket, by default `data_parallel_world_size` if given;
     parameters begin at multiples of `start`. Raises AssertionError, which names the case.

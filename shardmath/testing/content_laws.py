@@ -42,7 +42,8 @@ PRIME = 2**61 - 1
 
 
 def define_digest(array: NDArray[Any], dtype: str, seed: int = 0) -> int:
-    """Compute the digest of a whole array element by element, as the digest is defined."""
+    """Compute the digest (content checksum) of a whole tensor, element by element, as a reference for tests. `array`
+    has its values, `dtype` is the name of its dtype, and `seed` selects the digest's random weights."""
     sealed = f"shardmath digest of {dtype}{list(array.shape)}"
     drawn = sha256(sealed.encode()).digest()
     total = int.from_bytes(drawn, "little")

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def compose_is_after(f: Runs, g: Runs) -> None:
-    """Check that compose(f, g) takes i to g(f(i)), and has a hole at i if f has one at i, or g has one at f(i)."""
+    """Check that compose(f, g) maps each i to g(f(i)), and maps i to nothing if f(i) or g(f(i)) is missing."""
     before = f.indices()
     after = g.indices().tolist()
     expected = []
@@ -63,7 +63,8 @@ def invert_undoes(runs: Runs) -> None:
 
 
 def runs_are_canonical(runs: Runs) -> None:
-    """Check that Runs of the same positions are equal, however their segments are cut and ordered."""
+    """Check that Runs which map the same positions to the same indices are equal, in whatever pieces and order they
+    were given."""
     index = runs.indices().tolist()
     cells = []
     for i, g in enumerate(index):
@@ -79,7 +80,8 @@ def runs_are_canonical(runs: Runs) -> None:
 
 
 def fast_is_definition(layout: Layout) -> None:
-    """Check that `stage_runs`, a fast formula, gives the same Runs as cutting a dimension piece by piece."""
+    """Check that the fast function `stage_runs` finds the same indices for each rank as cutting each dimension of
+    `layout` piece by piece."""
     fields = [f for dim in layout.dims for f in dim.fields]
     for rank in layout.mesh.ranks:
         coords = layout.mesh.coords(rank)

@@ -69,8 +69,8 @@ def distribute(layout: Layout, values: list[Array], hole: float = 0.0) -> dict[i
 
 
 def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
-    """Return the global array that the local arrays `shards` stand for under `layout`: addends reduced in mesh order,
-    averages divided."""
+    """Return the global array that the local arrays `shards` stand for under `layout`. Partial values are reduced in
+    mesh order; for an average, their sum is divided by their number."""
     count = _count_addends(layout)
     values = [np.zeros(layout.shape) for _ in range(count)]
     for rank, addend in _list_addends(layout):

@@ -87,7 +87,8 @@ def plan_moves_the_tensor(src: Layout, dst: Layout) -> None:
 
 
 def ends_agree(src: Layout, dst: Layout) -> None:
-    """Check that a sender and a receiver list the same transfers in order, and ranks outside the plan list nothing."""
+    """Check that, for each sender and receiver in the plan from `src` to `dst`, both list the same transfers between
+    them in the same order. Ranks outside the plan must list none."""
     planned = plan(src, dst)
     for sender, receiver in itertools.product(planned.src_ranks, planned.dst_ranks):
         between = list(planned.transfers(src=sender, dst=receiver))
@@ -136,7 +137,8 @@ def _list_elements(layout: Layout, rank: int) -> set[tuple[int, ...]]:
 
 
 def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Check that, when ranks leave, the others keep their transfers and results, and the plan is still proved."""
+    """Check that, if the ranks `leaving` are removed from a plan's destination, the other ranks keep their transfers
+    and results, and the plan is still proved correct."""
     planned = plan(src, dst)
     rest = without(planned, leaving)
     verify(rest)
@@ -156,8 +158,8 @@ def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, .
 
 
 def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
-    """Check that removing copies from a plan's destination one by one gives the same plan as removing them together. A
-    copy is a group of ranks that together hold a whole tensor."""
+    """Check that removing replicas from a plan's destination one by one gives the same plan as removing them together.
+    `leaving` has the ranks of these replicas, one replica after the other."""
     planned = plan(src, dst)
     rest = without(planned, leaving)
     size = dst.mesh.size // dst.mesh.axis_size("copy")
@@ -221,7 +223,8 @@ def _assert_close(found: dict[int, Array], expected: dict[int, Array]) -> None:
 
 
 def relabeling_commutes(src: Layout, dst: Layout) -> None:
-    """Check that renumbering all ranks renumbers each rank's received bytes, and keeps the total of sent bytes.
+    """Check that, if all ranks are renumbered, each rank receives as many bytes as under its old number, and the total
+    of sent bytes is the same.
 
     This does not hold, and is not checked, if the plan chooses which addend receives.
     """
@@ -301,8 +304,8 @@ def slicing_commutes(data: st.DataObject, src: Layout, dst: Layout) -> None:
 
 
 def windows_are_their_union(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """Check that a tensor arrives as its layout says when the source or the destination has it as windows, which are
-    several layouts that together hold it. One move is from windows, and another to windows."""
+    """Check that a tensor arrives as its layout says if the source, or the destination, has it in windows: several
+    layouts that together hold it."""
     values = addends(src)
     src_windows = data.draw(tilings(src))
     dst_windows = data.draw(tilings(dst))

@@ -29,8 +29,8 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """Counts of a simulated run: how many different program steps (`steps`), and the most rounds, messages per round,
-    and bytes per round (`staged`) of any rank.
+    """Counts of a simulated exchange of messages: `rounds` is the most rounds of any rank, `messages` and `staged` the
+    most messages and bytes of any rank in one round. `steps` is the number of different Steps that the messages have.
 
     A round's messages and bytes are those that its rank sends and receives, together.
     """

@@ -121,8 +121,8 @@ def runs(draw: Draw, most: int = 12) -> Runs:
 
 @st.composite
 def meshes(draw: Draw, most: int = 12, first: int | None = None) -> Mesh:
-    """A hypothesis strategy for meshes of up to three axes and `most` ranks, which are consecutive numbers from `first`
-    on (drawn if None), sometimes shuffled."""
+    """A hypothesis strategy for meshes with up to three axes and at most `most` ranks. Ranks are consecutive numbers
+    from `first` (random if None), and are sometimes shuffled."""
     any_sizes = st.lists(_axis_sizes, max_size=3)
     few_ranks = any_sizes.filter(lambda sizes: math.prod(sizes) <= most)
     sizes = draw(few_ranks)

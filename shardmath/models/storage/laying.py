@@ -129,8 +129,8 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 
 
 def stack_names(row: Row) -> dict[int, str]:
-    """Return a dict from the number of each dimension along which `row` stacks tensors, such as experts, to the name of
-    the placeholder that numbers these tensors, such as "e"."""
+    """Return a dict from each dimension along which a stored tensor stacks other tensors to the name of their index. It
+    is {0: "e"} if the storage rule `row` is `w = x.{e}.w : e n h`."""
     indices = {index.name for index in row.logical.indices}
     stacks: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
@@ -146,9 +146,8 @@ def stack_names(row: Row) -> dict[int, str]:
 
 
 def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None = None) -> Laid:
-    """Return the layout of a stored tensor as `row` (a storage rule) declares it; `shapes` has the shapes of the
-    tensors stored in it, by name, such as q. `frame` has the sizes of mesh axes and other numbers that `row` names,
-    `stack` the stacked tensors of each rank.
+    """Return the layout of a stored tensor, such as a fused qkv, as the storage rule `row` declares it. `shapes` has
+    the shapes of its parts, such as q; `frame` the sizes of mesh axes; and `stack` says which experts each rank has.
 
     Raises StoreError if the words do not fit the shapes, LayoutError if a size does not divide.
     """
@@ -201,8 +200,8 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """List a pair (form, index) for each dimension of a stored tensor. The form is how `row` writes the dimension, such
-    as (tp n); the index is the name, such as "e", that numbers the tensors stacked along it, or None without a stack.
+    """List a pair for each dimension of a stored tensor: the parsed notation of the storage rule `row` for it, such as
+    (tp n), and the index, such as "e", of tensors that are stacked along it, or None.
 
     `ndim` is the number of dimensions that are not stacks.
     """

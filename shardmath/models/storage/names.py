@@ -46,7 +46,8 @@ BRACKETS = {"choice": "[{}]", "index": "{{{}}}"}
 
 @dataclass(frozen=True, slots=True)
 class PatternPart:
-    """A part of a name pattern: plain text, a choice such as [q k v], an index such as {l}, `*`, or `...` for any rest.
+    """A part of a pattern of tensor names: plain text, a choice such as [q k v], an index such as {l}, `*` for "weight"
+    or "bias", or `...` for any end of a name.
 
     A "choice" has a word per component, an "index" the words that spread its number, most significant first. A "star",
     the "rest" at the end and "plain" text are one word, as written.

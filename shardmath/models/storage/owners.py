@@ -52,9 +52,8 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List one stored name for each item of `local`, the positions of tensors (such as experts) in a rank's stack.
-        A name is the pattern of `row` with `star` for its `*`, the item for the stack's placeholder, and the Owner's
-        numbers for the others."""
+        """List the stored names of the experts whose numbers on their rank, counted from 0, are `local`. A name is the
+        pattern of the storage rule `row`, with `star` for `*` and local numbers for placeholders such as {ep e}."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -69,8 +68,8 @@ class Owner(NamedTuple):
         return names
 
     def list_names(self, row: Row, star: str) -> list[str]:
-        """List the distinct names under which ranks store the tensors of `row`, with the word `star` for `*` in its
-        name pattern."""
+        """List, without repetition, the names under which ranks store the tensor of the storage rule `row`; if experts
+        are stored one by one, the names of all. The word `star` replaces `*` in the rule's pattern of names."""
         most = max(map(len, self.stack.held.values())) if self.stack else 1
         named = self.name(row, star, range(most))
         return list(dict.fromkeys(named))
@@ -145,8 +144,8 @@ class Owners:
             yield self.row.place.axis
 
     def find(self, numbers: Sequence[int], count: int) -> Owner:
-        """Return the Owner (ranks) of the stored tensor that stacks `count` tensors, such as experts. `numbers` are the
-        values of the other placeholders in the logical name, such as the layer.
+        """Return the Owner (ranks) of a stored tensor that stacks `count` tensors, such as experts. `numbers` are the
+        numbers in their logical names, such as the layer, without the expert number.
 
         `numbers` leaves out the stacked index; without one, `count` has no effect. Raises StoreError for a number
         without a declared spot, and for one that no rank has.
@@ -307,7 +306,8 @@ def _make_group(*words: Word) -> GroupedDim:
 
 
 def pile(meshes: Sequence[Mesh]) -> Mesh:
-    """Join `meshes` of equal shape into one mesh, one after the other along a new first axis, `copy`."""
+    """Join meshes of equal shape into one mesh with a new first axis, named "copy", along which `meshes` follow each
+    other."""
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
     shape = {"copy": len(meshes), **meshes[0].shape}
     return Mesh(shape, ranks=ranks)
@@ -343,11 +343,11 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """Return (tensor, layouts) for one stored tensor. layouts[i] is a tuple with the layout of component i for each
-        number in the stack, such as each expert. `numbers` are the values of the name's placeholders, such as the
-        layer; `names[i]` maps each number in the stack to component i's logical name.
+        """Return one stored tensor and its layouts: a tuple per part, such as gate and up, with a layout for each
+        stacked expert. `numbers` are the numbers in its logical names except the expert's; `names[i]` maps expert
+        numbers to part i's logical names.
 
-        A component's layouts are in order of stack number; `numbers` leaves out the stacked index. Raises StoreError if
+        Layouts are in order of expert number. Raises StoreError if
         numbers of a stack are missing, or differ in shape or dtype.
         """
         ordered = tuple(

@@ -92,8 +92,8 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The index in the stored name that is written with mesh axes, such as e in {ep e}, as a PatternPart; None
-        without one."""
+        """The placeholder in the rule's pattern of stored names for the local number of an expert on its rank, such as
+        {ep e}, where ep is a mesh axis; None without such a placeholder."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index

@@ -56,11 +56,10 @@ class Spot(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The location of a logical (checkpoint) tensor on a rank: the slices `cut` of the stored tensor `native`, with
-    dimensions in the order `order`.
+    """The place where a rank has a logical (checkpoint) tensor: `cut` holds the indices that select it in the stored
+    tensor named `native`. Dimension i of the selected slice is dimension `order[i]` of the logical tensor.
 
-    Dimension i of `native[cut]` is logical dimension `order[i]`. `function` is applied to the logical tensor before it
-    is stored; "" if none is.
+    `function` is applied to the logical tensor before it is stored; "" if none is.
     """
 
     chunk: int
@@ -92,15 +91,16 @@ class KnownSide(Protocol):
         ...
 
     def row_of(self, native: tuple[int, str], rank: int) -> object:
-        """Return a description of how `rank` stores the tensor `native`, given as (virtual stage, stored name). It is a
-        Row if storage was declared by rows, and otherwise a text.
+        """Return a description of how `rank` stores a tensor: a Row (a parsed storage rule) if there is one, and
+        otherwise a text such as "w = w : (tp n)". `native` is the pair (virtual stage, stored name) of the tensor.
 
         Raises StoreError if `rank` lacks it.
         """
         ...
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
-        """Yield (logical name, Slot, shape of the stored tensor) for each tensor of which `rank` holds a part."""
+        """Yield (logical name, Slot, shape of the stored tensor) for each logical tensor of which `rank` holds a part.
+        The Slot says which slice of which stored tensor is this part."""
         ...
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
@@ -152,7 +152,8 @@ class Stored:
 
     @property
     def digest(self) -> str:
-        """A SHA-256 digest of the declared storage, as 64 hexadecimal digits; equal on all ranks with equal storage."""
+        """A SHA-256 digest of this declaration of storage, as 64 hexadecimal digits; equal declarations have equal
+        digests."""
         # Sorted, since equal mappings may have their entries in any order.
         plain = _list_plain(self)
         text = json.dumps(plain, sort_keys=True)
@@ -174,8 +175,8 @@ class Stored:
         return read_digested(text, FORMAT, VERSION, _read)
 
     def extended(self, text: str, **numbers: int) -> Stored:
-        """Return a copy of this Stored with the rows in `text` put first, and with `numbers` (name=value) added to its
-        named sizes, such as a head dimension."""
+        """Return a copy of this Stored with the storage rules in `text` put before its present rules. Keyword arguments
+        are added to its named sizes, such as head_dim=128."""
         all_rows = rows.parse(text) + self.rows
         all_numbers = {**self.numbers, **numbers}
         return Stored(all_rows, self.meshes, self.indices, all_numbers, self.exact)
@@ -323,11 +324,11 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """Return the names that fit `template` as a dict of dicts. The outer key is a name's numbers, such as its
-        layer, except the one at position `stacked`; the inner key is that number, such as the expert, and its value the
-        name.
+        """Return the tensor names that fit `template` as a dict of dicts: found[others][number] is a name. Its number
+        at position `stacked`, such as the expert, is the inner key (0 if `stacked` is None); its other numbers, as a
+        tuple, are the outer key.
 
-        `stacked` is a position among the numbers; if it is None, each name has a group with the number 0.
+        If `stacked` is None, the others are all numbers of a name, and the inner number is 0.
         """
         # Both sides stack nearly all templates in the same way.
         key = template, stacked

@@ -38,8 +38,8 @@ Number: TypeAlias = int | str
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """One word of a dimension in a storage row: the name of a component (q) or mesh axis (tp), or a number. Suffixes
-    modify it: `n=vocab` is component n, padded to `vocab` positions."""
+    """One word in the notation for a dimension of a stored tensor, such as (tp q): the name of a part (q) or of a mesh
+    axis (tp), or a number. A suffix modifies it: `n=vocab` is n padded to the size vocab."""
 
     name: Number
     over: Number | None = None
@@ -57,7 +57,8 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A summand of a dimension in a storage row: words such as `tp q`, or words before a group such as `tp (q + k)`."""
+    """A term in the notation for a dimension of a stored tensor, such as `tp q` or `tp (q + k)`: a part (q), or parts
+    in parentheses, after the mesh axes and numbers that divide each of them."""
 
     words: tuple[Word, ...]
     group: tuple[Term, ...] = ()
@@ -71,7 +72,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class GroupedDim:
-    """A dimension that a storage row writes in parentheses: sums with bars between them, as in (q + k | tp n).
+    """The notation for a dimension of a stored tensor in parentheses, such as (q + k | tp n): q and k are concatenated,
+    and then the result is divided over mesh axis tp into ranges of n elements.
 
     Each sum is a stage. Each stage cuts what the stages before it make.
     """

@@ -109,8 +109,8 @@ class _Trainer:
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
-        """Return the mesh, layout text and shape of the tensor `name`. Raises LayoutError if ep or tp do not divide
-        it."""
+        """Return the mesh, layout text and shape of the tensor `name`. Raises LayoutError if a dimension that is
+        divided over tp or ep is not a multiple of the axis size."""
         stage = self._find_stage(name)
         if is_expert(name):
             return self._place_expert(name, shape, stage)
@@ -260,7 +260,8 @@ class _Engine:
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
-        """Return the mesh, layout text and shape of the tensor `name`. Raises LayoutError for an uneven division."""
+        """Return the mesh, layout text and shape of the tensor `name`. Raises LayoutError if a dimension that is
+        divided over tp or kv is not a multiple of the axis size."""
         module = name.rsplit(".", 2)[-2] if "." in name else ""
         if self.kv is not None and module in KV:
             heads = self.kv.axis_size("kv")

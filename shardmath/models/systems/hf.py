@@ -82,9 +82,10 @@ _Member: TypeAlias = tuple[int | None, Entry]
 
 
 def grouped(shapes: Shapes) -> dict[str, Entry]:
-    """Return `shapes` with the numbered experts of a layer stacked: one tensor (E, ...) per layer and projection.
+    """Return `shapes` with the numbered experts of each layer stacked: one entry of shape (E, ...) per projection. Its
+    name is an expert's name without the number: layers.0.experts.7.up becomes layers.0.experts.up.
 
-    Other tensors are unchanged; a stack has a name without the number, and the first expert's position.
+    Other entries are unchanged; a stack has the first expert's position.
     Raises LayoutError if the experts of a group differ, or are not numbered 0 to E - 1.
     """
     members: dict[str, list[_Member]] = {}

@@ -79,8 +79,8 @@ HEAD = {"lm_head": "colwise_gather_output"}
 
 
 def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """Return the tensor-parallel plan (pattern -> style) of transformers for a language model with this `config`;
-    `prefix` precedes the base model's patterns.
+    """Return the tensor-parallel plan (pattern -> style) of transformers for a language model with this `config`. Each
+    pattern that comes from the base model's plan gets `prefix` in front.
 
     Rules for embedding and head are added.
     """
@@ -148,8 +148,12 @@ class _AppliedPlan(NamedTuple):
         return self.plan.get(generic, self.plan.get(module))
 
     def lay_out(self, name: str, shape: tuple[int, ...], dtype: str) -> Layout:
-        """Return the layout of the parameter `name` by its style. Raises LayoutError for experts that the axis does not
-        divide, MeshError if the mesh lacks the axis."""
+        """Return the layout of the parameter `name`: divided over the mesh axis `self.axis` as its style in the
+        transformers plan says, such as "colwise", or replicated.
+
+        Raises LayoutError if the number of experts is not a multiple of the axis size, MeshError if the mesh lacks the
+        axis.
+        """
         style = STYLES[self.find(name) or "replicate"]
         if self.axis not in self.mesh.shape:
             axes = ", ".join(self.mesh.shape) or "none"

@@ -278,8 +278,8 @@ BY_KIND |= {plain(kind): ROWS[other] for kind, other in SAME.items()}
 
 
 def table(kind: str, *, fused: bool = False) -> str:
-    """Return, as text, the storage rows (rules) of a `kind` of model in a Hugging Face checkpoint. With `fused`, add
-    rows for fused tensors that can occur in models of any kind, such as experts.gate_up_proj.
+    """Return, as text, the rules for how a Hugging Face checkpoint stores a model of type `kind`, such as "qwen3moe".
+    With `fused`, add rules for fused tensors that can occur in any model, such as experts.gate_up_proj.
 
     `kind` is written as `plain` returns it. The last row stores all other tensors under their own names.
     """

@@ -56,7 +56,8 @@ class MegatronConfig:
         self.fields = given if isinstance(given, Mapping) else vars(given)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of the field `name`; Megatron's default, or else `default`, if it is missing or None."""
+        """Return the value of the field `name`. If it is missing or None, return Megatron's default for this field, or
+        `default` for a field without one."""
         value = self.fields.get(name)
         return DEFAULTS.get(name, default) if value is None else value
 
@@ -115,9 +116,9 @@ def logical_shapes(
     pattern: str | None = None,
     dtype: str = "float32",
 ) -> Shapes:
-    """Return the shape and dtype of every tensor, by logical name, of a Megatron model with this `config` and `vocab`
-    words; if `tied`, without the output layer. `positions` is the number of learned positions, `pattern` a hybrid
-    model's modules, one letter per layer.
+    """Return the shape and dtype of every tensor, by logical name, of a Megatron model with this `config` and
+    vocabulary size `vocab`. `tied` omits the output layer, `positions` is the number of learned positions, and
+    `pattern` has one letter per layer of a hybrid model.
 
     Raises StoreError for a letter that does not stand for a module.
     """

@@ -21,8 +21,8 @@ __all__ = ["divide_layers", "fill_sizes", "place_layers"]
 
 
 def divide_layers(layers: int, pp: int, *, spared: int = 0) -> list[int]:
-    """List the number of layers on each of `pp` stages. If `pp` does not divide `layers`, the remainder goes to the
-    last stages, one layer each, but the final `spared` stages get none of it.
+    """List the number of layers on each of `pp` stages. If `pp` does not divide `layers`, one extra layer each goes to
+    the last stages, not counting `spared` stages at the end.
 
     >>> divide_layers(7, 4), divide_layers(7, 4, spared=1)
     ([1, 2, 2, 2], [2, 2, 2, 1])
@@ -41,9 +41,9 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """Return the Spot (stage, chunk, number) of each layer, if stage s has `counts[c * pp + s]` layers in its chunk
-    (virtual stage) c. With `renumber`, layers are numbered from 0 in each chunk; error messages end with the advice
-    `fix`.
+    """Return the Spot (stage, chunk, number) of each layer; stage s has `counts[c * pp + s]` of the `layers` layers in
+    its chunk (virtual stage) c. With `renumber`, numbers begin at 0 in each chunk; `fix` is advice for the error
+    message.
 
     Raises StoreError, with `fix` as advice, when `counts` have another length than pp times `chunks`, another sum than
     `layers`, or a negative number.

@@ -55,7 +55,8 @@ class _Reader:
         self.found: dict[str, _Entry] = {}
 
     def read(self) -> dict[str, _Entry]:
-        """Return the shape and dtype of every logical (checkpoint) tensor, by name. This uses the reader up."""
+        """Return the shape and dtype of every logical (checkpoint) tensor, by name. It can be called only once per
+        instance."""
         conditional = [row for row in self.stored.rows if row.needs or row.lacks]
         reserved = {row.native.template(star=star) for row in conditional for star in STARS}
         # Until conditions are known, the open row at the end must not take what a conditional row may need.

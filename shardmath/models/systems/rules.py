@@ -99,7 +99,8 @@ if none are given."""
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A mesh, and rules (patterns of names with layouts) for the tensors on it; without rules, DEFAULTS apply.
+    """A mesh, and rules (name patterns with layouts) for the tensors on it. Without rules, the default rules for its
+    mesh axes, such as dp and tp, apply.
 
     `parse(str(side)) == side`. Raises NotationError if `mesh` is not a mesh, or `rules` are not rules.
     """

@@ -64,7 +64,8 @@ RENAMES_BY_KIND = {plain(kind): renames for kind, renames in RENAMES.items()}
 
 
 class SGLangForm(NamedTuple):
-    """Options of an SGLang engine on which the storage rows of a model depend.
+    """Options of an SGLang engine that decide how it stores a model's parameters, such as the mesh axes that divide the
+    embedding.
 
     The axes that divide embedding (`words_in`) and head (`words_out`); whether there are several stages; whether linear
     layers have a scale per block; whether `unknown` tensors are whole on each rank instead of an error.
@@ -79,8 +80,11 @@ class SGLangForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: SGLangForm) -> tuple[Row, ...]:
-    """Return SGLang's storage rows for a model type `kind`, with the options in `form`. `kind` is written in lower-case
-    letters and digits only, without the suffix "text", such as "qwen35moe"."""
+    """Return rules for how SGLang stores a model of type `kind`, such as "qwen35moe": each Row has a pattern of stored
+    names, their checkpoint names, and the sharding. `form` has the engine's options.
+
+    `kind` is written in lower-case letters and digits only, without the suffix "text".
+    """
     prefix = "model.layers.{l}."
     of_kind = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
     text = f"{_write_ends(kind, form)}{of_kind}[{prefix} = {prefix}]{NORMS}"

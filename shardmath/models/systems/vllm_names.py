@@ -149,7 +149,8 @@ EVERYWHERE: dict[str, set[str]] = {
 
 
 def rename(kind: str, name: str) -> str:
-    """Return the name that vLLM gives the module or tensor `name` in a model of type `kind`."""
+    """Return the name that vLLM gives a module or tensor in a model of type `kind`. The argument `name` is its name in
+    most vLLM models, such as model.norm.weight."""
     for old, new in BY_KIND.get(plain(kind), ()):
         name = name.replace(old, new)
     return name

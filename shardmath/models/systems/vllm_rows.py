@@ -219,7 +219,8 @@ GRAIN = re.compile(r" hd\b|\^tile\b")
 
 
 class VLLMForm(NamedTuple):
-    """Options of a vLLM engine on which the storage rows of a model depend.
+    """Options of a vLLM engine that decide how it stores a model's parameters, such as the order in which experts are
+    distributed over ranks.
 
     The way in which experts are dealt; the order of gate and up in each; whether linear layers have a scale per block;
     whether `unknown` tensors are whole on each rank instead of an error.
@@ -233,8 +234,11 @@ class VLLMForm(NamedTuple):
 
 @memo()
 def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """Return vLLM's storage rows for a model type `kind`, with the options in `form`. `kind` is written in lower-case
-    letters and digits only, without the suffix "text", such as "qwen35moe"."""
+    """Return rules for how vLLM stores a model of type `kind`, such as "qwen35moe": each Row has a pattern of stored
+    names, their checkpoint names, and the sharding. `form` has the engine's options.
+
+    `kind` is written in lower-case letters and digits only, without the suffix "text".
+    """
     prefix = "model.layers.{l}."
     text = _write_ends(kind) + _write_layer(prefix, prefix, kind, form)
     if form.unknown:
@@ -244,8 +248,8 @@ def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
 
 @memo()
 def draft_table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
-    """Return the storage rows of the draft model that predicts further tokens (MTP), in vLLM with the options in
-    `form`, for a `kind` of model."""
+    """Return rules, as Rows, for how vLLM stores the draft model (MTP, which predicts further tokens) that belongs to a
+    main model of type `kind`. `form` has the engine's options."""
     names = "model.layers.{m}.mtp_block.", "mtp.{m}."
     text = DRAFT + _write_layer(*names, kind, form)
     if form.unknown:
@@ -274,9 +278,9 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
-    """Return, as text, the storage rows in `attention` once for each name that models give an attention module, such as
-    self_attn, and the rows in `mlp` likewise. Stored names begin with `native`, logical names with `logical`; `scales`
-    adds rows for block scales."""
+    """Return a text that repeats the storage rules in `attention` for each usual name of an attention module, such as
+    self_attn, and those in `mlp` for each MLP name. `native` and `logical` are prefixes for stored and checkpoint
+    names; `scales` adds rules for block scales."""
     text = ""
     for modules, module_rows in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
@@ -303,7 +307,8 @@ def write_unknown(native: str, logical: str) -> str:
 
 
 def rename_rows(text: str, rename: Callable[[str], str]) -> tuple[Row, ...]:
-    """Return the Rows of the storage table `text`, with the function `rename` applied to each stored name."""
+    """Parse `text`, which has a storage rule per line, such as `w1.* = up_proj.* : (tp n) h`, into Rows. The function
+    `rename` is applied to each stored name, which is left of the equal sign."""
     renamed = []
     # Renamed after heads and rows are joined, so that mlp.gate differs from other gates.
     for row in rows.parse(text):

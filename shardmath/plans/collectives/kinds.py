@@ -41,8 +41,8 @@ class CollectiveSide:
     buffers: list[Buffer | None]
 
     def boxes(self, group: Members) -> list[Holding]:
-        """List the box of elements of each class of ranks (which hold the same) in `group`, a tuple of class
-        numbers."""
+        """List the boxes (multidimensional slices) of elements that the classes with the numbers in `group` hold. A
+        class is all ranks that hold the same elements."""
         return [self.held[member] for member in group]
 
 

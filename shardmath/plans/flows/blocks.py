@@ -73,8 +73,8 @@ class NumberedSets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
-    """The blocks of bytes of a plan as columns of a table: the ranks that hold a block, the ranks that need it, its
-    bytes, and its `key`. A key is a number for a pair: group of tensors, and number of the partial value that is sent.
+    """A table of a plan's blocks of bytes: for each block, the ranks that hold it, the ranks that need it, its size,
+    and its `key`. Blocks with equal keys belong to the same group of tensors and the same partial value.
 
     `key` numbers (group, addend), ascending; `group` has the group of each key. `wanted` sums the
     blocks by receivers and key: (set, key, bytes).

@@ -22,9 +22,10 @@ __all__ = ["Cut", "TouchedLabels", "find_shared", "list_cuts", "touch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TouchedLabels:
-    """The distinct labels (such as node numbers) of the ranks in each of several sets, and each block's set.
+    """The distinct labels (such as node numbers) of the ranks that hold each block of a plan's bytes, or of those that
+    need it.
 
-    `sets` are ranges of `labels`.
+    `of` gives the set number of each block; `sets` are ranges of `labels`.
     """
 
     of: Ints
@@ -32,11 +33,13 @@ class TouchedLabels:
     labels: Ints
 
     def widths(self) -> Ints:
-        """Return, for each block, how many different labels (such as node numbers) the ranks in its set have."""
+        """Return an array: for each block of a plan's bytes, the number of different labels, such as nodes, of its
+        ranks (those that hold it, or those that need it)."""
         return self.sets.counts()[self.of]
 
     def only(self) -> Ints:
-        """Return, for each block, the label that all of its ranks have, or -1 if they have several."""
+        """Return an array: for each block of a plan's bytes, the label that all its ranks (those that hold it, or those
+        that need it) have, or -1 if their labels differ."""
         first = self.sets.first[self.of]
         single = self.widths() == 1
         return np.where(single, self.labels[first], -1)
@@ -183,8 +186,11 @@ def _count_links(machine: Machine, label: Ints, count: int) -> tuple[Ints, Ints]
 
 
 def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]:
-    """For each direction (in, out) and link speed, yield a Cut: the set of ranks with such links that the most bytes
-    must enter or leave. A set is all ranks with the same `label`, such as a node."""
+    """Yield lower bounds of a plan's time: each Cut is a set of ranks, and the least seconds for the bytes that must
+    enter or leave it. Ranks i and j (positions in `machine.ranks`) are in one set if `label[i] == label[j]`.
+
+    Of sets with equal numbers of links to the other ranks, only the one with the most bytes is yielded.
+    """
     count = int(label.max()) + 1
     hold = touch(table.holders, label, count)
     need = touch(table.receivers, label, count)

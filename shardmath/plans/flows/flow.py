@@ -50,7 +50,8 @@ Holders: TypeAlias = tuple[int, ...]
 
 
 class Level(NamedTuple):
-    """Ranks that each send equally many bytes, `nbytes / len(ranks)`, in every optimal division of the bytes."""
+    """Ranks that each send the same number of bytes, `nbytes / len(ranks)`, when all bytes are shared as evenly as
+    possible among the ranks that hold them."""
 
     nbytes: int
     ranks: tuple[int, ...]
@@ -88,7 +89,8 @@ def shares(
 
 
 def find_levels(lengths: Sequence[int], holders: Sequence[Holders]) -> list[Level]:
-    """Group ranks by load in an optimal division of `lengths` (bytes) among `holders`; list Levels, highest load first.
+    """Share bytes as evenly as possible among the ranks that hold them, and list the ranks with equal loads as Levels,
+    highest load first. Each of the ranks `holders[i]` can send any of `lengths[i]` bytes.
 
     Every holder is in one level, and no two levels have the same load. Raises PlanError as `shares`
     does.

@@ -53,9 +53,9 @@ class Subnetwork(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Sinks (groups of ranks) that send bytes in proportion to their weights, such as numbers of ranks. They send
-    `nbytes` bytes in total and have the total weight `weight`. `sent[sink][line]` is how many bytes of a line (bytes
-    that several sinks can send) the sink sends, multiplied by `weight` to be whole."""
+    """Groups of ranks, `sinks`, that send `nbytes` bytes, each group in proportion to its weight, such as its number of
+    ranks; `weight` is the sum. Group s sends `sent[s][l] / weight` bytes of byte set l: `sent` is scaled by `weight` to
+    be whole."""
 
     nbytes: int
     weight: int
@@ -64,10 +64,10 @@ class Leaf(NamedTuple):
 
 
 def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
-    """Share the bytes of `network` among its sinks (takers) as evenly as possible; yield a Leaf per set of equal load;
-    with `top`, only for the highest loads.
+    """Share the bytes of `network` as evenly as possible among its sinks (groups of ranks that can send them), and
+    yield a Leaf for each set of sinks with equal load. With `top`, yield only those with the highest load.
 
-    If `top`, only the highest load of each connected part. Uses the network up.
+    Each connected part has its highest load. `network` cannot be used again.
     """
     parts = [Subnetwork(list(range(network.first)), list(network.weight))]
     while parts:

@@ -33,9 +33,8 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """List, for each line i (bytes that the same ranks hold), the bytes that ranks other than its holders `held[i]`
-    must send, so that each holder sends about `target` bytes. Line i has `copies[i]` bytes, and its holders send at
-    least `once[i]` of them.
+    """List how many bytes other ranks must send instead of the ranks `held[i]`, for each i, so that no rank sends much
+    more than `target`. The ranks `held[i]` together have `copies[i]` bytes to send and keep at least `once[i]`.
 
     A holder can send more if its lines cannot be shortened.
     """

@@ -61,7 +61,8 @@ class Topology:
         return number // self.ranks_per_node
 
     def nodes(self, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """Return the distinct `ranks` on each node, by node number, both ascending; nodes without one are left out."""
+        """Return a dict from node number to a tuple of the `ranks` on that node; nodes without any of `ranks` are left
+        out. Nodes and ranks are in ascending order."""
         given = listed(ranks, "ranks", PlanError)
         distinct = {as_integer(rank, "a rank", PlanError) for rank in given}
         by_node: dict[int, list[int]] = {}

@@ -83,9 +83,9 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
 
 
 def follow(part: RankProgram, plan: Plan, pace: Pace) -> RankProgram | None:
-    """Adapt `part`, the program of one rank, to `plan`, the plan after ranks left or came back, and return it; messages
-    between ranks that stay are kept. Returns None if `part` does not fit, for example because `pace` has other message
-    limits."""
+    """Adapt the RankProgram `part` to `plan`, in which ranks left or came back, and keep the messages between the other
+    ranks. Returns None if this is not possible, such as if `pace` (message size, peers at once) would cut messages
+    differently."""
     change = compare(part, plan)
     if change is None or part.pace is None or not part.pace.is_like(pace):
         return None

@@ -30,8 +30,8 @@ __all__ = ["drop_receivers"]
 
 
 def drop_receivers(demands: Demands, left: frozenset[int], batches: Sequence[int]) -> Demands:
-    """Return `demands` without the bytes that the ranks in `left` need; these ranks must not be senders. `batches` are
-    the numbers of the batches of tensors that remain, which are renumbered from 0.
+    """Return `demands` without the bytes that the ranks in `left` need; the caller ensures that these ranks send
+    nothing. `batches` are the old numbers of the tensor groups that remain; their new numbers are 0, 1, and so on.
 
     `batches` is ascending.
     """

@@ -134,7 +134,8 @@ def _raise_torn(name: str, layout: Layout, leaving_ranks: frozenset[int]) -> NoR
 
 
 def find_held(layout: Layout, ranks: Sequence[int]) -> tuple[int, str]:
-    """Find the first of `ranks` that holds an element; return the rank, and the element in words.
+    """Find the first of `ranks` that holds an element under `layout`; return this rank, and a text for error messages
+    with the element's index, such as "element (0, 4)".
 
     Returns the first rank if none holds any.
     """

@@ -76,10 +76,11 @@ def most_peers(transfers: Iterable[Transfer]) -> int:
 def set_pace(
     ranks: tuple[int, ...], *, peers: int, max_inflight_bytes: int, by_addend: bool
 ) -> Pace:
-    """Choose a Pace (message size, and peers at once) that keeps each of `ranks`, with at most `peers` peers, within
-    `max_inflight_bytes`. With `by_addend`, the partial values of a sum are sent one after the other.
+    """Choose a Pace (message size, and number of peers at once) with which no rank has more than `max_inflight_bytes`
+    in flight. `peers` is the largest number of peers of any rank; with `by_addend`, partial values are sent one after
+    the other.
 
-    `ranks` are the plan's ranks; `peers` is the largest `most_peers` of any rank. Raises ExchangeError
+    `ranks` are the plan's ranks. Raises ExchangeError
     if the limit has no room for a message of `ALIGNMENT` bytes in each direction.
     """
     wanted = max(1, peers)

@@ -41,9 +41,9 @@ __all__ = ["find_legs"]
 def find_legs(
     plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
-    """Yield one Legs, which says which bytes of `plan` each rank sends in each hop, on nodes of `per_node` ranks. With
-    `by_node`, the ranks of a node share the bytes that enter it. With `relays`, nodes forward bytes to other nodes; if
-    no bytes would be forwarded, nothing is yielded.
+    """Yield one Legs: the routes of all bytes in `demands` from rank to rank. With `relays`, some receivers forward
+    bytes in place of busy holders; if no holder needs this, nothing is yielded. With `by_node`, the `per_node` ranks of
+    a node share the bytes that enter it.
 
     Relays that shed nothing change nothing: the legs would equal those without relays.
     """

@@ -34,8 +34,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bands:
-    """Routes of the bytes of a plan: each block (bytes that the same ranks need) is cut into bands, and each band has a
-    route to the receiving nodes. The table also has the bytes that each holder sends in the first hop.
+    """The routes of a plan's bytes from rank to rank, as arrays. Each block (bytes that the same ranks need) is cut
+    into bands, which are ranges of bytes with one route each.
 
     Block b has the bands `first[b]..first[b+1]-1` and divides its nodes into `classes[b]` classes:
     node i is in class `i % classes[b]`. Band i begins at byte `at[i]` of the content and goes straight
@@ -101,7 +101,8 @@ class Legs:
 
 
 def measure_bands(demands: Demands, bands: Bands) -> Ints:
-    """Return the number of bytes in each band (part of a block of bytes), as an array."""
+    """Return an array with the number of bytes in each band, a range of bytes with one route. `demands` has the sizes
+    of the blocks that `bands` cuts into bands."""
     size = np.diff(bands.at, append=0)
     last = bands.first[1:] - 1
     size[last] = demands.nbytes - bands.at[last]
@@ -109,8 +110,8 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """Count, for each band i (a part of block number `block[i]`), the nodes to which holders send it without relays.
-    `groups[b]` lists, for each node that receives block b, the number of its ranks that do."""
+    """Count, for each band i (a range of bytes of block number `block[i]`), the nodes that receive it directly from
+    ranks that hold it. `groups[b]` lists, per node that receives block b, how many of its ranks need it."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]
@@ -151,7 +152,8 @@ its streams. Larger bundles would be no faster, and take more memory.
 
 
 def bundle(lines: Ints, weights: Ints) -> list[Ints]:
-    """Divide the array `lines` where the running sum of `weights` passes a multiple of MOST_TOGETHER; list the parts.
+    """Divide the array `lines` into parts, with a cut where the running sum of `weights` reaches a multiple of 8192;
+    list the parts. `weights[i]` is the cost of item i, such as its number of transfers.
 
     >>> weights = np.array([5000, 3000, 9000, 5000, 4000])
     >>> [together.tolist() for together in bundle(np.arange(5), weights)]

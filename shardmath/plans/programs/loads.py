@@ -150,8 +150,8 @@ def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
 
 
 def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
-    """Return an array (turns, ranks) of the most messages, sent and received together, that a rank can have in a round
-    of each turn. A turn is all rounds in which ranks exchange messages with the same group of peers.
+    """Return an array (turns, ranks) of the most messages, sent and received together, that a rank has in any round of
+    a turn. In a turn, each rank exchanges messages with one group of peers; `pairs` lists who sends to whom.
 
     There is one message for each leg and peer in each direction, whatever the phase.
     """
@@ -171,8 +171,8 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
 
 
 def sum_round_loads(prog: Program) -> Loads:
-    """Return the bytes of each round as an array with five axes: partial value, slice, group of peers, rank, and link.
-    The first three number the round; links are out or in, inside or between nodes.
+    """Return the bytes of each round, as an array with axes (partial value, slice, group of peers, rank, link), where a
+    link is in or out, inside or between nodes. A round sends one slice of one partial value to one group of peers.
 
     Bytes are exact, slice by slice. The latest loads are cached with the legs: a program that is scheduled is often
     certified and proved next.
@@ -336,8 +336,8 @@ def _time_links(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
-    """Return the seconds at which each round begins and ends, as an array with four axes: partial value, slice, group
-    of peers, and (begin, end). The first three number the round; `loads` has the bytes of each round.
+    """Return the seconds at which each round begins and ends, as an array with axes (partial value, slice, group of
+    peers, begin or end). A round sends one slice of one partial value to one group of peers; `loads` has its bytes.
 
     Empty rounds take no time. The last round ends at the time of `estimate_seconds`.
     """

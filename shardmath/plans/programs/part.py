@@ -59,8 +59,9 @@ class LocalTensor(NamedTuple):
 
 
 class CellWork(NamedTuple):
-    """Work that a rank does on boxes of its local tensor `key`: it sets all their elements to `value`, or divides all
-    of them by `value`."""
+    """Work of a rank on the slices `boxes` of its local tensor named `key`. If the work is in the list
+    `RankProgram.fills`, the rank sets these elements to `value`; if in `RankProgram.divisions`, it divides them by
+    `value`."""
 
     key: str
     boxes: tuple[Slices, ...]
@@ -119,7 +120,8 @@ def plan_of(plan: Plan | Transposed | Program) -> Plan | Transposed:
 
 
 def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
-    """Return the tensors that `rank` stores on one side of a plan, as LocalTensors by local name."""
+    """Return the tensors that `rank` stores on `side`, the source or destination of a plan. Keys are local names: a
+    tensor's name, or name[i] for its part under layout i if it has several layouts."""
     stored: dict[str, LocalTensor] = {}
     for tensor, windows in side.items():
         for local, layout in windows.locals(tensor, rank):
@@ -128,7 +130,8 @@ def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
 
 
 def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
-    """Return the boxes (tuples of slices) of a local tensor that hold elements; `runs` has the Runs of each dimension.
+    """Return the boxes (tuples of slices) of a local tensor that hold elements and not padding. `runs` tells, for each
+    dimension, at which local indices there are elements.
 
     A scalar has the box ().
 
@@ -244,8 +247,8 @@ def _list_pieces(rounds: Iterable[Round]) -> Iterator[Transfer]:
 def make_parts(
     plan: Plan | Transposed | Program, *, max_inflight_bytes: int = INFLIGHT_BYTES
 ) -> tuple[RankProgram, ...]:
-    """Make every rank's RankProgram, by ascending rank; a plan's transfers are cut into messages within
-    `max_inflight_bytes`, by limits that all ranks share."""
+    """Make the RankProgram of every rank, by ascending rank, for a plan or program. For a plan, messages are cut so
+    that no rank has more than `max_inflight_bytes` in flight."""
     outlines = [outline_part(plan, rank) for rank in plan.ranks]
     peers = max((outline.peers for outline in outlines), default=0)
     # One addend after the other takes more rounds, so it is done only if the order requires it.

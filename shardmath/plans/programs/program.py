@@ -142,7 +142,8 @@ class Program:
 
     @property
     def collectives(self) -> dict[str, Collective]:
-        """The Collective of each tensor whose move is one, such as an all-gather, by name."""
+        """A dict from tensor name to Collective, for each tensor whose move is equivalent to a collective, such as an
+        all-gather."""
         return recognize_all(self.plan)
 
     def for_rank(self, rank: int) -> tuple[Round, ...]:
@@ -260,11 +261,8 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes that go from one rank to another) into Slices with time slots. Slots are counted from the
-    start of a hop and of a line (bytes that the same ranks hold), without the delays at which these start.
-
-    `list_slices` adds these delays.
-    """
+    """Cut `streams` (bytes that go from one rank to another) into Slices, each with the number of its time slot. The
+    numbers do not include the delayed starts of streams; `list_slices` adds these."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = prog.legs.lines.blocks.owners_of(streams.block)
     most = streams.root.max(initial=0) + 1
@@ -370,11 +368,11 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return a number that, modulo the number of turns, is the turn (group of peers) in which two ranks exchange bytes
-    in hop `leg`. `places` is the sum of the two ranks' positions among all `ranks` ranks.
+    """Return the turn (number of a group of peers) in which two ranks exchange bytes, before the caller reduces it
+    modulo the number of turns. `places` is the sum of the ranks' positions among `ranks` ranks; `leg` is 1 for a byte's
+    first send, 2 for the next.
 
-    Positions are among all `ranks` ranks. With 2 * `ranks` turns a rank has one peer in each turn; with 2 * `ranks`
-    turns for each leg, one peer and one leg.
+    With 2 * `ranks` turns a rank has one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
     """
     return places + 2 * ranks * (leg - 1)
 

@@ -92,10 +92,12 @@ def schedule(
     max_ops_per_group: int = 2048,
     fanout: Fanout = "auto",
 ) -> Program:
-    """Return a Program: `plan` divided into rounds of messages for the cluster `topology` (default: the plan's own).
-    With `fanout` "node", a byte enters each node once; "none" sends straight; "auto" picks the estimated fastest way.
+    """Return a Program: `plan` divided into rounds, in each of which a rank has at most `max_inflight_bytes` bytes and
+    `max_ops_per_group` messages. `fanout` is "node" (bytes enter each node once), "none" (ranks are sent their bytes
+    directly) or "auto" (the fastest by estimate).
 
-    Without either it assumes nodes of 8 ranks: its repr and `show` say so, and it has no certificate.
+    `topology` is the plan's own by default. Without either the program assumes nodes of 8 ranks: its repr and `show`
+    say so, and it has no certificate.
     Compiling the program runs it as it is; compiling the plan itself runs `as_planned(plan)`.
     `max_inflight_bytes` bounds the bytes that a rank has in flight in a round, both directions together;
     `max_ops_per_group` bounds its messages. Raises PlanError if the plan is an adjoint, or if no cut can

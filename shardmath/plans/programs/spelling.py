@@ -29,8 +29,9 @@ __all__ = ["spell_parts"]
 def spell_parts(
     plan: Plan, demands: Demands, given: Stretches, relayed: Bools, parts: StretchParts
 ) -> tuple[list[Transfer], Offsets]:
-    """Return the transfers for `parts`, which are parts of the byte ranges `given`, and Offsets that tell which
-    transfers belong to each part. `relayed[i]` says whether byte range i is sent by a relay.
+    """Return the transfers that carry `parts` of the byte ranges `given`, and Offsets: part i has transfers
+    first[i]..first[i+1]-1. `demands` is the plan's table of bytes to send; `relayed[i]` says whether byte range i is
+    forwarded by a rank that received it.
 
     The sender of a `relayed` stretch is a rank of the destination and sends what it has received,
     folded in already. Raises MeshError if a rank is not in the mesh of its side.

@@ -121,9 +121,8 @@ class Straight(NamedTuple):
 
 
 def list_straight(legs: Legs, lines: Ints) -> Straight:
-    """List, as Straight, the bytes that ranks send without relays from what they hold themselves. `lines` are numbers
-    of lines (bytes that the same ranks hold), of which all blocks (bytes that the same ranks need) are listed in
-    order."""
+    """List, as Straight, the bytes that ranks send directly from their own data, and not from what they received. Only
+    bytes in the lines (bytes that the same ranks hold) with the numbers `lines` are listed."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     return _pick_straight(legs, entries)

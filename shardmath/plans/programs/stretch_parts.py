@@ -44,11 +44,11 @@ class Stretches(NamedTuple):
 
 
 class StretchParts(NamedTuple):
-    """Parts of byte ranges that go from rank to rank. Part i is elements lo[i]..hi[i]-1 of a unit (elements that move
-    together), in each of `copies[i]` consecutive tensors.
+    """Parts of byte ranges that go from rank to rank. Part i is the elements lo[i]..hi[i]-1 in each of `copies[i]`
+    tensors, the first of which has number `tensor[i]`; it is part of byte range `stretch[i]`.
 
-    Part i belongs to byte range number `stretch[i]`, and its unit to row `row[i]`. The first of the tensors has number
-    `tensor[i]` in its batch.
+    The elements are counted in a unit (elements that move together), to which row `row[i]` of the demands belongs.
+    Tensors are numbered in their batch.
     """
 
     stretch: Ints
@@ -64,8 +64,8 @@ class StretchParts(NamedTuple):
 
 
 def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
-    """Cut the byte ranges `given` into parts. A part is one range of elements, the same in each of several consecutive
-    tensors of a batch; `batches` are the groups of equally sharded tensors."""
+    """Cut the byte ranges `given`, which refer to the table `demands`, into parts that are one range of elements in
+    each of several tensors. `batches` are the groups of equally sharded tensors in `demands`."""
     grid = make_grid(demands, batches)
     cut = _cut_by_row(grid, given)
     by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])

@@ -56,7 +56,8 @@ MOST_BYTES = 1 << 62
 @public
 @dataclass(frozen=True, slots=True)
 class Relabeling:
-    """A renumbering of a destination's ranks: `pairs` (old number, new number), ascending, which are a permutation.
+    """A renumbering (permutation) of a destination's ranks: `pairs` has a pair (old number, new number) for each rank,
+    by ascending old number.
 
     `kept_before` and `kept_after` are the bytes that stay where they are under the old and the new
     numbers.
@@ -113,8 +114,8 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 
 def relabel(src: Side, dst: Side) -> Relabeling:
-    """Find the renumbering of the ranks of `dst` with which a plan from `src` moves the fewest bytes. It never changes
-    which partial value of a Partial destination a rank holds.
+    """Find the renumbering of the ranks of `dst` with which a plan from `src` moves the fewest bytes. If `dst` is
+    Partial, each rank keeps the partial value that `dst` gives it.
 
     `src` and `dst` are as in `plan`. `saving`, in bytes, is exact. The search takes 16 bytes of memory per pair of
     destination ranks. Raises PlanError if names, shapes, dtypes or reductions differ, and if scipy is needed and not
