@@ -68,8 +68,8 @@ class Broadcast:
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The rounds of messages that the plan has for this rank; they are read only to count messages and bytes for
-        reports. This engine sends other messages: it broadcasts tensors."""
+        """The messages that the plan has for this rank, grouped into rounds of messages that are posted together.
+        Reports count these messages and their bytes, but this engine broadcasts tensors instead of sending them."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:

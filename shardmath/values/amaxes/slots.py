@@ -34,9 +34,9 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """Four arrays for the amaxes (largest magnitudes of blocks) that a rank sends and receives. `sent` and `received`
-    have each amax's number among all exchanged ones; `sources` and `targets` have the index of its block among the
-    blocks with elements on the rank.
+    """The amaxes (largest magnitudes of blocks) that a rank sends and receives, by their numbers among all exchanged
+    ones (`sent`, `received`). `sources` has, for each sent amax, the index of its block among the rank's blocks;
+    `targets` has the same for each received amax.
 
     A slot is the number of one rank's amax of one block. A rank touches the blocks of which it holds positions. It
     sends slots `sent`, filled with the amaxes of its touched blocks at `sources`; and receives slots `received`, which
@@ -125,8 +125,8 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
     """Renumber amaxes (largest magnitudes of blocks), so that no two have the same number; each item of `kinds` has the
-    amaxes of one kind of block. Return a list with a tuple for each of `count` parts of the tensor: its Shares (amaxes
-    sent and received), one per kind."""
+    amaxes of blocks of one size, such as rows. Return, for each of `count` parts of the tensor, a tuple of one Share
+    (its sent and received amaxes) per item."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:

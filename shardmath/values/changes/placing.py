@@ -44,8 +44,8 @@ class Lying(NamedTuple):
 
 
 class PlacedRow(NamedTuple):
-    """Positions (`cell`) in storage number `row` at which to write elements, and the indices (`which`) of these
-    elements among those passed to `place`."""
+    """Positions (`cell`) in one storage at which to write received elements, and the indices (`which`) of these
+    elements in the array passed to `Receivers.place`. `row` is the number that the caller gave to the storage."""
 
     row: int
     which: Ints

@@ -31,7 +31,7 @@ __all__ = ["Cast", "NegativeExp"]
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A transform that casts numbers to `dtype`, at the source or at the destination, as `at` says; and then, at the
+    """A transform that casts numbers twice: to `dtype`, at the end `at` ("source" or "destination"), and then, at the
     destination, to the destination's dtype. Floats are rounded to the nearest, ties to even.
 
     Floats may always be rounded. `lossy=True` also allows casts of integers to types that lack some of them: they keep
@@ -85,8 +85,8 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class NegativeExp:
-    """A transform that computes -exp of each number, rounded to float32 and then to the destination's dtype, at the
-    source or at the destination.
+    """A transform that computes -exp of each number, rounded to float32 and then to the destination's dtype. `at` is
+    the end that computes it, "source" or "destination".
 
     Engines store A of a state-space model, trainers store A_log. Raises PlanError for tensors that are not floats.
     """
