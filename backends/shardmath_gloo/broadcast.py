@@ -68,8 +68,8 @@ class Broadcast:
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The messages that the plan has for this rank, grouped into rounds of messages that are posted together.
-        Reports count these messages and their bytes, but this engine broadcasts tensors instead of sending them."""
+        """The plan's messages of this rank, grouped into rounds. They are for reports, which count planned messages and
+        bytes; this engine broadcasts tensors instead of sending these messages."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:

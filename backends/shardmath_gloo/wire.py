@@ -91,8 +91,8 @@ class _Long(NamedTuple):
     answer: Callable[[], _Pending] | None = None
 
     def wait(self) -> None:
-        """Wait until this long message (1 MiB or more) has been transferred, and then the one-byte answer of its
-        receiver. Raises PeerFailure if either fails or is late."""
+        """Wait until this long message (1 MiB or more) has been transferred, and until the byte with which its receiver
+        confirms it has been transferred too. Raises PeerFailure if either transfer fails or is late."""
         for part in self.parts:
             part.wait()
         if self.answer is not None:

@@ -117,8 +117,9 @@ def _check_offered(group: compat.Group) -> None:
 
 
 class NcclWire:
-    """The connections of an NCCL group. A wait on the host fails if a started batch of messages does not complete
-    within `patience` seconds, counted from the start of the wait or the end of the batch before."""
+    """The connections of an NCCL group, over which batches of messages are started and waited for in order. A wait
+    raises PeerFailure if a batch takes more than `patience` seconds, counted from when the host begins to wait for that
+    batch."""
 
     def __init__(self, group: compat.Group, patience: float) -> None:
         _check_handling()

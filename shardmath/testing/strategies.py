@@ -310,8 +310,9 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """A hypothesis strategy for a source layout, a destination layout that has several copies of the tensor on disjoint
-    sets of ranks, and a tuple of ranks that can leave. These are all ranks of some copies, never of all copies.
+    """A hypothesis strategy for a source layout, a destination layout with two or more copies of the tensor on disjoint
+    sets of ranks, and ranks that can leave the job. At least one copy keeps all its ranks; all ranks of the other drawn
+    copies leave.
 
     Both layouts have one shape. No rank of those copies is in the source layout, and the other ranks still reduce in
     the same way.

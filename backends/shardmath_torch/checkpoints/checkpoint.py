@@ -70,9 +70,8 @@ def save(
     progress: Progress | None = None,
 ) -> None:
     """Save this rank's `tensors` (local tensors and bytes by name), together with all other ranks', as one checkpoint
-    at `path`, a folder or URL; replaces an older one. `layouts` maps a name to the tensor's layout, or to None for
-    bytes that differ per rank; `paths` maps it to keys, such as ("model", "w"), for torch's tools, which load nested
-    dicts.
+    at `path`, a folder or URL; replaces an older one. `layouts` maps each name to the tensor's layout, or to None for
+    bytes that differ per rank; `paths` maps names to keys in nested dicts, for torch's own loaders.
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of

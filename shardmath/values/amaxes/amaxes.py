@@ -110,9 +110,8 @@ class Amaxes:
     _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
-        """Return an array of the amax (largest magnitude) of each block that `rank` holds numbers of, measured on its
-        local float32 array `x`. If the format is given the whole tensor's amax in advance, that value is returned for
-        every block instead.
+        """Return the amax (largest magnitude) of each block of which `rank` has elements in `x`, its local float32
+        array. If the format was constructed with the amax of the whole tensor, the array repeats that number.
 
         The array has the shape `count_blocks(rank)`. Only numbers of this rank count; amaxes that the format fixes are
         not measured. Raises PlanError for another array, and a rank that the layout does not have.

@@ -141,9 +141,9 @@ def _spread(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
 
 def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> TouchedBlocks:
     """Find the blocks in which `part` (a rank's positions) has a position, in a tensor of this `shape` divided into
-    `blocks`. A block that spans a whole dimension is listed for that dimension even if `part` is empty.
+    `blocks`. The TouchedBlocks has, for each dimension, the indices of these blocks.
 
-    The scale of such a block is also on ranks with an empty part.
+    A block that spans a whole dimension counts even if `part` is empty: its scale is also on ranks with an empty part.
     """
     sizes = blocks.per_dimension(len(shape))
     numbers = []

@@ -124,9 +124,9 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """Renumber amaxes (largest magnitudes of blocks), so that no two have the same number; each item of `kinds` has the
-    amaxes of blocks of one size, such as rows. Return, for each of `count` parts of the tensor, a tuple of one Share
-    (its sent and received amaxes) per item."""
+    """Give amaxes (largest magnitudes of blocks) of several block sizes numbers that differ between sizes. `kinds` has
+    one Slots per block size; the list has, for each of `count` ranks' parts of the tensor, its renumbered Shares, one
+    per size."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:

@@ -44,8 +44,8 @@ class Lying(NamedTuple):
 
 
 class PlacedRow(NamedTuple):
-    """Positions (`cell`) in one storage at which to write received elements, and the indices (`which`) of these
-    elements in the array passed to `Receivers.place`. `row` is the number that the caller gave to the storage."""
+    """The offsets (`cell`, counted in elements) at which to write received elements in the storage with the number
+    `row`. `which` has these elements' indices in the array passed to `Receivers.place`."""
 
     row: int
     which: Ints

@@ -54,9 +54,9 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Divide a local array into pieces, and yield each as one DimensionPart (range of local positions) per dimension; a
-    digest is summed piece by piece. `runs` maps each dimension's local positions to global ones, `order` lists
-    dimensions, the closest in memory first, and an element is read as `words` integers.
+    """Divide a local array into pieces, whose digests are summed, and yield each as one range of local positions per
+    dimension. `runs` maps each dimension's local positions to global ones; `order` lists dimensions from the smallest
+    stride up; an element is `words` integers.
 
     Pieces are cut near the ends of long ranges in `runs`.
     """

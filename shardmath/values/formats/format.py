@@ -178,9 +178,9 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return the layouts of the data, scales and any other parts of a tensor that is quantized with this `layout`.
-        If `duplicated`, ranks can divide a block, and each gets its scale; if `kinds`, dtypes are torch's, such as
-        "float8_e4m3fn", instead of the arrays' dtypes, such as "uint8".
+        """Return the layouts of the data, scales and any other arrays of a tensor quantized with this `layout`. By
+        default, a block divided between ranks raises FormatError; with `duplicated`, each of these ranks has the scale.
+        `kinds` selects torch's dtypes ("float8_e4m3fn") instead of the arrays' ("uint8").
 
         They come in the order of `parts`. Local arrays have no unused positions, even if the tensor's local arrays have
         some.
@@ -205,9 +205,9 @@ class Format(ABC):
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """Return the layout of the scales of a tensor that is quantized with this `layout`. If `duplicated`, ranks can
-        divide a block, and each gets its scale; if `kinds`, the dtype is torch's, such as "float8_e4m3fn", instead of
-        the array's, such as "uint8".
+        """Return the layout of the scales of a tensor quantized with this `layout`. By default, a block divided between
+        ranks raises FormatError; with `duplicated`, each of these ranks has the scale. `kinds` selects torch's dtype
+        ("float8_e4m3fn") instead of the array's ("uint8").
 
         The layout has no holes.
 
@@ -226,8 +226,8 @@ class Format(ABC):
     # Numbers
 
     def cover(self, where: Index, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return slices, one per dimension, that select the scales of some blocks from all scales: of every block with
-        an element in the box `where`, an index into a tensor of this `shape`."""
+        """Return slices, one per dimension, into the array of a tensor's scales: they select the scale of every block
+        that has an element in the box `where`. The box is an index into a tensor of this `shape`."""
         return self._window(where, shape).cover
 
     def straddles(self, where: Index, shape: tuple[int, ...]) -> NDArray[np.bool_]:
@@ -291,9 +291,9 @@ class Format(ABC):
     def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """Convert the arrays that `quantize` returned for a box of a tensor back into numbers; return them as one
-        float32 array of the box's shape. The box is at the index `where` of a tensor of this `shape`; by default, it is
-        the whole tensor.
+        """Convert `parts`, the arrays that `quantize` returned for a box of a tensor, back into one float32 array of
+        the box's shape. The box is at the index `where` of a tensor of this `shape`; by default, it is the whole
+        tensor.
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """

@@ -56,8 +56,8 @@ def lay_blocks(
     duplicated: bool = False,
 ) -> Layout:
     """Return the layout of an array, such as scales, with one element of `dtype` for each of the `blocks` of a tensor
-    with this `layout`. If `duplicated`, ranks can divide a block, and each gets its element; error messages give the
-    array's name `what`, and the tensor's `name`.
+    with this `layout`. By default, a block divided between ranks raises FormatError, which names the array `what` and
+    the tensor `name`; with `duplicated`, each of these ranks has the element.
 
     It has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless `duplicated`.
     """

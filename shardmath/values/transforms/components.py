@@ -105,9 +105,9 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Return how many positions of a tensor, per dimension, one element of this component (a tensor sent in its
-        place) stands for, as Blocks. `ndim` is the tensor's number of dimensions; `end`, "source" or "destination",
-        means the tensor before or after the move.
+        """Return the size of the block of a tensor that one element of this component stands for; a component, such as
+        scales, is an array that is sent instead of the tensor. The tensor has `ndim` dimensions, and `end` selects the
+        one before ("source") or after the move.
 
         Raises PlanError if the Blocks have more dimensions than the tensor.
         """
@@ -121,9 +121,9 @@ class Component:
         return blocks
 
     def block(self, ndim: int, end: End) -> tuple[int | None, ...]:
-        """Return, for each of `ndim` dimensions, how many positions of a tensor one element of this component (a tensor
-        sent in its place) stands for; None for a whole dimension. `end`, "source" or "destination", means the tensor
-        before or after the move."""
+        """Return the block size, per dimension, that one element of this component stands for (None: the whole
+        dimension); a component, such as scales, is sent instead of a tensor. The tensor has `ndim` dimensions, and
+        `end` selects the one before ("source") or after the move."""
         return self.blocks(ndim, end).per_dimension(ndim)
 
     def shape(self, form: Form, end: End) -> tuple[int, ...]:
@@ -208,8 +208,8 @@ def list_companions(transform: object, end: End) -> tuple[Companion, ...]:
 
 
 def read_end(given: object, what: str) -> End:
-    """Return `given`, a value of the argument `at`, if it is "source" or "destination". Raises PlanError for other
-    values; `what` names the transform in the message."""
+    """Check and return `given`, which a user passed to a transform as `at`, the end that computes: "source" or
+    "destination". Raises PlanError, which names the transform `what`, for other values."""
     if known(given, ("source", "destination")) is None:
         raise PlanError(f"{what} has at={shown(given)}; give 'source' or 'destination'")
     return given  # type: ignore[return-value]

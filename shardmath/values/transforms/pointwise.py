@@ -31,12 +31,13 @@ __all__ = ["Cast", "NegativeExp"]
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A transform that casts numbers twice: to `dtype`, at the end `at` ("source" or "destination"), and then, at the
-    destination, to the destination's dtype. Floats are rounded to the nearest, ties to even.
+    """A transform that casts numbers to `dtype`, and then to the destination tensor's dtype. The first cast is on the
+    sending ranks if `at` is "source", and on the receiving ranks if "destination"; the second is always on the
+    receiving ranks.
 
-    Floats may always be rounded. `lossy=True` also allows casts of integers to types that lack some of them: they keep
-    their low bits, or are rounded to floats; and casts of numbers to bool. `transformed` raises PlanError for dtypes
-    that have no cast.
+    Floats may always be rounded, to the nearest, ties to even. `lossy=True` also allows casts of integers to types that
+    lack some of them: they keep their low bits, or are rounded to floats; and casts of numbers to bool. `transformed`
+    raises PlanError for dtypes that have no cast.
     """
 
     dtype: str

@@ -108,9 +108,8 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """Return a list of the names of source tensors, given `wires`, the names of the tensors that are sent in their
-        place. If several are sent in place of one tensor, only the first one's name counts; companions, such as scales,
-        are left out."""
+        """Return a list of the names of source tensors for which `wires`, the names of sent tensors, has the tensor
+        itself or the first of the tensors sent in its place. Companions, such as scales, are left out."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)

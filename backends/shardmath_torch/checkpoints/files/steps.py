@@ -73,9 +73,9 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """Call `act` on every rank of `group`; once all ranks have succeeded, return this rank's result. If `act` raises on
-    any rank, or the texts `claim(result)` differ between ranks, every rank raises a CheckpointError that names the
-    `step`; if texts differ, it ends with the advice `fix`.
+    """Call `act` on every rank of `group`, and return this rank's result. Every rank raises CheckpointError, which
+    names the `step`, if `act` fails on any rank, or if `claim(result)`, a description, differs between ranks; `fix`, or
+    `fix(difference)`, is then the advice in the message.
 
     `act` must not communicate. `fix`, or what it returns for what differs, ends the message about different claims. A
     rank that is interrupted in `act` raises the interrupt.

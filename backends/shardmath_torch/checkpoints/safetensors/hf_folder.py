@@ -234,9 +234,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
-    """Make the written `files` (file name to tensors' entries) the current export of `folder`: rename them, write an
-    index, remove the earlier export. `tied`, a dict from additional names to names of tensors, is written into the
-    index.
+    """Make the written `files` the current export of `folder`: rename them, write an index, and remove the earlier
+    export. `files` maps each file's name to a dict of the tensors in the file; `tied` maps additional names to names of
+    tensors, for the index.
 
     Raises OSError, and then the earlier export is as it was. Warns of files that could not be removed.
     """

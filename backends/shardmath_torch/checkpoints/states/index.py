@@ -95,9 +95,9 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of a saved training state except its tensors. `names` maps the module's names of tensors to their
-    names in the checkpoint; `extra` maps names of modules' extra states to their types (such as "tensor" or "bytes");
-    `groups` lists parameter groups; `state` maps parameters to their optimizer state."""
+    """The content of a saved training state except the tensors' elements. `names` maps the module's tensors to their
+    names in the checkpoint, `extra` maps extra states to their types, and `state` maps parameters to optimizer state:
+    values, and descriptions of tensors."""
 
     names: Mapping[str, str]
     extra: Mapping[str, str]
