@@ -68,8 +68,8 @@ class Broadcast:
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The rounds of messages that the plan has for this rank; they are read only to count messages and bytes for
-        reports. This engine sends other messages: it broadcasts tensors."""
+        """The plan's messages of this rank, grouped into rounds. They are for reports, which count planned messages and
+        bytes; this engine broadcasts tensors instead of sending these messages."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:

@@ -49,8 +49,8 @@ def _post(channel: compat.Group, message: WireMessage) -> dist.Work:
 
 
 def start_gather(group: compat.Group, rows: Sequence[Tensor], mine: Tensor) -> dist.Work | None:
-    """Start an all-gather of all ranks' `mine` into `rows`, in the group's order; return torch's handle to wait for, or
-    None if it has none."""
+    """Start an all-gather of all ranks' tensors `mine` into `rows`, in the group's order. Return the Work that torch's
+    allgather returned, which can be None; then there is nothing to wait for."""
     options = AllgatherOptions()
     options.asyncOp = True
     return compat.channel_of(group).allgather([list(rows)], [mine], options)

@@ -117,8 +117,9 @@ def _check_offered(group: compat.Group) -> None:
 
 
 class NcclWire:
-    """The connections of an NCCL group; waiting on the host fails if `patience` seconds pass and no started batch of
-    messages completes."""
+    """The connections of an NCCL group, over which batches of messages are started and waited for in order. A wait
+    raises PeerFailure if a batch takes more than `patience` seconds, counted from when the host begins to wait for that
+    batch."""
 
     def __init__(self, group: compat.Group, patience: float) -> None:
         _check_handling()
@@ -140,8 +141,8 @@ class NcclWire:
         return compat.device_of(self._group)
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Set the limit of waits for messages from now on to `patience` seconds, or the default if None. `turn` is not
-        used: NCCL pairs messages by order."""
+        """Set how many seconds the host waits, from now on, for a batch of messages to complete: `patience`, or if
+        None, the limit passed to the constructor. `turn` is not used: NCCL pairs messages by order."""
         self._patience = self._default_patience if patience is None else patience
 
     def receive(self, memory: Tensor, rank: int) -> _Batch:

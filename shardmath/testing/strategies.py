@@ -310,8 +310,9 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """A hypothesis strategy for a source layout, a destination layout, and a tuple of ranks. In the destination layout,
-    each of several disjoint sets of ranks holds one copy of the tensor; the tuple has all ranks of some of these sets.
+    """A hypothesis strategy for a source layout, a destination layout with two or more copies of the tensor on disjoint
+    sets of ranks, and ranks that can leave the job. At least one copy keeps all its ranks; all ranks of the other drawn
+    copies leave.
 
     Both layouts have one shape. No rank of those copies is in the source layout, and the other ranks still reduce in
     the same way.
@@ -359,8 +360,8 @@ def trees(draw: Draw) -> tuple[dict[str, Layout], dict[str, Layout]]:
 
 @st.composite
 def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
-    """A hypothesis strategy for boxes inside a tensor of this `shape`, possibly empty: tuples of one (start, stop) per
-    dimension."""
+    """A hypothesis strategy for boxes inside a tensor of this `shape`: tuples of one (start, stop) per dimension. A box
+    can be empty."""
     box = []
     for n in shape:
         positions = st.integers(0, n)
@@ -372,8 +373,8 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
-    """A hypothesis strategy that cuts a tensor in two along every dimension, and gives a tuple of layouts, one per box
-    that results: `layout` with only the box's elements."""
+    """A hypothesis strategy that cuts the tensor of `layout` in two along every dimension, and gives a tuple of one
+    layout per box that results. Each keeps the local shapes of `layout`, but only the elements inside its box."""
     sides = []
     for n in layout.shape:
         cut = draw(st.integers(0, n))
@@ -384,8 +385,8 @@ def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
 
 
 def register_strategies() -> None:
-    """Register this module's strategies with hypothesis, so that `st.from_type` can draw Mesh, Layout and Runs;
-    `shardmath.testing` calls this on import."""
+    """Register this module's strategies with hypothesis, so that `st.from_type` can draw Mesh, Layout and Runs (a map
+    from local to global positions); `shardmath.testing` calls this on import."""
     st.register_type_strategy(Mesh, meshes())
     st.register_type_strategy(Layout, layouts())
     st.register_type_strategy(Runs, runs())

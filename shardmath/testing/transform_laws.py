@@ -45,8 +45,8 @@ def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -
 def preparing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `transform.prepare`, called with a rank's part of a tensor, returns the rank's part of what it returns
-    for the whole tensor."""
+    """Check that `transform.prepare`, which computes the tensors to send, returns the same values whether it gets the
+    whole source tensor or only one rank's part of it. The tensor's values are drawn by `seed`."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
     wires = whole.prepare(0, {"w": tensor})
@@ -58,8 +58,8 @@ def preparing_commutes_with_slicing(
 def finalizing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that a rank gets the same values in two ways: if `transform.finalize` gets only the rank's parts of the
-    tensors that are sent, and if it gets them whole and its result is sliced."""
+    """Check that `transform.finalize`, which computes the destination tensor from received tensors, returns the same
+    values whether it gets these whole or only one rank's parts. The source tensor's values are drawn by `seed`."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     tensor = _only(whole.finalize(0, wires))

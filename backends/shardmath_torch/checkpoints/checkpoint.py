@@ -70,9 +70,8 @@ def save(
     progress: Progress | None = None,
 ) -> None:
     """Save this rank's `tensors` (local tensors and bytes by name), together with all other ranks', as one checkpoint
-    at `path`, a folder or URL; replaces an older one. `layouts` has each tensor's layout, or None for bytes that differ
-    per rank. `paths` lets torch's tools load the tensors as nested dicts: by the path `("model", "w")`, the tensor
-    "model.w" is the item "w" of the dict "model".
+    at `path`, a folder or URL; replaces an older one. `layouts` maps each name to the tensor's layout, or to None for
+    bytes that differ per rank; `paths` maps names to keys in nested dicts, for torch's own loaders.
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
@@ -310,8 +309,9 @@ def _fill(
 
 
 def check_layouts(layouts: object) -> dict[str, Windows]:
-    """Check the `layouts` of a save or load, and return each tensor's layouts as `Windows`, by name. Names whose layout
-    is None, for bytes that differ per rank, are left out.
+    """Check the `layouts` of a save or load, and return a dict from each tensor's name to its Windows: a tuple of one
+    layout, or of several that each hold some of its elements. Names with None, for bytes that differ per rank, are left
+    out.
 
     Raises CheckpointError unless `layouts` maps names to Layouts, tuples of them, or None.
     """

@@ -168,9 +168,10 @@ def _taken_for_dead(draft: Place) -> CheckpointError:
 
 
 def remove_leftovers(folder: Place, share: tuple[int, int] = (0, 1)) -> None:
-    """Remove the files that dead saves (crashed, failed or replaced) have left in `folder`. With `share` (i, n), the
-    work is divided among n ranks by the files' names, and this rank removes the i-th share; every rank removes drafts
-    of `.metadata`.
+    """Remove the files that dead saves (crashed, failed or replaced) have left in `folder`. With `share` (i, n), this
+    rank removes only files whose names' hash is i modulo n, so that n ranks share the work.
+
+    Every rank removes drafts of `.metadata`.
 
     In an object store, the files of a save that still has a draft stay.
     """
@@ -247,8 +248,11 @@ def _remove(file: Place) -> None:
 
 
 def withdraw(held: Claim) -> None:
-    """Abandon the failed save `held` and remove its files, unless it is the folder's current save. If a removal fails,
-    the remaining files are kept, and no error is raised; a forked child process removes nothing."""
+    """Abandon the failed save `held` and remove its files; if the save has already become the folder's current one, its
+    files are kept. If a removal fails, the remaining files are kept, and no error is raised.
+
+    A forked child process removes nothing.
+    """
     if not held.is_ours:
         return
     folder = held.draft.parent

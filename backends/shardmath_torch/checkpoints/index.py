@@ -49,8 +49,8 @@ VERSION = 2
 
 
 def to_json(checkpoint: Checkpoint, save: str) -> str:
-    """Return the index of `checkpoint` as JSON with a checksum: its files, its tensors, and the boxes (parts of
-    tensors) that the files hold. `save` is the save's identifier."""
+    """Return a JSON text, with a checksum of the text, that lists the files of `checkpoint`, its tensors, and the boxes
+    (parts of tensors) in each file. `save`, the identifier of the save that wrote the files, is included."""
     number = {file: i for i, file in enumerate(checkpoint.sizes)}
     tensors: dict[str, list[object]] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -86,7 +86,8 @@ def read_index(file: Place, text: bytes) -> dict[str, Any]:
 
 
 def from_index(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
-    """Return the checkpoint at `path` that the parsed `index` describes; `digest` identifies the index.
+    """Return the checkpoint at `path` that the parsed `index` describes. `digest` is a digest of the index, kept so
+    that ranks can compare whether they read the same one.
 
     Raises CheckpointError for files outside the folder, and whatever Python raises for other malformed entries.
     """
@@ -134,9 +135,12 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Check `found`, an untrusted dict of dicts from the checkpoint `path`, and return it with ranks as ints. It maps
-    each name of bytes that differ per rank to a dict from rank to the key in `tensors` of that rank's bytes. Raises
-    CheckpointError, naming `path`, if a key is not in `tensors`, or if no rank saved bytes under a name."""
+    """Check `found`, which tells where a checkpoint has the bytes that ranks saved without a layout:
+    `found[name][rank]` is a key of `tensors`. Return the same nested dict, with ranks as ints.
+
+    Raises CheckpointError, naming the checkpoint's `path`, if a key is not in `tensors`, or if no rank saved bytes
+    under a name.
+    """
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():

@@ -45,8 +45,8 @@ def has_same_bytes(dtype: str, other: str) -> bool:
 
 
 def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
-    """Yield (tensor name, local tensor's name, layout) for each layout in `side` that has `rank`. A tensor with several
-    layouts (windows) has several local tensors."""
+    """Yield (tensor name, local tensor's name, layout) for each layout in `side`, a dict from tensor names to layouts,
+    that has `rank`. A tensor with several layouts (windows) has several local tensors."""
     for name, windows in side.items():
         for key, layout in windows.locals(name, rank):
             yield name, key, layout

@@ -127,14 +127,14 @@ class Reader(storage.StorageReader):
 
     @property
     def touched(self) -> bytes | None:
-        """Flags, compressed to send them: for each chunk (part of the data with a checksum), whether this rank reads
-        it; None if there are no checksums to check."""
+        """Compressed flags to send to the other ranks: for each chunk (part of the data with a checksum), whether this
+        rank reads it. None if there are no checksums to check."""
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
-        """Choose, of the chunks (ranges of bytes with a checksum) that this rank reads, those that it checks, so that
-        other ranks check the rest. `packed` has, for each rank, its `touched`: flags of the chunks that it reads.
-        `rank` is this rank's index in `packed`.
+        """Choose a share of the chunks (ranges of bytes with a checksum) that this rank reads, for it to check; other
+        ranks check the rest. `packed` has each rank's `touched` (flags of the chunks that it reads), and `rank` is this
+        rank's index in the list.
 
         From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """

@@ -113,12 +113,14 @@ class SavePlanner(theirs.SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Keep `state_dict`, this rank's local tensors and bytes by name, to be written."""
+        """Keep `state_dict`, this rank's values to be written, by name: local tensors, and bytes for names without a
+        layout."""
         self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
-        """Return a plan of the boxes (parts of tensors) that this rank writes. Its `planner_data` is a report of what
-        this rank is to save (tensors, layouts, bytes), from which ranks check that they agree."""
+        """Return a plan of the boxes (parts of tensors) that this rank writes. Its `planner_data` is a report of this
+        rank's tensors, layouts and bytes, which `create_global_plan` compares with other ranks' reports, to check that
+        all agree."""
         moved = to_disk(self._windows)
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
@@ -190,20 +192,21 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Note, for `resolve_data`, which bytes each item of `new_plan` writes; return the plan unchanged. Bytes are
-        values without a layout, which differ per rank, and come from this rank's state dict."""
+        """Note, for `resolve_data`, the content of each item of `new_plan` that is a value without a layout: bytes from
+        this rank's state dict, which differ per rank. Return the plan unchanged."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Return the tensor that is written for `write_item`: a view of a local tensor, or this rank's bytes."""
+        """Return the tensor that is written for `write_item`: a view of a local tensor, or for a name without a layout,
+        this rank's bytes under that name, as uint8."""
         return self._sources[write_item.index]
 
 
 def to_disk(side: Mapping[str, Windows]) -> Plan:
-    """Return a plan that sends every tensor in `side`, whole, to one more rank, which stands for the disk. Raises
-    CheckpointError for a Partial tensor."""
+    """Return a plan that sends every tensor, whole, to one more rank, which stands for the disk. `side` maps tensor
+    names to their layouts; CheckpointError is raised if a tensor is Partial."""
     ranks = [0]
     for name, windows in side.items():
         for layout in windows:
@@ -354,9 +357,9 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError unless `paths` maps names, all of them in `names`, to tuples of keys of nested dicts and
-    lists, which give the name when joined with dots. Also raise it if two paths conflict: one begins with the whole
-    other path, or after the same first keys, one has an int (for a list) and the other a str (for a dict)."""
+    """Raise CheckpointError unless `paths` maps names in `names` to tuples of keys of nested dicts (str) and lists
+    (int), which give the name when joined with dots. Also raise it if two paths would put one tensor inside another, or
+    make one container both a list and a dict."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)

@@ -110,8 +110,8 @@ class Amaxes:
     _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
-        """Return an array of the amax (largest magnitude) of each block that `rank` holds numbers of: measured on its
-        local float32 array `x`, unless the format fixes it.
+        """Return the amax (largest magnitude) of each block of which `rank` has elements in `x`, its local float32
+        array. If the format was constructed with the amax of the whole tensor, the array repeats that number.
 
         The array has the shape `count_blocks(rank)`. Only numbers of this rank count; amaxes that the format fixes are
         not measured. Raises PlanError for another array, and a rank that the layout does not have.
@@ -154,11 +154,11 @@ class Amaxes:
             yield AmaxPiece(there, here, first, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
-        """Return the amaxes (largest magnitudes) that `rank` sends, selected from `own`, those that it measured, as a
-        dict from each name in `list_local` to an array. An amax is sent for each block (numbers that share a scale)
-        that some rank holds only in part.
+        """Return the amaxes (largest magnitudes of blocks) that `rank` sends to other ranks, as a dict from the sent
+        array's name to the array. They are selected from `own`, the array that `measure` returned.
 
-        For NVFP4, the whole tensor counts as a block, too. Raises PlanError.
+        An amax is sent for each block (numbers that share a scale) that some rank holds only in part. For NVFP4, the
+        whole tensor counts as a block, too. Raises PlanError.
         """
         part = self._find_part(rank)
         _check_like(own, part.shape, f"rank {rank}: what it has measured")
@@ -168,12 +168,11 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the format and the amaxes (each block's largest magnitude) with which `rank` quantizes its part. A
-        block's amax is the largest of the values in `own`, measured by the rank, and `arrived`, received from other
-        ranks. The format is the plan's own, but has the whole tensor's amax if NVFP4 needs it.
+        """Return the format and the amaxes with which `rank` quantizes its part: for each block, the largest magnitude
+        in `own`, the array that `measure` returned, and `arrived`, arrays received from other ranks, by name. For
+        NVFP4, the returned format includes the whole tensor's amax.
 
-        `arrived` is by the names that `list_local` gives.
-        Raises PlanError.
+        The names are those that `list_local` gives. Raises PlanError.
         """
         part = self._find_part(rank)
         _check_like(own, part.shape, f"rank {rank}: what it has measured")
@@ -188,8 +187,9 @@ class Amaxes:
         return _with_tensor_amax(self.format, tensor_amaxes), amax
 
     def cast(self, rank: int, x: Floats, format: Format, amax: Floats) -> tuple[Array, ...]:
-        """Quantize `x`, the local array of `rank`, with the `format` and `amax` that `settle` returned; return a tuple
-        of its data, scales and any other parts, divided as the plan's `layouts` say.
+        """Quantize `x`, the local array of `rank`, with the `format` and the blocks' largest magnitudes `amax` that
+        `settle` returned. Return a tuple of the local arrays of the quantized tensor: data, scales, and any others that
+        the format has.
 
         Results equal slices of the quantized whole tensor. Raises PlanError.
         """
@@ -211,8 +211,9 @@ class Amaxes:
     def finish(
         self, rank: int, x: Floats, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Array, ...]:
-        """Quantize `x`, the local array of `rank`, by `settle` and `cast`, with the amaxes that it measured (`own`) and
-        received (`arrived`); return data, scales and any other parts."""
+        """Quantize `x`, the local array of `rank`; return a tuple of data, scales, and any other arrays that the format
+        has. Scales follow from the largest magnitudes in `own`, which `measure` returned, and in `arrived`, arrays
+        received from other ranks, by name."""
         format, amax = self.settle(rank, own, arrived)
         return self.cast(rank, x, format, amax)
 

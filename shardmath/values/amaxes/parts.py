@@ -49,10 +49,11 @@ class PartStretches(NamedTuple):
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Divide the rank's positions into boxes. In each dimension, a box begins where a block begins, or ends in the
-        block in which it begins, so that it can be quantized like a separate tensor. Each box is yielded as two tuples
-        of slices: of the tensor, and of an array that has only the rank's positions. `sizes` has the size of blocks in
-        each dimension (None: the whole dimension).
+        """Divide the rank's positions into boxes that can each be quantized separately, and yield each as two tuples of
+        slices: into the tensor, and into an array of only the rank's positions. `sizes` has the size of blocks in each
+        dimension (None: the whole dimension).
+
+        In each dimension, a box begins where a block begins, or ends in the block in which it begins.
 
         A range that crosses a border between blocks of `sizes` is cut once, at the first: one piece lies inside a
         block, and the other begins with a block.
@@ -140,8 +141,10 @@ def _spread(rows: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], ...]:
 
 def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> TouchedBlocks:
     """Find the blocks in which `part` (a rank's positions) has a position, in a tensor of this `shape` divided into
-    `blocks`. If one block spans a whole dimension, it is listed for that dimension even if `part` is empty, as an empty
-    part has scales, too."""
+    `blocks`. The TouchedBlocks has, for each dimension, the indices of these blocks.
+
+    A block that spans a whole dimension counts even if `part` is empty: its scale is also on ranks with an empty part.
+    """
     sizes = blocks.per_dimension(len(shape))
     numbers = []
     has_all = []

@@ -34,9 +34,9 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """Four arrays for the amaxes (largest magnitudes of blocks) that a rank sends and receives. `sent` and `received`
-    have each amax's number among all exchanged ones; `sources` and `targets` have the index of its block among the
-    blocks with elements on the rank.
+    """The amaxes (largest magnitudes of blocks) that a rank sends and receives, by their numbers among all exchanged
+    ones (`sent`, `received`). `sources` has, for each sent amax, the index of its block among the rank's blocks;
+    `targets` has the same for each received amax.
 
     A slot is the number of one rank's amax of one block. A rank touches the blocks of which it holds positions. It
     sends slots `sent`, filled with the amaxes of its touched blocks at `sources`; and receives slots `received`, which
@@ -124,9 +124,9 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """Renumber amaxes (largest magnitudes of blocks), so that no two have the same number; each item of `kinds` has the
-    amaxes of one kind of block. Return a list with a tuple for each of `count` parts of the tensor: its Shares (amaxes
-    sent and received), one per kind."""
+    """Give amaxes (largest magnitudes of blocks) of several block sizes numbers that differ between sizes. `kinds` has
+    one Slots per block size; the list has, for each of `count` ranks' parts of the tensor, its renumbered Shares, one
+    per size."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:

@@ -58,8 +58,10 @@ class _Grid(NamedTuple):
 @dataclass(frozen=True, slots=True, eq=False)
 class Boxes:
     """A search index of boxes in a tensor: `find` returns the boxes that contain given elements. `shape` is the
-    tensor's shape, `low` the position where each box begins, and `size` each box's shape. A dimension that every box
-    covers whole is merged into the one before it."""
+    tensor's shape, `low` has the position where each box begins, and `size` has each box's shape.
+
+    In all three, a dimension that every box covers whole has been merged into the dimension before it.
+    """
 
     shape: Shape
     low: Ints

@@ -44,8 +44,8 @@ class Lying(NamedTuple):
 
 
 class PlacedRow(NamedTuple):
-    """Positions (`cell`) in storage number `row` at which to write elements, and the indices (`which`) of these
-    elements among those passed to `place`."""
+    """The offsets (`cell`, counted in elements) at which to write received elements in the storage with the number
+    `row`. `which` has these elements' indices in the array passed to `Receivers.place`."""
 
     row: int
     which: Ints

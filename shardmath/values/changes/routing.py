@@ -51,8 +51,9 @@ class AskedCells(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Routes of elements, as parallel arrays: an element's index among those asked for, the number of the piece (part
-    of a message) that carries it, and the element's number in the message.
+    """Routes of elements that a rank sends, as parallel arrays: an element's index among those passed to
+    `Senders.route`, the number of the piece (part of a message) that carries it, and the element's number in the
+    message.
 
     Pieces are numbered message by message.
     """

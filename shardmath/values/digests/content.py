@@ -64,8 +64,8 @@ Given: TypeAlias = Mapping[int, _Array] | Mapping[int, Mapping[str, _Array]]
 
 @public_in("content")
 class Difference(NamedTuple):
-    """The name of the first tensor that differs between two sides, and the smallest box that contains all its
-    differences."""
+    """The name of the first tensor that differs between two sets of tensors, such as those before and after a move, and
+    the smallest box that contains all its differences."""
 
     name: str
     box: Box
@@ -124,7 +124,8 @@ def find_difference(
     src: Held, src_arrays: Given, dst: Held, dst_arrays: Given, *, seed: int = 0
 ) -> Difference | None:
     """Find the first tensor that differs between `src` and `dst` (layouts, with all ranks' arrays); return its name and
-    the smallest box of its differences as a Difference, or None if all are equal. `seed` is as in `digest_of`.
+    the smallest box of its differences as a Difference, or None if all are equal. `seed` draws the random weights of
+    the checksums that are compared.
 
     Takes arrays as `digest_of` does. Raises DigestError as `digest_of` does, and if the sides cannot be compared.
     """

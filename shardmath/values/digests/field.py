@@ -98,8 +98,9 @@ def _draw_factors(seed: int, dimension: int) -> tuple[int, ...]:
 
 @memo(512)
 def table(seed: int, dimension: int, first_bit: int, bits: int) -> Ints:
-    """Return the random weights, drawn by `seed`, of the positions i * 2^`first_bit` in a dimension, for i from 0 to
-    2^`bits` - 1."""
+    """Return the random weights, drawn by `seed`, of the positions i * 2^`first_bit` of a dimension, for i from 0 to
+    2^`bits` - 1; a digest multiplies elements by the weights of their positions. `dimension` is the dimension's
+    index."""
     weights = np.ones(1, np.int64)
     factors = _draw_factors(seed, dimension)
     for factor in factors[first_bit : first_bit + bits]:
@@ -110,7 +111,11 @@ def table(seed: int, dimension: int, first_bit: int, bits: int) -> Ints:
 
 
 def weigh_positions(seed: int, dimension: int, index: Ints, shift: int = 0) -> Ints:
-    """Return the random weights, drawn by `seed`, of the positions `index` << `shift` of a dimension."""
+    """Return the random weights, drawn by `seed`, of the positions `index` * 2^`shift` of a dimension; a digest
+    multiplies elements by the weights of their positions. `dimension` is the dimension's index.
+
+    With a `shift`, `index` numbers ranges of 2^`shift` positions; the weights are of their first positions.
+    """
     weights: Ints | None = None
     most = int(index.max(initial=0))
     for bit in range(0, max(1, most.bit_length()), TABLE_BITS):

@@ -46,8 +46,8 @@ __all__ = [
 
 
 class Holder(NamedTuple):
-    """A rank that holds a patch of a tensor (elements that the same ranks hold), and the index of the layout under
-    which the rank holds it, among the tensor's layouts (windows)."""
+    """A `rank` that holds a patch of a tensor (elements that the same ranks hold). A tensor can have several layouts,
+    each for some of its elements; `window` is the index of the layout under which the rank holds the patch."""
 
     window: int
     rank: int
@@ -61,8 +61,8 @@ class Patch(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """A patch (elements that the same ranks hold) as one rank holds it: the patch's number, the index of the window
-    (one of the tensor's layouts) that places it there, and its local positions."""
+    """A patch (elements that the same ranks hold) as one rank holds it: the patch's number, and its positions in a
+    local array of the rank. A tensor can have several layouts; `window` is the index of the local array's layout."""
 
     patch: int
     window: int
@@ -71,8 +71,8 @@ class Portion(NamedTuple):
 
 @memo(512)
 def list_patches(windows: Windows) -> tuple[Patch, ...]:
-    """Divide the tensor with layouts `windows` into patches (sets of elements that the same ranks hold); return them in
-    an order that all ranks share."""
+    """Return the patches (sets of elements that the same ranks hold) of a tensor, in an order that all ranks share.
+    `windows` has the tensor's layouts: one, or several that each hold some of its elements."""
     patches: list[Patch] = []
     for group in _group_sharing(windows):
         patches += _divide_group(windows, group)

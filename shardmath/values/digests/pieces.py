@@ -44,7 +44,8 @@ class DimensionPart(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of local positions in the part, holes included."""
+        """The number of local positions in the part, including holes (positions without an element of the global
+        tensor)."""
         return self.stop - self.start
 
 
@@ -53,10 +54,9 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Divide a local array into pieces to be summed up one by one; yield each piece as one DimensionPart (range of
-    local positions) per dimension. `runs` maps each dimension's local positions to global ones; `order` lists the
-    dimensions, the closest in memory first. `words`, the number of integers as which an element is read, decides where
-    long ranges are cut.
+    """Divide a local array into pieces, whose digests are summed, and yield each as one range of local positions per
+    dimension. `runs` maps each dimension's local positions to global ones; `order` lists dimensions from the smallest
+    stride up; an element is `words` integers.
 
     Pieces are cut near the ends of long ranges in `runs`.
     """
@@ -137,8 +137,9 @@ def _span_segments(segments: Sequence[Segment]) -> DimensionPart:
 
 @memo(256)
 def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ...]:
-    """Return the random weights of a DimensionPart's local positions, as a tuple of one array, or of two arrays whose
-    outer product has the weights."""
+    """Return the random weights of a DimensionPart's local positions; a digest multiplies elements by the weights of
+    their positions. The tuple has one array, or for a long aligned range two arrays, whose outer product has the
+    weights."""
     if part.inner:
         ((_, start, size),) = part.segments
         block = np.arange(start >> part.inner, (start + size) >> part.inner)

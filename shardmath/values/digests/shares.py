@@ -49,7 +49,8 @@ Shares = Mapping[int, Sequence[int]]
 
 
 def check_digestible(name: str, windows: Windows) -> None:
-    """Raise DigestError if the tensor `name` is Partial, or has an element that no rank holds."""
+    """Raise DigestError if the tensor `name`, whose layouts are `windows`, is Partial, or has an element that no rank
+    holds."""
     for layout in windows:
         if layout.partial:
             raise DigestError(
@@ -70,9 +71,12 @@ def list_shares(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return a list of the weighted sums that `rank` contributes to the digest: one per patch (elements that the same
-    ranks hold), in the order of `list_held`. `arrays` maps the index of a layout in `windows` to the rank's local array
-    under that layout. The weights are random numbers drawn by `seed`; `library` computes with the arrays."""
+    """Return a list of the weighted sums that `rank` contributes to the digest: one for each patch (elements that the
+    same ranks hold) on the rank, in an order that all ranks share. `arrays` maps the index of a layout in `windows` to
+    the rank's local array under that layout.
+
+    The weights are random numbers drawn by `seed`; `library` computes with the arrays.
+    """
     shares = []
     for portion in list_portions(windows, rank):
         array = arrays[portion.window]
@@ -90,8 +94,9 @@ class Unlike(NamedTuple):
 
 
 def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
-    """Find the first patch (elements that the same ranks hold) whose ranks disagree in `shares`, the results of
-    `list_shares` by rank; return it as an Unlike, or None if all agree."""
+    """Find the first patch (elements that the same ranks hold) of which these ranks have different sums, and return it
+    as an Unlike; None if all agree. `shares` maps each rank to the sums that `list_shares` returned, one per patch on
+    the rank."""
     by_holder = _key_by_holder(windows, shares)
     for number, patch in enumerate(list_patches(windows)):
         first = by_holder[number, patch.holders[0]]
@@ -115,8 +120,9 @@ def _key_by_holder(windows: Windows, shares: Shares) -> dict[tuple[int, Holder],
 
 
 def add_patches(windows: Windows, shares: Shares) -> int:
-    """Sum `shares`, the results of `list_shares` by rank, counting each patch (elements that the same ranks hold) once,
-    modulo 2^61 - 1."""
+    """Compute the sum, modulo 2^61 - 1, from which a tensor's digest is made. `shares` maps each rank to its weighted
+    sums, one per patch (elements that the same ranks hold); each patch counts once, although several ranks have its
+    sum."""
     by_holder = _key_by_holder(windows, shares)
     total = 0
     for number, patch in enumerate(list_patches(windows)):

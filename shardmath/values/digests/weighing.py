@@ -56,10 +56,12 @@ Array: TypeAlias = Any
 
 
 class Library(Protocol):
-    """The functions that `weigh` needs from an array library, such as numpy, besides the operators of its arrays."""
+    """The functions of an array library, such as numpy, with which `weigh` computes a weighted sum of an array's
+    elements."""
 
     def strides(self, array: Array) -> tuple[int, ...]:
-        """Return the distance between neighbors along each axis of `array`, in any unit."""
+        """Return the distance in memory between neighbors along each axis of `array`, in a unit that is the same for
+        all axes."""
 
     def transpose(self, array: Array, order: Sequence[int]) -> Array:
         """Return a view of `array` with its axes in the given `order`."""
@@ -117,8 +119,9 @@ NUMPY: Library = _Numpy()
 
 
 def weigh(array: Array, runs: Sequence[Runs], seed: int = 0, library: Library = NUMPY) -> int:
-    """Return the sum, modulo 2^61 - 1, of each element of a local `array` (its bits, as integers) times a random weight
-    of its global position in `runs`, drawn by `seed`."""
+    """Return the sum, modulo 2^61 - 1, of the elements of a local `array` (their bits, as integers), each multiplied by
+    a random weight that `seed` draws for its global position. `runs` maps each dimension's local positions to global
+    ones."""
     if 0 in array.shape:
         return 0
     words = max(1, array.itemsize // WORD_BYTES)

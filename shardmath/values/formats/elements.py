@@ -52,7 +52,7 @@ def read_elements(given: object, name: str, what: str) -> Array:
 
 def describe_type(array: Array, otherwise: str) -> str:
     """Return the end of an error message about the dtype of `array`: "has dtype ...", followed by the text `otherwise`.
-    For an array of a foreign byte order, a fix for that follows instead."""
+    If the array has a foreign byte order, the message instead ends with the advice to convert it to native order."""
     if array.dtype.isnative:
         return f"has dtype {array.dtype}{otherwise}"
     fix = "pass x.astype(x.dtype.newbyteorder('='))"

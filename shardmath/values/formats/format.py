@@ -145,22 +145,22 @@ class Format(ABC):
 
     def legal_cuts(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return, for each dimension, the positions at which a tensor of this `shape` can be cut without cutting a
-        block (numbers that share a scale), its ends included."""
+        block (numbers that share a scale). They include 0 and the dimension's length."""
         return self.blocks.cuts(read_shape(shape))
 
     def scale_slice(self, data_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `data_slice`, an index into a tensor of this `shape`, into an index into its scales, which gives the
-        scales of the selected blocks. The result is a tuple of integers, slices, and None for new axes; error messages
-        give the tensor's `name`.
+        """Return the index that selects, from the scales of a tensor of this `shape`, the scales of those elements that
+        the index `data_slice` selects from the tensor. The returned index is a tuple of integers, slices, and None for
+        new axes; error messages give the tensor's `name`.
 
         Raises FormatError, with the tensor's `name`, for a cut or a step inside a block, and for an invalid index.
         """
         return self.blocks.scale_slice(data_slice, read_shape(shape), name)
 
     def data_slice(self, scale_slice: Index, shape: tuple[int, ...], name: str = "") -> Sliced:
-        """Convert `scale_slice`, an index into the scales of a tensor of this `shape`, into an index into the tensor,
-        which gives all positions that have these scales. The result is a tuple of integers, slices, and None for new
-        axes; error messages give the tensor's `name`.
+        """Return the index that selects, from a tensor of this `shape`, all elements whose scales the index
+        `scale_slice` selects from the tensor's scales. The returned index is a tuple of integers, slices, and None for
+        new axes; error messages give the tensor's `name`.
 
         Raises FormatError.
         """
@@ -178,10 +178,12 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return the layouts of the data, scales and any other parts of a tensor quantized with this `layout`, in the
-        order of `parts`. Their local arrays have no unused positions, even if the tensor's local arrays have
-        some. FormatError is raised if ranks divide a block between them, unless `duplicated`, which puts the block's
-        scale on all of these ranks. With `kinds`, dtypes are torch's names instead of the arrays' dtypes.
+        """Return the layouts of the data, scales and any other arrays of a tensor quantized with this `layout`. By
+        default, a block divided between ranks raises FormatError; with `duplicated`, each of these ranks has the scale.
+        `kinds` selects torch's dtypes ("float8_e4m3fn") instead of the arrays' ("uint8").
+
+        They come in the order of `parts`. Local arrays have no unused positions, even if the tensor's local arrays have
+        some.
 
         Raises FormatError, with the tensor's `name`, if a rank cuts a block, as `check_shape` does, and for a Partial
         layout: quantized addends do not add up to the quantized sum. If `duplicated`, ranks may cut blocks: the scale
@@ -203,15 +205,19 @@ class Format(ABC):
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """Return the layout, without holes, of the scales of a tensor that is quantized with this `layout`; the
-        arguments have the same meaning as in `layouts`.
+        """Return the layout of the scales of a tensor quantized with this `layout`. By default, a block divided between
+        ranks raises FormatError; with `duplicated`, each of these ranks has the scale. `kinds` selects torch's dtype
+        ("float8_e4m3fn") instead of the array's ("uint8").
+
+        The layout has no holes.
 
         Raises FormatError as `layouts` does.
         """
         return self.layouts(layout, name, duplicated=duplicated, kinds=kinds)[1]
 
     def pad_layout(self, layout: Layout) -> Layout:
-        """Return `layout`, of scales without padding, changed so that each rank's scales are padded as by `pad_scales`.
+        """Convert `layout`, the layout of scales without padding, into the layout of scales that `pad_scales` has
+        padded on each rank.
 
         Padding is holes: it is never sent or stored, and is zeros when scales are loaded.
         """
@@ -220,8 +226,8 @@ class Format(ABC):
     # Numbers
 
     def cover(self, where: Index, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return slices, one per dimension, of the scales of all blocks that the box `where` of a tensor of this
-        `shape` touches, even only in part."""
+        """Return slices, one per dimension, into the array of a tensor's scales: they select the scale of every block
+        that has an element in the box `where`. The box is an index into a tensor of this `shape`."""
         return self._window(where, shape).cover
 
     def straddles(self, where: Index, shape: tuple[int, ...]) -> NDArray[np.bool_]:
@@ -285,8 +291,9 @@ class Format(ABC):
     def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """Return the float32 numbers that `parts`, arrays as `quantize` returns them, stand for, as one array of the
-        box's shape. The box is at the index `where` of a tensor of this `shape`; by default, it is the whole tensor.
+        """Convert `parts`, the arrays that `quantize` returned for a box of a tensor, back into one float32 array of
+        the box's shape. The box is at the index `where` of a tensor of this `shape`; by default, it is the whole
+        tensor.
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
@@ -332,8 +339,8 @@ class Format(ABC):
 
 
 def read_array(given: object, dtype: str, what: str) -> Array:
-    """Return `given` as a numpy array. Raises FormatError, beginning with `what`, unless it is of `dtype` and has at
-    least one dimension."""
+    """Return `given` as a numpy array. Raises FormatError unless it has the dtype `dtype` and at least one dimension;
+    `what` is the array's name, with which the message begins."""
     array = np.asarray(given)
     if array.dtype != np.dtype(dtype):
         raise FormatError(f"{what} {describe_type(array, f'; pass an array of {dtype}')}")

@@ -84,7 +84,7 @@ class _Scaled(Format):
 
 
 def divide_amax(amax: Floats, most: np.float32) -> Floats:
-    """Return the scales `amax` / `most`, or 2^-126 if that is more; `most` is the largest number of the format."""
+    """Return the scales `amax` / `most`, but at least 2^-126; `most` is the largest number of the format."""
     scales: Floats = np.maximum(amax / most, LEAST)
     return scales
 
@@ -134,8 +134,8 @@ class FP8Blocks(_Scaled):
 
 @dataclass(frozen=True, slots=True)
 class FP8(_Scaled):
-    """A format of FP8 numbers with one float32 scale for the whole tensor, or one for each row along the last dimension
-    (`per` "channel").
+    """A format of FP8 numbers with float32 scales. If `per` is "tensor", one scale is for the whole tensor; if `per` is
+    "channel", each row along the last dimension has a scale.
 
     `tensor_amax` is the whole tensor's largest magnitude if all ranks know it, as for calibrated activations; then
     every part can be quantized separately. Raises FormatError for other values, and for a tensor_amax per channel.

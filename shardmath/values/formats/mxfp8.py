@@ -77,7 +77,8 @@ class MXFP8(Format):
 
     @property
     def blocks(self) -> Blocks:
-        """The positions that share a scale: 32 in a row, or 32 rows of one column."""
+        """The elements that share a scale, as Blocks: 32 neighbors along the last dimension if `axis` is -1, and along
+        the second-to-last dimension if `axis` is -2."""
         if self.axis == -1:
             return Blocks((BLOCK,))
         return Blocks((BLOCK, 1))

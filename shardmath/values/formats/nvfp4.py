@@ -76,7 +76,8 @@ class NVFP4(Format):
 
     @property
     def blocks(self) -> Blocks:
-        """The positions that share a scale: 16 in a row, or 16 x 16."""
+        """The elements that share a scale, as Blocks: a square of 16 x 16 in the last two dimensions if `two_d`, else
+        16 neighbors along the last dimension."""
         return Blocks((BLOCK, BLOCK) if self.two_d else (BLOCK,))
 
     @property

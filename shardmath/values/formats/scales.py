@@ -55,10 +55,9 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """Return the layout of an array, such as scales, that has one element of `dtype` for each block of a tensor with
-    this `layout`, divided into `blocks`. FormatError is raised if ranks divide a block between them, unless
-    `duplicated`, which puts the block's element on all of these ranks. Errors call the array `what`, and the tensor
-    `name`.
+    """Return the layout of an array, such as scales, with one element of `dtype` for each of the `blocks` of a tensor
+    with this `layout`. By default, a block divided between ranks raises FormatError, which names the array `what` and
+    the tensor `name`; with `duplicated`, each of these ranks has the element.
 
     It has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless `duplicated`.
     """
@@ -140,7 +139,8 @@ def _pad_dimension(dim: Dimension, multiple: int) -> Dimension:
 
 
 def list_stretches(runs: Runs) -> list[tuple[int, int]]:
-    """Return the global positions of `runs` as ascending ranges (start, stop), merged if adjacent."""
+    """Return a list of the ranges (start, stop) of global positions that a rank holds in a dimension, ascending, and
+    merged if adjacent. `runs` maps the rank's local positions to global ones."""
     in_place = Runs([(g, g, n) for _, g, n in runs.segments], runs.extent)
     return [(start, start + n) for start, _, n in in_place.segments]
 

@@ -102,15 +102,15 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """Return the order of `swizzle` as Runs: for each element of its result, the row-major position in scales of this
-    `shape`, or a hole for padding."""
+    """Return the order in which `swizzle` arranges scales of this `shape`, as Runs, which map each position of its
+    result to the row-major position of a scale. Positions of padding are mapped to no scale."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return _make_runs(_swizzle_numbers(numbers))
 
 
 def flattened(layout: Layout) -> Layout:
-    """Convert `layout` into a layout of the flattened (one-dimensional) tensor, in which each rank holds the same local
-    array, flattened too.
+    """Return a layout of the flattened (one-dimensional) tensor: each rank's local array under it is the rank's local
+    array under `layout`, flattened.
 
     Raises FormatError for a Partial layout.
     """
@@ -118,8 +118,8 @@ def flattened(layout: Layout) -> Layout:
 
 
 def swizzled(layout: Layout) -> Layout:
-    """Convert `layout`, of two-dimensional scales, into a layout of the flattened scales, in which each rank holds the
-    same local array, flattened in the order of `swizzle`.
+    """Return a layout of flattened scales, given the `layout` of the two-dimensional scales: each rank's local array is
+    the rank's local array under `layout`, padded, reordered and flattened by `swizzle`.
 
     Raises FormatError for a Partial layout, and unless scales have two dimensions.
     """

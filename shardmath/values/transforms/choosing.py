@@ -32,8 +32,8 @@ __all__ = ["Paired", "choose", "pair"]
 
 
 class Paired(NamedTuple):
-    """For each tensor, by name: the layouts of the tensor and its companions (such as scales) at the source (`src`) and
-    at the destination (`dst`), and its transform (`chosen`)."""
+    """Three dicts by tensor name. `src` and `dst` have the layouts of the tensor and its companions (such as scales)
+    before and after a move; `chosen` has the transform that converts the tensor during the move."""
 
     src: Mapping[str, Held]
     dst: Mapping[str, Held]
@@ -41,8 +41,9 @@ class Paired(NamedTuple):
 
 
 def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
-    """Group each tensor of `src` and `dst` with its companions, such as scales, and choose transforms by `rules` (name
-    pattern to transform); return a Paired.
+    """Choose a transform for each tensor by `rules` (name pattern to transform), and return the transforms with the
+    tensors' layouts as a Paired. `src` and `dst` are the layouts before and after the move; companions, such as scales,
+    are put under their tensor's name.
 
     Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that only one side has.
     """

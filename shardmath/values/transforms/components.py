@@ -105,10 +105,12 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Return how many elements of a tensor, in each of its last dimensions, one element of this component stands
-        for, as Blocks. A component is a tensor that is sent in place of another one, which has `ndim` dimensions; `end`
-        is "source" or "destination", where the counts can differ. Raises PlanError if the Blocks have more dimensions
-        than the tensor."""
+        """Return the size of the block of a tensor that one element of this component stands for; a component, such as
+        scales, is an array that is sent instead of the tensor. The tensor has `ndim` dimensions, and `end` selects the
+        one before ("source") or after the move.
+
+        Raises PlanError if the Blocks have more dimensions than the tensor.
+        """
         grain = self.grain
         if end == "destination" and self.at_destination is not None:
             grain = self.at_destination
@@ -119,8 +121,9 @@ class Component:
         return blocks
 
     def block(self, ndim: int, end: End) -> tuple[int | None, ...]:
-        """Return, for each of `ndim` dimensions, how many positions of the tensor at `end` one element of the component
-        stands for; None for a whole dimension."""
+        """Return the block size, per dimension, that one element of this component stands for (None: the whole
+        dimension); a component, such as scales, is sent instead of a tensor. The tensor has `ndim` dimensions, and
+        `end` selects the one before ("source") or after the move."""
         return self.blocks(ndim, end).per_dimension(ndim)
 
     def shape(self, form: Form, end: End) -> tuple[int, ...]:
@@ -192,8 +195,8 @@ class HasConditions(Protocol):
     the source or the destination."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if the transform cannot be computed at `end` (source or destination) from the parts of the
-        tensor `name` that ranks hold under `layout`."""
+        """Raise PlanError if ranks cannot compute the transform at `end` ("source" or "destination") when each has only
+        its own part, under `layout`, of the tensor `name`."""
         ...
 
 
@@ -205,8 +208,8 @@ def list_companions(transform: object, end: End) -> tuple[Companion, ...]:
 
 
 def read_end(given: object, what: str) -> End:
-    """Return `given`, the `at=` argument of `what`, if it is "source" or "destination". Raises PlanError for other
-    values."""
+    """Check and return `given`, which a user passed to a transform as `at`, the end that computes: "source" or
+    "destination". Raises PlanError, which names the transform `what`, for other values."""
     if known(given, ("source", "destination")) is None:
         raise PlanError(f"{what} has at={shown(given)}; give 'source' or 'destination'")
     return given  # type: ignore[return-value]
@@ -214,8 +217,8 @@ def read_end(given: object, what: str) -> End:
 
 @runtime_checkable
 class Transform(Protocol):
-    """The protocol of transforms: hashable values that change tensors when these are moved, by functions at the source,
-    the destination or both.
+    """The protocol of transforms, which convert tensors during a move: `prepare` computes the tensors to send at the
+    source, and `finalize` computes the destination's tensors from them. Transforms are hashable values.
 
     `components` lists the wire tensors of a tensor that has these forms at its ends, and raises PlanError for forms
     that the transform does not support. At an end that `as_held` names, that end's function is never called.
@@ -232,12 +235,13 @@ class Transform(Protocol):
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the arrays to send, one per component, computed from `array`, which has some whole blocks (elements
-        computed together) of the source's tensor."""
+        """Return the arrays to send, one per tensor that `components` lists, computed from `array`. This is a part of
+        the source's tensor, and divides no block (elements that are computed together); `src` and `dst` are the
+        tensor's shape and dtype at the source and the destination."""
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Compute some blocks (elements computed together) of the destination's tensor from `arrays`, and return them
-        as one array. `arrays` has one array for each tensor that was sent in its place, with the elements for these
-        blocks. `src` and `dst` are the tensor's shape and dtype at the source and the destination."""
+        """Return a part of the destination's tensor, made of whole blocks (elements that are computed together).
+        `arrays` has the received parts of the tensors that `components` lists; `src` and `dst` are the tensor's shape
+        and dtype at the source and the destination."""
         ...

@@ -31,8 +31,9 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class WireJob(NamedTuple):
-    """A tensor of a rank with its companions, such as scales (`held`), and the wire tensors that are sent or received
-    instead of them (`wires`). Both are tuples of pairs: the name of a local tensor on the rank, and its layout.
+    """A rank's task at one end of a move: `held` lists a tensor and its companions, such as scales, and `wires` lists
+    the tensors that are sent or received instead. Both are tuples of pairs: the name of a local tensor on the rank, and
+    its layout.
 
     `wired` is None if the tensor travels as it is, under the same name.
     """
@@ -54,8 +55,8 @@ class WireJob(NamedTuple):
 
 
 def find_array(arrays: Arrays, key: str, rank: int) -> Array:
-    """Return the local array named `key`; a single array has the name "". Raises PlanError, which names the rank, if it
-    is missing."""
+    """Return the local array named `key` from `arrays`, a dict by name, or a single array, whose name is "". Raises
+    PlanError, which names the `rank`, if there is no such array."""
     if not isinstance(arrays, Mapping):
         arrays = {"": arrays}
     if key not in arrays:

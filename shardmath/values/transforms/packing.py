@@ -51,7 +51,8 @@ def pack(layout: Layout, rank: int, local: Array) -> Array:
 
 
 def unpack(layout: Layout, rank: int, packed: Array, out: Array) -> None:
-    """Write the elements `packed`, in the order of `pack`, into the local array `out`, whose holes stay as they are."""
+    """Write `packed`, the elements of `rank` in the order in which `pack` returns them, into the local array `out`.
+    Holes of `out` (positions without an element of the global tensor) are not changed."""
     out[_index(find_cells(layout, rank), out.shape)] = packed
 
 

@@ -31,12 +31,13 @@ __all__ = ["Cast", "NegativeExp"]
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A transform that casts numbers to `dtype`, at the source or at the destination, as `at` says; and then, at the
-    destination, to the destination's dtype. Floats are rounded to the nearest, ties to even.
+    """A transform that casts numbers to `dtype`, and then to the destination tensor's dtype. The first cast is on the
+    sending ranks if `at` is "source", and on the receiving ranks if "destination"; the second is always on the
+    receiving ranks.
 
-    Floats may always be rounded. `lossy=True` also allows casts of integers to types that lack some of them: they keep
-    their low bits, or are rounded to floats; and casts of numbers to bool. `transformed` raises PlanError for dtypes
-    that have no cast.
+    Floats may always be rounded, to the nearest, ties to even. `lossy=True` also allows casts of integers to types that
+    lack some of them: they keep their low bits, or are rounded to floats; and casts of numbers to bool. `transformed`
+    raises PlanError for dtypes that have no cast.
     """
 
     dtype: str
@@ -85,8 +86,8 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class NegativeExp:
-    """A transform that computes -exp of each number, rounded to float32 and then to the destination's dtype, at the
-    source or at the destination.
+    """A transform that computes -exp of each number, rounded to float32 and then to the destination's dtype. `at` is
+    the end that computes it, "source" or "destination".
 
     Engines store A of a state-space model, trainers store A_log. Raises PlanError for tensors that are not floats.
     """

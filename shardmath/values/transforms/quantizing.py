@@ -198,24 +198,23 @@ class Quantize:
         return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags. The first is True if the source sends the tensor unchanged: it has the dtype `wire`, and
-        the destination quantizes. The second is True if the destination keeps the tensor as it arrives: the source
-        quantizes."""
+        """Return two flags: whether the tensor is sent unchanged (the destination quantizes, and the source's dtype is
+        already `wire`, the dtype of sent numbers), and whether it is kept as it arrives (the source quantizes)."""
         if self.at == "source":
             return AsHeld(False, True)
         return AsHeld(src.dtype == self.wire, False)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the arrays to send: data and scales of `array` if quantized at the source, else one array, `array`
-        rounded to the dtype `wire`."""
+        """Return the arrays to send: data, scales and any other arrays of the format if the source quantizes; otherwise
+        one array, with the numbers of `array` rounded to the attribute `wire`, the dtype of sent numbers."""
         if self.at == "destination":
             return (cast_array(array, src.dtype, self.wire),)
         numbers = _to_float32(array, src.dtype, self.wire)
         return self.format.quantize(numbers)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Any:
-        """Quantize at the destination: return data, scales and any other parts, computed from the one array in
-        `arrays`, the numbers received. Not used if the source quantizes."""
+        """Quantize the received numbers, which are the one array in `arrays`, and return a tuple of data, scales and
+        any other arrays of the format. Only called if the destination quantizes."""
         (array,) = arrays
         numbers = cast_array(array, self.wire, "float32")
         return self.format.quantize(numbers)
@@ -252,8 +251,8 @@ class Dequantize:
         return _list_numbers(self.format, dst.dtype, (True, False))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags, for source and destination: whether nothing is computed at that end, so that the tensor is
-        sent, or arrives, as it is held."""
+        """Return two flags: whether the tensor is sent exactly as the source holds it (the destination dequantizes),
+        and whether it is kept exactly as it arrives (the source dequantizes)."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:
@@ -307,9 +306,11 @@ class Requantize:
         return _list_scales(self.new, at_destination)
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if the tensor is requantized at `end`, and `layout` divides a dimension along which all
-        numbers share one scale of the new format. A new format with `tensor_amax=` (the tensor's largest magnitude,
-        known in advance) has no such limit."""
+        """Raise PlanError if the tensor `name` is requantized at `end`, and `layout` divides a dimension along which
+        all numbers share one scale of the new format, since no rank can compute that scale alone.
+
+        A new format with `tensor_amax=` (the tensor's largest magnitude, known in advance) has no such limit.
+        """
         if end == self.at:
             _check_whole(self.new, layout, name)
 
@@ -328,8 +329,8 @@ class Requantize:
         return _list_parts(self.old, src.dtype, (True, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags, for source and destination: whether nothing is computed at that end, so that the tensor is
-        sent, or arrives, as it is held."""
+        """Return two flags: whether the tensor is sent exactly as the source holds it (the destination requantizes),
+        and whether it is kept exactly as it arrives (the source requantizes)."""
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Any, src: Form, dst: Form) -> tuple[Array, ...]:

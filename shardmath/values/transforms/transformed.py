@@ -55,8 +55,9 @@ Held: TypeAlias = Mapping[str, LayoutOrWindows]
 @public_in("transforms")
 @dataclass(frozen=True, slots=True, repr=False)
 class Transformed:
-    """A move with transforms, made by `transformed`: the layouts of the tensors that both ends hold, and of the wire
-    tensors that are sent in their place.
+    """A move that converts tensors, made by `transformed`. `held_src` and `held_dst` have the layouts of the tensors
+    before and after the move; `src` and `dst` have the layouts of the tensors that are sent in their place, at the
+    source and at the destination.
 
     `held_src` and `held_dst` are the sides as ranks hold them; `src` and `dst` are the sides of wire tensors, which
     `plan` takes; `wired` has the transformed tensors. Equal values have equal layouts and equal transforms.
@@ -107,9 +108,8 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """Return a list of the names of source tensors that are sent as wire tensors in `wires`; companions, such as
-        scales, are left out. A tensor that is sent as several wire tensors is listed if the first one's name is in
-        `wires`."""
+        """Return a list of the names of source tensors for which `wires`, the names of sent tensors, has the tensor
+        itself or the first of the tensors sent in its place. Companions, such as scales, are left out."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)
@@ -138,8 +138,8 @@ class Transformed:
                     yield WireJob(name, local_held, local_wires, wired)
 
     def prepare(self, rank: int, arrays: Arrays) -> dict[str, Array]:
-        """Compute the arrays for `rank` to send from its local source `arrays`, and return them as a dict by the names
-        of local tensors. Tensors without a transform are sent as they are.
+        """Return a dict of the arrays that `rank` sends, computed from its local source `arrays`. Keys are the local
+        names of the sent tensors; a tensor without a transform is sent as it is.
 
         Elements of a type that numpy lacks are words (`elements`). Raises PlanError for arrays that are missing, or
         not as held, and for what a transform makes that is not as it says.
@@ -172,8 +172,8 @@ class Transformed:
 
 
 def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transformed:
-    """Find the tensors to send so that `rules` (name pattern to transform) turn tensors of `src` into tensors of `dst`;
-    return them as a Transformed.
+    """Find the tensors to send so that `rules` (name pattern to transform) turn the tensors of `src` into the tensors
+    of `dst`; return their layouts as a Transformed. `src` and `dst` are the layouts before and after the move, by name.
 
     Sides are two layouts, or two mappings from name to a layout or a tuple of them, as `plan` takes them. Dtypes may
     differ between them, and so may shapes and companions if a transform says so. Plan the wire tensors with

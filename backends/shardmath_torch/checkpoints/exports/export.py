@@ -97,9 +97,9 @@ def export(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write the model `source` to the folder `path` as safetensors files of whole tensors, which transformers and
-    inference engines load. `source` is a module; a dict of DTensors, and of plain tensors that are equal on all ranks
-    of `mesh`; or a dict of local tensors with `layouts`. `tied` maps additional names to names of tensors.
+    """Write the model `source` to the folder `path` as safetensors files, which transformers and inference engines can
+    load. Each file has whole tensors, up to `max_shard_size` (more for one larger tensor); `tied` maps additional names
+    to names of tensors.
 
     `source` is a module (its parameters and persistent buffers under its own names; for transformers' models, named and
     split as by `save_pretrained`); or this rank's local tensors with the `layouts` of all ranks, as `save` takes them;

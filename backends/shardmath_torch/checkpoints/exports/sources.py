@@ -110,9 +110,9 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return a dict of texts, which ranks compare to check that their `source` agrees. The text under "the
-    source" tells its kind. If `source` is a dict, each DTensor, or tensor marked by `checkpointable`, is described
-    under its name in quotes."""
+    """Return descriptions of `source`, which ranks compare to check that they agree. The key "the source" has its kind;
+    if `source` is a dict, the quoted name of each sharded tensor (DTensor, or one that `checkpointable` marked) has
+    that tensor's description."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}

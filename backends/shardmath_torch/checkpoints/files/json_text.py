@@ -90,7 +90,8 @@ class _BoundedRepr(reprlib.Repr):
         self.maxstring, self.maxlist, self.maxtuple, self.maxlevel = 120, 8, 8, 3
 
     def repr_instance(self, x: object, level: int) -> str:
-        """Return the repr of `x` if it is None, a bool or a float, and else the name of its type, which is short."""
+        """Return the repr of `x` if it is None, a bool or a float, and otherwise the name of its type, since other
+        reprs might be long."""
         return repr(x) if x is None or isinstance(x, bool | float) else f"<{type(x).__name__}>"
 
 

@@ -121,7 +121,8 @@ class Remote:
         return cast(bytes, part)
 
     def write_bytes(self, data: bytes) -> None:
-        """Replace the file's content by the bytes `data`; in one step, if the service writes whole objects."""
+        """Replace the file's content by the bytes `data`. If the service writes whole objects, this is one step:
+        readers never see a part of `data`."""
         self._call_service(lambda: self.fs.pipe_file(self.path, data))
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -182,8 +183,8 @@ Place: TypeAlias = Path | Remote
 
 
 def place(path: str | os.PathLike[str] | Remote) -> Place:
-    """Return `path` as a Path, or as a Remote if it is the URL of a service. Raises CheckpointError for values that are
-    not text, for an empty path, and for URLs that nothing serves."""
+    """Return `path` as a Path, or as a Remote if it is the URL of a service, such as "s3://...". Raises CheckpointError
+    for values that are not text, for an empty path, and for a URL that no installed fsspec file system can open."""
     if isinstance(path, Remote):
         return path
     text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -260,8 +261,8 @@ def _place_of_url(url: str, scheme: str) -> Place:
 
 
 def opened(file: Place, buffering: int = -1) -> BinaryIO:
-    """Open `file` to read its bytes, and return the stream. Raises OSError, without waiting, if it is a local pipe,
-    device or folder."""
+    """Open `file` to read its bytes, and return the stream. Raises OSError if it is a local pipe, device or folder;
+    opening a pipe does not wait for a writer."""
     if isinstance(file, Remote):
         return file.open("rb")
     # O_NONBLOCK: opening a pipe would wait for a writer. The open handle is checked, as the name could be swapped.
@@ -319,8 +320,8 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
 def check_length(
     file: Place, size_of: Callable[[Place], int], end: int, expected: int | None
 ) -> None:
-    """Raise CheckpointError if `file` cannot be read, is not `expected` bytes long (None: any length), or ends before
-    byte `end`; `size_of` gives its size."""
+    """Raise CheckpointError if `file` cannot be read, has another length than `expected` bytes (None: any length), or
+    is shorter than the `end` of the last bytes to read from it. `size_of` returns a file's size."""
     try:
         size = size_of(file)
     except OSError as error:
@@ -351,8 +352,8 @@ def put(file: Place, draft: Place, text: bytes) -> None:
 
 
 def synced(stream: BinaryIO) -> None:
-    """Flush the file that is open as `stream` to disk. For a remote file, only the stream's buffer is flushed: the file
-    is stored when the stream is closed."""
+    """Force everything that was written to `stream`, an open file, to disk. For a remote file, only the stream's buffer
+    is flushed: the file is stored when the stream is closed."""
     stream.flush()
     try:
         handle = stream.fileno()

@@ -94,11 +94,8 @@ def _split_end(text: bytes, length: int) -> tuple[bytes, bytes]:
 
 
 def save_of(tail: bytes) -> str | None:
-    """Return the identifier of the save that wrote a `.metadata` file with the last bytes `tail`; None if `save` did
-    not write it.
-
-    `tail` has at least SEAL bytes.
-    """
+    """Return the identifier of the save that wrote a `.metadata` file; None if shardmath's `save` did not write it.
+    `tail` is the end of the file: at least as many bytes as the constant `SEAL` says."""
     if not tail.endswith(END) or len(tail) < SEAL:
         return None
     start = len(tail) - SEAL + _LENGTH

@@ -47,7 +47,7 @@ def is_alone() -> bool:
 
 def share_of(group: Group | None) -> tuple[int, int]:
     """Return this rank's number in `group`, and the group's size; (0, 1) without a process group. Raises ExchangeError
-    for a rank outside the group, and for a group that joins ranks of separately started jobs."""
+    for a rank outside the group, and for a JointGroup, which connects ranks of separately started jobs."""
     compat.check_registered(group, "save, load or export")
     if is_alone():
         return 0, 1
@@ -73,10 +73,9 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """Call `act` on every rank of `group`; once all ranks have succeeded, return this rank's result. If `act` raises on
-    any rank, or ranks disagree on `claim(result)`, a description, every rank raises CheckpointError that names the
-    `step`. An error about a disagreement ends with the advice `fix`, or with what `fix` returns for a text that tells
-    the difference.
+    """Call `act` on every rank of `group`, and return this rank's result. Every rank raises CheckpointError, which
+    names the `step`, if `act` fails on any rank, or if `claim(result)`, a description, differs between ranks; `fix`, or
+    `fix(difference)`, is then the advice in the message.
 
     `act` must not communicate. `fix`, or what it returns for what differs, ends the message about different claims. A
     rank that is interrupted in `act` raises the interrupt.
@@ -158,9 +157,8 @@ def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """Send the object `mine` to all ranks of `group`; return a list of all ranks' objects, in the group's order
-    (without a process group, `[mine] * count`). Raises CheckpointError if a rank is lost, or in another step than
-    `step`."""
+    """Return a list of all ranks' objects `mine`, in the order of `group`; without a process group, `mine` is repeated
+    `count` times. Raises CheckpointError if a rank is lost, or calls this with another `step`, the operation's name."""
     if is_alone():
         return [mine] * count
     try:

@@ -288,9 +288,11 @@ def _set_fields(self: Any, state: tuple[object, ...]) -> None:
 
 
 def read_metadata(text: bytes, where: object) -> Metadata:
-    """Return the Metadata of a torch checkpoint, unpickled from `text`. Only classes in an allow-list are created, as
-    substitutes that do not equal torch's own. Raises CheckpointError, naming the file `where`, if `text` needs any
-    other class, or is not such Metadata."""
+    """Return the Metadata of a torch checkpoint, unpickled from `text`, the content of the file `where`. Raises
+    CheckpointError, naming the file, if `text` needs a class outside an allow-list, or is not such Metadata.
+
+    Allowed classes are replaced by substitutes, so objects do not equal objects of torch's own classes.
+    """
     try:
         reader = _Unpickler(text)
         found = reader.load()

@@ -41,8 +41,8 @@ ALIGNMENT = 64
 
 
 class Written(NamedTuple):
-    """A tensor's place in a file: the first byte and the length of its torch.save archive, the first byte of its data,
-    and the data's checksums, joined."""
+    """A tensor's place in a file: the offset and length of its torch.save archive, the offset of its data, and the
+    hexadecimal checksums of the data's chunks, joined into one text."""
 
     archive: int
     length: int
@@ -63,7 +63,7 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 
 def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
     """Write `tensors` to a safetensors `file`, each inside an archive that torch.load can read; return a dict from name
-    to the tensor's place (a Written). The tensors' bytes are added to `tally` as they are written.
+    to the tensor's place (a Written). `tally` counts the bytes as they are written, for progress reports.
 
     The tensors are contiguous, on the CPU, and fill their storages.
     """

@@ -124,16 +124,16 @@ def _raise_as_weights_error(file: Place) -> Iterator[None]:
 
 
 def read_bytes(file: Place, start: int = 0, count: int = -1) -> bytes:
-    """Return up to `count` bytes of `file` from byte `start` on, or all of these if `count` is -1. Raises WeightsError
-    if the file cannot be read."""
+    """Return up to `count` bytes of `file` from byte `start` on, or all bytes up to the file's end if `count` is -1.
+    Raises WeightsError if the file cannot be read."""
     with _raise_as_weights_error(file), opened(file) as stream:
         stream.seek(start)
         return stream.read(count)
 
 
 def read_object(text: bytes, file: Place, what: str) -> dict[str, object]:
-    """Parse the JSON object `text`, and return it as a dict. Raises WeightsError if it is not one; the message calls
-    the text `what`, and names the `file`."""
+    """Parse `text`, bytes of `file`, as a JSON object, and return it as a dict. Raises WeightsError if `text` is not
+    one; `what`, such as "the header", says in the message which part of the file it is."""
     try:
         found = read_json(text)
     except (ValueError, RecursionError) as error:

@@ -129,8 +129,8 @@ def _create(file: Path) -> BinaryIO:
 
 
 def check_tied(tied: Iterable[str]) -> None:
-    """Raise CheckpointError if a name in `tied` is a key that already has a meaning in the metadata of a safetensors
-    header."""
+    """Raise CheckpointError if a name in `tied`, additional names of tensors, is reserved: they are written as keys of
+    the metadata in a safetensors header, where some keys have a fixed meaning."""
     for name in tied:
         if name in TAKEN:
             what = (
@@ -234,8 +234,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> None:
-    """Make the written `files` (file name to tensors' entries) the current export of `folder`: rename them, write an
-    index with the `tied` names, remove the earlier export.
+    """Make the written `files` the current export of `folder`: rename them, write an index, and remove the earlier
+    export. `files` maps each file's name to a dict of the tensors in the file; `tied` maps additional names to names of
+    tensors, for the index.
 
     Raises OSError, and then the earlier export is as it was. Warns of files that could not be removed.
     """

@@ -121,8 +121,8 @@ def _begin_tally(layouts: Mapping[str, Layout], rank: int, progress: Progress | 
 
 
 def make_room(layout: Layout, rank: int) -> torch.Tensor:
-    """Allocate a local tensor of `rank`, for elements to be copied into it. It is zero if some positions are holes
-    (without an element of the global tensor), and otherwise uninitialized."""
+    """Allocate a local tensor of `rank`, for elements to be copied into it. If some positions are holes (without an
+    element of the global tensor), the whole local tensor is zero; otherwise it is uninitialized."""
     if layout.holes(rank):
         return make_zeros(layout, rank)
     return torch.empty(layout.local_shape(rank), dtype=dtype_of(layout.dtype), device="cpu")

@@ -95,9 +95,9 @@ class SavedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The content of a saved training state except its tensors. `names` maps the module's names to stored names;
-    `extra` maps names of modules' extra states to their types (such as "tensor" or "bytes"); `groups` lists parameter
-    groups; `state` maps parameters to their optimizer state."""
+    """The content of a saved training state except the tensors' elements. `names` maps the module's tensors to their
+    names in the checkpoint, `extra` maps extra states to their types, and `state` maps parameters to optimizer state:
+    values, and descriptions of tensors."""
 
     names: Mapping[str, str]
     extra: Mapping[str, str]
@@ -123,8 +123,8 @@ class Index:
 
 
 def write_index(index: Index) -> Tensor:
-    """Return `index` as JSON in a tensor of bytes. Raises CheckpointError, naming the value, if JSON cannot hold
-    one."""
+    """Return `index` as JSON in a tensor of bytes. Raises CheckpointError, which names the value, if some value in
+    `index` cannot be written as JSON."""
     groups = None
     if index.groups is not None:
         groups = write_groups(index.groups)
@@ -134,8 +134,8 @@ def write_index(index: Index) -> Tensor:
 
 
 def write_groups(groups: Iterable[SavedGroup]) -> list[dict[str, Any]]:
-    """Return `groups` as lists and dicts that JSON can hold. Raises CheckpointError, naming the option, if JSON cannot
-    hold one."""
+    """Return `groups` as lists and dicts that can be written as JSON. Raises CheckpointError, which names the option,
+    if some option of a group cannot be written as JSON."""
     return [_write_group(group) for group in groups]
 
 

@@ -73,8 +73,8 @@ __all__ = [
 
 
 class Unmatched(NamedTuple):
-    """Names of tensors and optimizer state that only one side has: the checkpoint lacks the `missing` ones, the module
-    or its optimizers the `unexpected` ones."""
+    """Names of tensors and optimizer state without a counterpart: `missing` has names that only the module or its
+    optimizers have, and `unexpected` has names that only the checkpoint has."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -140,8 +140,8 @@ def _compare_names(
 
 
 def complain(path: object, unmatched: Unmatched) -> str:
-    """Return the error message that lists the first names that only the module, or only the checkpoint at `path`,
-    has."""
+    """Return the error message about `unmatched` names: it lists the first few that only the module has, and the first
+    few that only the checkpoint at `path` has."""
     faults = []
     if unmatched.missing:
         faults.append(f"the checkpoint lacks {_list_some(unmatched.missing)}")
@@ -364,8 +364,8 @@ def is_same(one: object, other: object) -> bool:
 
 
 def fit_option(what: str, held: object, value: object) -> object:
-    """Convert the saved option `value` into the form of `held`, the same option of the optimizer, and return it: for
-    example, as a tensor of the same dtype. Errors call the option `what`.
+    """Convert the saved option `value` to the type of `held`, the same option in the optimizer now, and return it: a
+    tensor, for example, gets the dtype of `held`. `what` is the option's name in error messages.
 
     Tensors get the dtype, shape and device of `held`, Enums and namedtuples its class, in tuples, lists and dicts too.
 

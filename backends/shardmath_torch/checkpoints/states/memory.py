@@ -58,8 +58,8 @@ def local_part(name: str, tensor: Tensor) -> Tensor:
 
 
 def check_shaped(name: str, tensor: Tensor) -> None:
-    """Raise CheckpointError if `tensor` cannot have a layout: its dtype is one that layouts lack, it is nested, or it
-    has no shape yet.
+    """Raise CheckpointError if `tensor` cannot have a layout: shardmath's layouts do not support its dtype, it is
+    nested, or it has no shape yet. `name` is its name in the message.
 
     A tensor of a lazy module has no shape until the module has run.
     """
@@ -120,8 +120,8 @@ def _flatten_to_bytes(tensor: Tensor) -> Tensor:
 
 
 class MemorySpot(NamedTuple):
-    """A tensor's place in memory: its device, its first byte and end there, its shape, strides and dtype, and whether
-    values are conjugated or negated."""
+    """A tensor's place in memory: its device, the addresses there of its start and end, its shape, strides and dtype,
+    and whether values are conjugated or negated."""
 
     device: torch.device
     start: int
