@@ -39,7 +39,7 @@ def apart_from(store: Store) -> Store:
 
 
 def connect_anew(store: Store) -> Store:
-    """Return the store through a connection that no other call uses; the store itself if it has no server.
+    """Return a new connection to the server of `store`, which no other caller uses; `store` itself if it has no server.
 
     A server lives as long as the given store, not as the returned one. Raises RuntimeError if it does not answer.
     """

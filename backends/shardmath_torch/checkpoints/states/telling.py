@@ -177,7 +177,6 @@ BY_RANK = (
 
 
 def advise(what: str) -> str:
-    """Return the advice that ends an error about values that differ among ranks; `what` describes the values, for
-    example "the optimizer of ...". For optimizer state, the advice explains how to save state of which each rank has a
-    part."""
+    """Return the advice that ends an error about values that differ among ranks. The advice is about state that is
+    divided among ranks if `what`, a description of the values, begins with "the optimizer of " or "'optim.state."."""
     return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

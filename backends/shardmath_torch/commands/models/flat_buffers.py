@@ -138,11 +138,12 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
 def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
-    """Convert a buffer layout with parameters as keys, from Megatron-Core or `by_parameter`, to a layout with names as
-    keys for `data_parallel_world_size` ranks; None allows any number. Raises ParamLayoutError if the module lacks a
-    parameter, or if the layout contradicts itself.
+    """Return a buffer layout like `layout`, from Megatron-Core or `by_parameter`, but with the names of parameters in
+    `module` as keys instead of the parameters. `data_parallel_world_size` is the number of ranks to record in the
+    result; None stands for any number.
 
-    A layout with parameters as keys does not have the number of ranks that it is for.
+    A layout with parameters as keys does not have the number of ranks that it is for. Raises ParamLayoutError if the
+    module lacks a parameter, or if the layout contradicts itself.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     placed = list(layout.param_index_map.items())
@@ -200,12 +201,13 @@ def state_views(
 def views(
     store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the local tensors that `rank` has of `layouts`, by name, as detached views into `arrays`, its flat array
-    or arrays by name. A tensor with several layouts has a view `name[i]` for each layout i. `store` says in which array
-    each tensor lies, at which offset and with which strides.
+    """Return the local tensors that `rank` has of `layouts`, by name, as detached views into flat arrays. `store` says
+    in which array, by name, and at which offset each tensor lies; `arrays` maps these names to arrays, or is the only
+    array.
 
-    A single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises
-    StoreError for an array that is missing, too short, not flat, or of another dtype.
+    A tensor with several layouts has a view `name[i]` for each layout i. A single array is `buffers.SHARD`. Tensors
+    that the rank has no part of are left out. Raises StoreError for an array that is missing, too short, not flat, or
+    of another dtype.
     """
     named = {buffers.SHARD: arrays} if isinstance(arrays, Tensor) else arrays
     found = {}

@@ -103,8 +103,11 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 
 
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
-    """Carry out the requests of the generator `steps` on the store, and return the generator's result. A Pause request
-    waits at most 0.1 seconds; only this request gets the answer LATE, once `time.monotonic()` has reached `until`.
+    """Carry out the store requests that the generator `steps` yields, and return the generator's result. Once
+    `time.monotonic()` has reached `until`, a Pause is answered with LATE, so that the generator can give up; other
+    requests are still carried out.
+
+    A Pause waits at most 0.1 seconds.
 
     Raises the steps' exceptions, RuntimeError if the store is lost, and an interrupt once the steps have undone theirs.
     """

@@ -95,9 +95,11 @@ class Rounds:
         sends: Iterable[Send],
         keeps: Iterable[Keep] = (),
     ) -> None:
-        """Send and receive all messages of one round, copy the pieces that stay on this rank (`keeps`), then do the
-        reductions; `step` identifies the round in the timings. Raises PeerFailure if a rank fails or does not answer in
-        time."""
+        """Send and receive all messages of one round, copy the pieces that stay on this rank (`keeps`), and reduce
+        those pieces that are for a reduction into their destinations. `step` identifies the round in the timings.
+
+        Raises PeerFailure if a rank fails or does not answer in time.
+        """
         # All messages are posted before any wait: a rank that waited first could wait for ever.
         arriving = [(receive, self._receive(receive)) for receive in receives]
         leaving = [(send, self._send(send)) for send in sends]

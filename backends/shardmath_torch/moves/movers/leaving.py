@@ -104,8 +104,8 @@ class Leaving(Leaves):
                 besides()
 
     def find_waiting(self) -> str:
-        """Return why the mover cannot be changed now: its bytes wait for the end of a `smt.commit` block. Returns "" if
-        no bytes wait."""
+        """Return why the mover cannot be changed now, "" if it can: received bytes are put in place only at the end of
+        a `smt.commit` block that is still open."""
         return self._landing.word_waiting(None)
 
     def check_open(self) -> None:
