@@ -184,10 +184,11 @@ class Writer(storage.StorageWriter):
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Remove the files that failed or replaced saves have left; call it on every rank. With `share` (i, n), this
-        rank removes only the i-th of n shares of the data files, but all unfinished metadata files.
+        """Remove the files of saves that crashed, failed or were replaced by a later save; call it on every rank. With
+        `share` (i, n), this rank removes the i-th of n shares of the data files.
 
-        A hash of a file's name decides which share the file is in.
+        A hash of a file's name decides which share the file is in. Unfinished metadata files are removed whatever the
+        share.
         """
         with _raise_as_ours(self._folder, AFTER):
             remove_leftovers(self._folder, share)

@@ -29,8 +29,8 @@ def read_count(text: str) -> int:
 
 
 def run_command(command: str, work: Callable[[], object]) -> int:
-    """Call `work`, and return an exit status: 0, or another number after a ShardError, a missing package or an
-    interrupt. Then a message that begins with the name `command` is printed to stderr."""
+    """Call `work` and return 0. After a ShardError, a missing package or an interrupt, print a message that begins with
+    `command` to stderr, and return another number."""
     try:
         work()
     except ShardError as error:

@@ -33,7 +33,7 @@ Holders: TypeAlias = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Lower bounds on the bytes that each rank receives and sends in a move in which no rank forwards bytes for others.
-    At least one rank in `forced_by` has to send `busiest` bytes or more."""
+    Only the ranks in `forced_by` hold certain bytes, so at least one of them has to send `busiest` bytes or more."""
 
     received: dict[int, int]
     sent: dict[int, int]

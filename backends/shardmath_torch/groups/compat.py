@@ -276,7 +276,7 @@ def allow_seconds(group: Group, seconds: float) -> None:
 
 def find_missing(group: Group) -> tuple[str, list[str]]:
     """Return the class name of the NCCL backend of `group`, and a list of the names of attributes and methods that
-    moves need and this backend lacks."""
+    shardmath uses but the backend does not have."""
     backend = channel_of(group)._get_backend(torch.device("cuda"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     limit = getattr(getattr(backend, "options", None), "_timeout", None)

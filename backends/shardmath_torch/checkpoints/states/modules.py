@@ -227,12 +227,12 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return the Model of a module: this rank's parameters and buffers in `described`, each with its layout. Plain
-    tensors count as replicated on `mesh` (default: the DTensors' largest mesh, or the ranks of `group`); `ask` gathers
-    all ranks' local shapes or index ranges.
+    """Return the Model of a module: this rank's parameters and buffers in `described`, each with its layout. `ask`
+    looks up how ranks divide a tensor; with None, ranks communicate if needed.
 
-    `ask` takes tensors by name, and returns local shapes of DTensors, index ranges of CheckpointableTensors. Without
-    `ask` the call is collective if `layout_of` is.
+    `ask` takes tensors by name, and returns local shapes of DTensors, index ranges of CheckpointableTensors. Plain
+    tensors count as replicated on `mesh` (default: the DTensors' largest mesh, or the ranks of `group`). Without `ask`
+    the call is collective if `layout_of` is.
 
     Raises CheckpointError for a plain tensor on a rank that is not on the mesh.
     """
@@ -288,12 +288,12 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """Gather from all ranks which part of each of `tensors` they hold, and return a function to look up the parts.
-    Given tensors by name, the function returns name -> rank -> part: a DTensor's local shape, or the index ranges of a
-    checkpointable tensor.
+    """Gather from all ranks which part of each of `tensors` they hold, and return a function that looks up the gathered
+    parts. Returns None if there is nothing to gather, or no process group.
 
-    Returns None if `tensors` has no DTensor or checkpointable tensor, or without a process group. All ranks must have
-    such tensors under the same names. Raises CheckpointError if a rank is lost.
+    Given tensors by name, the function returns name -> rank -> part: a DTensor's local shape, or the index ranges of a
+    checkpointable tensor. There is nothing to gather if `tensors` has neither. All ranks must have such tensors under
+    the same names. Raises CheckpointError if a rank is lost.
     """
     own_parts: dict[str, Shape | LocalRuns] = {}
     for name, tensor in tensors.items():

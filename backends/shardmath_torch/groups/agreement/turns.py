@@ -152,8 +152,8 @@ class _Heard(threading.local):
 
 
 class Turns:
-    """This rank's state of a process group, which runs one operation at a time: how many votes it has had, which
-    threads wait for it, and why it has become unusable ("" if it has not).
+    """A record that this rank keeps of a process group: how many votes this rank has taken part in, which threads wait
+    for their turn, and why the group is unusable ("" if it is usable).
 
     - `decided`: number of the latest vote recorded in the group's store (`commits`).
     - `beside`: the latest errand, a background move that runs after the errands before it; other calls wait for it.

@@ -124,8 +124,8 @@ class CommitBlock:
 
     @property
     def may_be_unheard(self) -> bool:
-        """Whether other ranks might not learn of this rank's objection to the block's moves, since they make the next
-        move without a vote. Movers compiled with agree="once" do that."""
+        """Whether other ranks might already be in another move when this rank's code in the block fails, so that they
+        do not learn of the failure. This is possible if a mover skips votes (agree="once")."""
         return self._agrees_once and (not self._named or bool(self._list_missing()))
 
     def _list_missing(self) -> list[str]:

@@ -72,11 +72,11 @@ class Landing:
             raise ExchangeError(waiting)
 
     def follow(self, former: int) -> Landing:
-        """Return the state of this mover's destinations for its next plan, with the version (number of committed moves)
-        and the torn (perhaps partly updated) tensors unchanged. `former` is the highest version of other ranks: the
-        next commit counts on from the highest of all, so that all ranks have the same.
+        """Return the state of this mover's destinations for its next plan, with the same version (number of committed
+        moves). The next commit makes the version 1 + the highest version of all ranks; `former` is the highest of the
+        other ranks.
 
-        The next commit sets the version to 1 + max(own version, `former`). So the state is no longer in doubt.
+        The torn (perhaps partly updated) tensors stay the same, too. So the state is no longer in doubt.
         """
         standing = Standing(self.standing.version, torn=self.standing.torn)
         return Landing(self.is_beside, standing, former)
@@ -119,9 +119,11 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Make errors also say whether this rank's destinations are old, new, or perhaps partly updated: the error in
-        the `with` block that makes the group unusable, and all errors in later blocks of `telling`. `turns` is the
-        state of the group."""
+        """Return a context manager that adds to errors whether this rank's destinations are old, new, or perhaps partly
+        updated. It does so for the error that makes the group unusable, and for all later errors.
+
+        `turns` is the state of the group.
+        """
         was_broken = turns.broken
         former = self.standing.version
         try:

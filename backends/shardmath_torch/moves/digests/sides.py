@@ -45,8 +45,8 @@ class DigestSide:
     seed: int = 0
 
     def list_shares(self) -> list[int]:
-        """Return a list of the checksums that this rank contributes to the digests of all tensors, in the order of
-        `windows`. A tensor has one checksum for each group of elements that the same ranks hold."""
+        """Return a list of this rank's checksums for the digests of all tensors: tensor by tensor, in the order of the
+        names in `windows`. There is one for each group of elements that the same ranks hold."""
         shares: list[int] = []
         with torch.inference_mode():
             for name, windows in self.windows.items():

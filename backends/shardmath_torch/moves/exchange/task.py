@@ -46,8 +46,9 @@ class Engine(Protocol):
 
     @property
     def begun(self) -> int | None:
-        """How many steps of its latest move this rank has begun, plus 1 if all are done; None if unknown. The steps set
-        initial values for reductions, exchange the messages of one round each, and divide sums for averages."""
+        """How many steps of its latest move this rank has begun, plus 1 if all are done; None if unknown. Step 1 sets
+        initial values for reductions, each later step is one round of messages, and the last divides sums for
+        averages."""
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False

@@ -40,11 +40,11 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """Return the source and destination tensors of `call` by name, after `ends` (extra work such as casts) has
-        replaced some of them, and prepare `carrier`, which moves the bytes, for them. Raises ExchangeError if they do
-        not fit the plan or are not on `device`.
+        """Return the source and destination tensors of `call` by name, and let `carrier`, which moves the bytes,
+        prepare for these tensors. First `ends` can replace tensors, such as by copies of another dtype.
 
-        Tensors whose memory is the same as in the previous call are not checked and prepared for again.
+        Tensors whose memory is the same as in the previous call are not checked and prepared for again. Raises
+        ExchangeError if the tensors do not fit the plan or are not on `device`.
         """
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):

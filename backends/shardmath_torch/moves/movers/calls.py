@@ -102,8 +102,8 @@ class Call(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A call after its checks: its tensors by name, and the reason why this rank cannot make the move (`objection`; ""
-    if it can). `out` is as the caller passed it."""
+    """A checked call of a mover (an object that moves tensors): the source and destination tensors by name, and why
+    this rank cannot make the move (`objection`; "" if it can). `out` has the destinations as the caller passed them."""
 
     src: Tensors
     dst: Tensors

@@ -60,8 +60,8 @@ class Carrier(Protocol):
         moves are between these same tensors."""
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Find and remember which elements of `src` the next `carry` has to send. `how`, the caller's option, can ask
-        for all elements instead of only changed ones; if only all are possible, `load` does nothing."""
+        """Find and remember the elements of `src` that the next `carry` has to send: those that changed since the last
+        move, or all if the option `how` says so. Carriers that always send all do nothing here."""
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
         """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived; `held` means that later

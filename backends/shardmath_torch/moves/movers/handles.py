@@ -104,8 +104,11 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Return why the calling thread cannot run a move in the background on the group of `party`, or why `async_op` is
-    not a bool; "" if all is well. Ranks match moves by the thread name `thread` (None: the calling thread's name)."""
+    """Return an error text if `async_op` is not a bool, or if the calling thread cannot run a move in the background on
+    the group of `party`; otherwise "".
+
+    Ranks match moves by the thread name `thread` (None: the calling thread's name).
+    """
     if not isinstance(async_op, bool):
         return f"async_op={shown(async_op)} is not a bool; pass True or False"
     if not compat.has_own_connections(party.group):
@@ -137,7 +140,8 @@ class _Order:
         return nullcontext()
 
     def follow(self) -> None:
-        """Make work that the calling thread starts on the GPU from now on wait until the move is done there."""
+        """Delay later GPU work of the calling thread until the background move has finished on the GPU. The call itself
+        does not wait."""
 
 
 class _OrderOfStreams(_Order):
