@@ -91,8 +91,8 @@ class Checkpoint:
 
     @property
     def shapes(self) -> Shapes:
-        """The global shape and dtype of each tensor by name; bytes that several ranks saved under one name appear
-        once."""
+        """The global shape and dtype of each tensor by name. Values saved as bytes count as 1-d uint8 tensors; bytes
+        that several ranks saved under one name appear once, under that name."""
         hidden: set[str] = set()
         for by_rank in self.blobs.values():
             hidden.update(by_rank.values())
@@ -160,9 +160,12 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Return a dict from each box of the tensors `names` that is stored in a torch.save archive to the place of its
-        elements in the file. Raises CheckpointError if an archive holds another tensor than the metadata says. With
-        `share` (i, n), only share number i (from 0) of n of the archives is checked and returned."""
+        """Check torch.save archives of the tensors `names` against the metadata; return a dict from each archive (one
+        stored part of a tensor) to the offset, shape and strides of its elements in the file. With `share` (i, n), only
+        archives i, i + n, i + 2n ... are checked and returned.
+
+        Raises CheckpointError if an archive holds another tensor than the metadata says.
+        """
         archives: list[tuple[str, StoredBox]] = []
         for name in sorted(set(names)):
             tensor = self[name]
@@ -172,8 +175,11 @@ class Checkpoint:
         return self.describe(checked)
 
     def describe(self, archives: Iterable[tuple[str, StoredBox]]) -> dict[StoredBox, Strided]:
-        """Return a dict from each box in `archives`, an iterable of (tensor's name, box), to where in its file the
-        box's elements lie. Raises CheckpointError if an archive contradicts the metadata."""
+        """Return a dict from each box (part of a tensor that torch.save stored as an archive) in `archives` to the
+        offset, shape and strides of its elements in its file. `archives` has a pair (tensor's name, box) for each.
+
+        Raises CheckpointError if an archive contradicts the metadata.
+        """
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:
             by_file.setdefault(box.file, []).append((name, box))

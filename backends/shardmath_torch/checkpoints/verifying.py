@@ -97,9 +97,9 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Return a flag per chunk of a file: whether `rank` has to check the chunk's checksum. Ranks that read the same
-    chunk take turns, so that one of them checks it; `packed` has for each rank the packed flags (`pack_marks`) of the
-    chunks that it reads, of `total` chunks.
+    """Return a flag for each chunk (range of bytes) of a file: whether `rank` has to verify the chunk's checksum, so
+    that exactly one of the ranks that read a chunk does. `packed` has each rank's flags of the chunks that it reads,
+    packed by `pack_marks`; `total` is the number of chunks.
 
     Raises CheckpointError for marks of another number of chunks.
 

@@ -108,7 +108,8 @@ class Writer(storage.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Begin the save, and return `plans`, each with the prefix of its rank's file names as its `storage_data`."""
+        """Begin the save by creating a draft of the checkpoint's metadata file, and return `plans`, each with the
+        prefix of its rank's file names as its `storage_data`."""
         save = uuid.uuid4().hex[:DIGITS]
         with _raise_as_ours(self._folder, BEFORE):
             find_counting(self._folder)  # raises if `.metadata` is there and cannot be read
@@ -122,8 +123,9 @@ class Writer(storage.StorageWriter):
     def write_data(
         self, plan: SavePlan, planner: theirs.SavePlanner
     ) -> Future[list[storage.WriteResult]]:
-        """Write this rank's boxes of tensors into files (under temporary names, except in an object store), and return
-        a finished Future with the file and bytes that hold each box."""
+        """Write this rank's parts of tensors into files (under temporary names, except in an object store). Returns a
+        finished Future with one WriteResult per part, which tells the file, the offset in it and the length in
+        bytes."""
         results: list[storage.WriteResult] = []
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         self._tally.begin(count_bytes(plan.items))
@@ -182,9 +184,12 @@ class Writer(storage.StorageWriter):
             withdraw(held)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Remove the files of earlier saves that failed or were replaced; call it on every rank. With `share` (i, n),
-        remove all their unfinished metadata files, but only share number i (from 0) of n of their other files, divided
-        by a hash of the file name."""
+        """Remove the files of saves that crashed, failed or were replaced by a later save; call it on every rank. With
+        `share` (i, n), this rank removes the i-th of n shares of the data files.
+
+        A hash of a file's name decides which share the file is in. Unfinished metadata files are removed whatever the
+        share.
+        """
         with _raise_as_ours(self._folder, AFTER):
             remove_leftovers(self._folder, share)
 

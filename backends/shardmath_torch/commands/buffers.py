@@ -36,8 +36,8 @@ __all__ = ["RULES", "Chosen", "command"]
 
 
 class Chosen(NamedTuple):
-    """A rule for how a training framework packs parameters into flat buffers (1-d tensors), and which options the
-    command `python -m shardmath buffers` accepts with the rule.
+    """A training framework's rule for packing parameters into flat buffers (1-d tensors), and the options of the
+    command `python -m shardmath buffers` that can be used with this rule.
 
     `experts`: experts have separate buffers `always`, if `asked` (`--expert-dp`), or `never`.
 
@@ -64,8 +64,8 @@ RULES: dict[str, Chosen] = {
 
 
 def command(argv: Sequence[str]) -> int:
-    """Print a model's flat buffers, as `python -m shardmath buffers` does for the arguments `argv`; return the exit
-    status."""
+    """Print how a model's parameters lie in its flat buffers, as a table and text pictures, and return the exit status.
+    `argv` has the arguments of the command `python -m shardmath buffers`."""
     parser = _make_parser()
     given = parser.parse_args(argv)
     chosen = RULES[given.rule]

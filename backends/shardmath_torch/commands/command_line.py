@@ -29,8 +29,8 @@ def read_count(text: str) -> int:
 
 
 def run_command(command: str, work: Callable[[], object]) -> int:
-    """Call `work`, and return the exit status; if it raises a ShardError, lacks a package or is interrupted, print that
-    to stderr, after the name `command`."""
+    """Call `work` and return 0. After a ShardError, a missing package or an interrupt, print a message that begins with
+    `command` to stderr, and return another number."""
     try:
         work()
     except ShardError as error:

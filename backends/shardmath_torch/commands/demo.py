@@ -65,11 +65,9 @@ def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch
 
 
 def compare(model: Path, tensors: Mapping[str, torch.Tensor]) -> TextTable:
-    """Return a table of the cosine similarities of the demo's sentences, computed by `model` with `tensors` as its
-    weights.
-
-    Raises ExchangeError if its embeddings differ from the original model's in any bit.
-    """
+    """Return a table of the cosine similarity of each pair of the demo's sentences, embedded by the model in the folder
+    `model` with `tensors` as its weights. Raises ExchangeError if any bit of the embeddings differs from those with the
+    folder's weights."""
     original = _embed(model, None)
     ours = _embed(model, tensors)
     if not torch.equal(original, ours):

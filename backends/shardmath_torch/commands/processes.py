@@ -134,12 +134,12 @@ def run(
     timeout: float,
     watch: Callable[[Mapping[int, Progress]], None] = lambda progress: None,
 ) -> list[R]:
-    """Run `task` with `argument` on ranks 0..world-1, each in a process, and return a list of their results in the
-    order of ranks. `watch` is called with every rank's progress. Raises ShardError if a rank fails, waits for others
-    for more than `timeout` seconds, or if all ranks are silent that long.
+    """Run `task` with `argument` on ranks 0 to world-1, each in a process, and return a list of their results in the
+    order of ranks. `watch` is called with every rank's progress, and `timeout` limits, in seconds, each wait of a rank
+    for other ranks.
 
-    `timeout` bounds every wait inside the group, and how long all ranks may be silent. Raises the first failing rank's
-    ShardError, or ExchangeError for any other failure.
+    `timeout` also limits how long all ranks may be silent, that is, report no progress and no result. Raises the first
+    failing rank's ShardError, or ExchangeError for any other failure.
     """
     job: _Job[R] = _Job([], {rank: Progress() for rank in range(world)})
     limit = timedelta(seconds=timeout)

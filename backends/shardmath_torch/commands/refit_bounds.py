@@ -32,9 +32,8 @@ Holders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds on the bytes of a move in which no rank forwards bytes for others. The dicts `received` and `sent`
-    have one bound per rank; the rank that sends most has to send at least `busiest` bytes, since at least one rank in
-    `forced_by` does."""
+    """Lower bounds on the bytes that each rank receives and sends in a move in which no rank forwards bytes for others.
+    Only the ranks in `forced_by` hold certain bytes, so at least one of them has to send `busiest` bytes or more."""
 
     received: dict[int, int]
     sent: dict[int, int]

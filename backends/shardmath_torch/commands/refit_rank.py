@@ -47,8 +47,8 @@ POISON = 0xA5
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The work of every rank in a refit: the model's weights, both sides (source and destination), and the number of
-    timed moves.
+    """The work of all ranks in a refit (a move of a model's weights from trainers to an inference engine): the weights,
+    the mesh and layouts of the source and of the destination, and the number of timed moves.
 
     `timeout` is in seconds, `out` a folder for the arrived tensors, `digest` the digest of the proved plan.
     """
@@ -65,8 +65,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One rank's measurements in a refit: seconds of loading, of planning, of compiling, of each timed move and of each
-    isend/irecv exchange; and bytes loaded and compared."""
+    """One rank's measurements in a refit: the seconds of loading, planning, compiling, each move, and each hand-written
+    isend/irecv exchange of the same bytes, for comparison; and the bytes loaded and compared."""
 
     load_s: float
     plan_s: float

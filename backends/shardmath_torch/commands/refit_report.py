@@ -85,7 +85,8 @@ class TextTable:
 
 
 class Screen(Protocol):
-    """The interface of a terminal or text stream, to which `refit` writes lines, tables and progress."""
+    """The interface of an output, such as a terminal or text stream, to which the command `python -m shardmath refit`
+    writes lines, tables and progress."""
 
     def line(self, text: str) -> None:
         """Write a line of text."""
@@ -94,8 +95,8 @@ class Screen(Protocol):
         """Write a table with its title."""
 
     def progress(self) -> AbstractContextManager[Watch]:
-        """Return a context manager that shows every rank's progress; its `as` target is a function to call with all
-        ranks' progress, by rank."""
+        """Return a context manager that shows the ranks' progress. Its `as` target is a function to call with a dict
+        from rank to Progress (phase and amount done), to update the display."""
 
 
 def choose_screen() -> Screen:
@@ -193,8 +194,9 @@ def _count_phases(progress: Mapping[int, Progress]) -> float:
 
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> TextTable:
-    """Return a table with a row per group of tensors to which the same source rule and the same destination rule (name
-    pattern -> layout) apply, the group with the most tensors first."""
+    """Return a table of the layout rules (tensor name pattern -> layout) that apply to the weights in `src` and in
+    `dst`. A row is for all tensors with the same source rule and the same destination rule; rows with the most tensors
+    come first."""
     groups = _group_by_rules(weights, src, dst)
     rows = []
     for rules in sorted(groups, key=lambda rules: -len(groups[rules])):
@@ -236,8 +238,8 @@ def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str
 
 
 def traffic_table(plan: sm.Plan, bound: Bounds, outcomes: Sequence[Outcome]) -> TextTable:
-    """Return a table of the bytes that each rank loads, sends, receives and compares, with lower bounds of the bytes
-    sent and received."""
+    """Return a table of each rank's bytes loaded, sent, received and compared after arrival. `plan` gives the bytes
+    sent and received, `bound` their lower bounds, and `outcomes` (one per rank) the bytes loaded and compared."""
     counts = _count_traffic(plan, bound, outcomes)
     rows = [(str(rank), *map(show_bytes, row)) for rank, row in counts.items()]
     totals = map(sum, zip(*counts.values(), strict=True))
@@ -274,8 +276,8 @@ def _count_traffic(
 
 
 def times_table(nbytes: int, outcomes: Sequence[Outcome]) -> TextTable:
-    """Return a table of the time and throughput of moves of `nbytes`, and of a hand-written isend/irecv exchange of the
-    same bytes.
+    """Return a table of time and throughput for two ways to transfer `nbytes`: a move, and a hand-written isend/irecv
+    exchange. `outcomes` has each rank's measured seconds of both.
 
     A step takes as long as its slowest rank.
     """

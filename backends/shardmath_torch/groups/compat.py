@@ -117,8 +117,8 @@ def _make_outside_error() -> ExchangeError:
 
 
 def ranks_of(group: Group) -> tuple[int, ...]:
-    """Return the group's ranks in order, as plans number them: global ranks, or 0, 1, 2 ... in a joint group (a group
-    across jobs)."""
+    """Return the numbers that plans use for the ranks of `group`, in the order of group ranks: global ranks, or for a
+    JointGroup (a group across jobs) 0, 1, 2 and so on."""
     if isinstance(group, JointGroup):
         return tuple(range(group.size()))
     return tuple(dist.get_process_group_ranks(group))
@@ -140,7 +140,8 @@ def channel_of(group: Group) -> Group:
 
 
 def is_there(group: Group) -> bool:
-    """Whether the group can still be used; False after `destroy_process_group` or `disconnect`."""
+    """Whether `group` can still be used: False after `torch.distributed.destroy_process_group`, or for a JointGroup (a
+    group across jobs), after its `disconnect`."""
     return group.is_open if isinstance(group, JointGroup) else group in c10d._world.pg_map
 
 
@@ -159,7 +160,8 @@ def word_gone(group: Group) -> str:
 
 
 def check_registered(group: Group | None, what: str) -> None:
-    """Raise ExchangeError for a joint group, since the call named `what` works only on groups of one job."""
+    """Raise ExchangeError if `group` is a JointGroup (a group of ranks of several jobs). `what` tells in the error
+    which action is impossible on it, such as "save"."""
     if isinstance(group, JointGroup):
         why = f"{group!r} has ranks of several jobs, which cannot {what} together"
         fix = "pass a group of one job as group=, or leave it out for the job's default group"
@@ -259,8 +261,8 @@ def device_of(group: Group) -> torch.device:
 
 
 def allow_seconds(group: Group, seconds: float) -> None:
-    """Give the group's next work on GPUs `seconds`, or the group's time limit if longer, before torch's watchdog ends
-    the process. Does nothing if this torch version cannot extend the limit.
+    """Set the time limit of the group's next work on GPUs, after which torch's watchdog ends the process, to `seconds`
+    or the group's own limit, whichever is longer. Does nothing if this torch version cannot extend the limit.
 
     Under TORCH_DISTRIBUTED_DEBUG=DETAIL this has no effect: the group's own limit holds.
     """
@@ -273,7 +275,8 @@ def allow_seconds(group: Group, seconds: float) -> None:
 
 
 def find_missing(group: Group) -> tuple[str, list[str]]:
-    """Return the class name of an NCCL group's backend, and the APIs it lacks for moves."""
+    """Return the class name of the NCCL backend of `group`, and a list of the names of attributes and methods that
+    shardmath uses but the backend does not have."""
     backend = channel_of(group)._get_backend(torch.device("cuda"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -308,8 +311,10 @@ def store_of(group: Group) -> Store | None:
 
 
 def packs_saved_tensors() -> bool:
-    """Whether hooks that pack autograd's saved tensors, such as activation checkpointing's, are active now (torch
-    2.13)."""
+    """Whether hooks that pack autograd's saved tensors, such as activation checkpointing's, are active now.
+
+    Asks torch's private API, as of torch 2.13.
+    """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -361,8 +366,8 @@ def hold_nothing(tensor: DTensor) -> None:
 
 
 def shape_of_scalar(local: Tensor) -> Tensor:
-    """Return a zero of shape () instead of the empty tensor `local`, for a rank outside of the mesh of a scalar
-    DTensor.
+    """Return a zero of shape (), with the dtype and device of the empty tensor `local`. It replaces `local` on a rank
+    outside of the mesh of a scalar DTensor.
 
     `DTensor.from_local` ignores `shape=()`, and takes the local tensor's shape (torch 2.13).
     """
@@ -375,8 +380,8 @@ def local_of(tensor: DTensor) -> Tensor:
 
 
 def identity_of(storage: torch.UntypedStorage) -> int:
-    """Return a number that no other storage has while this storage object exists. Unlike the address of its memory, the
-    number stays unique after the memory is freed."""
+    """Return a number that identifies the storage object as long as that object exists. Unlike the address of the
+    storage's memory, the number stays unique even if the memory is released earlier, as by a resize to 0."""
     return int(storage._cdata)
 
 

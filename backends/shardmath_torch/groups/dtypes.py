@@ -99,7 +99,8 @@ class Seen:
 
 
 def see_words(tensor: Tensor) -> NDArray[Any]:
-    """Return the bits of a tensor on the CPU as a NumPy array on the same memory; do not write to it.
+    """Return the bits of a tensor on the CPU as a NumPy array of the same shape, on the same memory; do not write to
+    it. An element of the array is an integer of the tensor element's size, or complex128 for 16 bytes.
 
     Not `Tensor.numpy`, after which the tensor's storage can never be resized, as FSDP does.
     """

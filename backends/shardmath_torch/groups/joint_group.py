@@ -141,8 +141,11 @@ def list_joint() -> list[JointGroup]:
 def make_channel(
     backend: str, store: Store, rank: int, size: int, seconds: float, name: str
 ) -> ProcessGroup:
-    """Return a new process group of `size` ranks, this process as `rank`, that is connected through `store`, has a time
-    limit of `seconds`, and is not registered with torch. Raises RuntimeError if ranks cannot be reached."""
+    """Return a new process group of `size` ranks, this process as `rank`, that is connected through `store` and not
+    registered with torch. `seconds` is its time limit, and `name` becomes its `group_name`.
+
+    Raises RuntimeError if ranks cannot be reached.
+    """
     channel = ProcessGroup(store, rank, size)
     BACKENDS[backend](channel, store, timedelta(seconds=seconds))
     channel._set_group_name(GroupName(name))

@@ -39,7 +39,8 @@ def apart_from(store: Store) -> Store:
 
 
 def connect_anew(store: Store) -> Store:
-    """Return the store through a connection that no other call uses; the store itself if it has no server.
+    """Return a new connection, for this caller only, to the server of `store`. If `store` has no server, it is returned
+    itself.
 
     A server lives as long as the given store, not as the returned one. Raises RuntimeError if it does not answer.
     """

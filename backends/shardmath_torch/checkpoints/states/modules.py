@@ -227,13 +227,12 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return a Model (this rank's tensors with their layouts) of the module in `described`. Plain tensors count as
-    replicated on `mesh`. `ask` takes tensors by name and returns all ranks' parts: local shapes of DTensors, index
-    ranges of CheckpointableTensors.
+    """Return the Model of a module: this rank's parameters and buffers in `described`, each with its layout. `ask`
+    looks up how ranks divide a tensor; with None, ranks communicate if needed.
 
-    Without `ask` the call is collective if `layout_of` is.
-
-    `mesh` is by default the DTensors' largest mesh, or the ranks of `group`.
+    `ask` takes tensors by name, and returns local shapes of DTensors, index ranges of CheckpointableTensors. Plain
+    tensors count as replicated on `mesh` (default: the DTensors' largest mesh, or the ranks of `group`). Without `ask`
+    the call is collective if `layout_of` is.
 
     Raises CheckpointError for a plain tensor on a rank that is not on the mesh.
     """
@@ -289,11 +288,12 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """Gather what every rank holds of `tensors` (local shapes of DTensors, boxes of checkpointable tensors), and return
-    a function (`Ask`) that gives it as tensor name -> rank -> shape or boxes. Returns None without such tensors, or
-    without a process group.
+    """Gather from all ranks which part of each of `tensors` they hold, and return a function that looks up the gathered
+    parts. Returns None if there is nothing to gather, or no process group.
 
-    All ranks must have such tensors under the same names. Raises CheckpointError if a rank is lost.
+    Given tensors by name, the function returns name -> rank -> part: a DTensor's local shape, or the index ranges of a
+    checkpointable tensor. There is nothing to gather if `tensors` has neither. All ranks must have such tensors under
+    the same names. Raises CheckpointError if a rank is lost.
     """
     own_parts: dict[str, Shape | LocalRuns] = {}
     for name, tensor in tensors.items():

@@ -87,8 +87,8 @@ class ParameterGroup(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """The state of optimizers as it is saved: state tensors with layouts, a description (entry) of each state item, and
-    the parameter groups."""
+    """The state of optimizers as it is saved: the state tensors with their layouts, the dtype and shape (or the plain
+    value) of each state item, and the parameter groups."""
 
     slots: dict[tuple[str, str], ModuleSlot]
     groups: tuple[SavedGroup, ...] | None
@@ -101,8 +101,8 @@ class OptimizerState(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """Reports on parameters that only some ranks hold: descriptions (entries) of their optimizer state, by the
-    parameter's name, and the parameter groups that they are in."""
+    """Information, collected from all ranks, on parameters that only some ranks hold: the dtype and shape (or the plain
+    value) of each item of their optimizer state, and their parameter groups."""
 
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
@@ -347,9 +347,9 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `parameter` is a DTensor or torch CheckpointableTensor, and `entry`, which describes its
-    optimizer state `key`, does not tell how the ranks divide this state. `name` is the parameter's name for the
-    error."""
+    """Raise CheckpointError if `parameter` is a DTensor or torch CheckpointableTensor and `entry`, the record of an
+    item of its optimizer state, leaves open how ranks divide the item. The error names the parameter by `name` and the
+    item by `key`, such as "exp_avg"."""
     match entry:
         case Own(shape=shape):
             is_known = not shape

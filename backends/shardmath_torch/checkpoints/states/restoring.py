@@ -63,8 +63,8 @@ __all__ = [
 
 
 class ReadJob(NamedTuple):
-    """A read from a checkpoint: the tensor's name `here` and `there` (in the checkpoint), its layout (None for bytes),
-    and `put`, a function that writes the loaded tensor into the module or optimizer."""
+    """A read from a checkpoint: the tensor's name in the module or optimizer (`here`) and in the checkpoint (`there`),
+    its layout (None for bytes), and a function (`put`) that writes the loaded tensor into the module or optimizer."""
 
     here: str
     there: str
@@ -76,8 +76,8 @@ class ReadJob(NamedTuple):
 
 
 class Free(NamedTuple):
-    """The memory that loaded optimizer values may overwrite: regions of state tensors (`states`), and of tensors in
-    options such as learning rates (`options`), that no other tensor shares.
+    """The memory that loading an optimizer is allowed to overwrite, since no other tensor shares it: memory of state
+    tensors, and of tensors among the options, such as learning rates.
 
     Several options may be one tensor.
     """
@@ -172,7 +172,8 @@ def check_fillable(goals: Iterable[Goal]) -> None:
 
 def list_module_jobs(model: Model, saved: Index, stored: Mapping[str, str]) -> Iterator[ReadJob]:
     """Yield the reads (`ReadJob`) that restore the module: one for each tensor and extra state in `stored` (name in the
-    module -> name in the checkpoint). `saved`, the checkpoint's index, has the kinds of the extra states."""
+    module -> name in the checkpoint). `saved`, the checkpoint's index, tells the type of each extra state, such as a
+    tensor or bytes."""
     for name, stored_name in stored.items():
         here = f"model.{name}"
         there = f"model.{stored_name}"
@@ -257,7 +258,8 @@ def _make_state(parameter: Tensor, entry: Like | Own, device: torch.device) -> T
 
 
 class OptionsPlan(NamedTuple):
-    """The assignments and copies that restore the options of parameter groups, such as learning rates.
+    """The changes that restore the options of parameter groups, such as learning rates: options to set to a new value,
+    and tensors among the options to fill with a new value.
 
     `values` are (options or defaults, key, value), `copies` are tensors that keep their memory, each with its value.
     """

@@ -42,8 +42,9 @@ _Found: TypeAlias = dict[MemorySpot | None, tuple[str, Tensor]]
 
 
 def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, Any]]) -> None:
-    """If several optimizer state items are one object, set the `origin` in each of their `entries` (descriptions) to
-    the first of these items. `states` maps a parameter's name to its state: key -> value."""
+    """Mark optimizer state items whose values are one object: set `origin` in each item's description to the first such
+    item in `states`. Both arguments map parameter name -> key of the item -> its description (in `entries`) or its
+    value (in `states`)."""
     for (name, key), origin in find_origins(states).items():
         marked = replace(entries[name][key], origin=origin)
         entries[name] = {**entries[name], key: marked}

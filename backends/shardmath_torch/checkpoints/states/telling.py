@@ -177,7 +177,9 @@ BY_RANK = (
 
 
 def advise(what: str) -> str:
-    """Return the advice that ends an error about values that differ among ranks; `what` describes the values, for
-    example "the optimizer of ...". For optimizer state, the advice explains how to save state of which each rank has a
-    part."""
+    """Return the advice that ends an error about values (described by `what`) that differ among ranks: pass the same
+    arguments on all ranks. For optimizer state it is to give every rank the full state, or to use FSDP2.
+
+    The values are optimizer state if `what` begins with "the optimizer of " or "'optim.state.".
+    """
     return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

@@ -70,8 +70,8 @@ NUMBERS = (
 
 
 class Kinded(NamedTuple):
-    """A stand-in for an Enum member or namedtuple, whose class a checkpoint cannot make: the class's name, and the
-    plain value or tuple."""
+    """A stand-in for an Enum member or namedtuple that was read from a checkpoint: only the class's name and the plain
+    value or tuple are stored there, not the class."""
 
     kind: str
     plain: object
@@ -96,11 +96,11 @@ def check_depth(what: str, depth: int) -> None:
 
 
 def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0) -> Any:
-    """Return `value`, an option or state that is nested in `depth` other values, in a form that JSON can store. Raises
-    CheckpointError, which calls the value `what`, if JSON cannot express it; Enums and namedtuples are stored only if
-    `kinded` is True.
+    """Return `value`, such as an optimizer's option, in a form that JSON can store; Enums and namedtuples can be stored
+    only if `kinded` is True. `what` names the value in errors, and `depth` counts the values that it is nested in.
 
-    Pass `kinded` if whatever takes the value holds Enums or namedtuples in the same places.
+    Pass `kinded` if whatever takes the value holds Enums or namedtuples in the same places. Raises CheckpointError if
+    JSON cannot express the value.
     """
     check_depth(what, depth)
     if _is_plain(value):
@@ -299,7 +299,8 @@ KINDS = {
 
 
 class Extra(NamedTuple):
-    """A module's extra state: the value that get_extra_state returned, as bytes, and its kind, a key of KINDS."""
+    """A module's extra state as bytes, with the type to which loading converts the bytes back: `kind` is "tensor",
+    "file" (BytesIO), "bytes" or "none"."""
 
     module: nn.Module
     kind: str

@@ -183,9 +183,9 @@ def _get_own_dict(value: object) -> dict[str, object]:
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError if `optimizer`, or one inside it, has state that would be lost by saving only the `state`
-    and `param_groups` of the optimizers in `given`, which include `optimizer`. It also raises for state that could not
-    be restored.
+    """Raise CheckpointError if `optimizer`, or one inside it, has state that a checkpoint of the optimizers in `given`
+    would lose or could not restore. The checkpoint has only `state` and `param_groups` of each; `given` includes
+    `optimizer`.
 
     It raises for an optimizer that has inner optimizers with separate state that are not `given`, for one that makes
     its state again at each access, and if the state dict of the optimizer, or of an inner one that shares its state,

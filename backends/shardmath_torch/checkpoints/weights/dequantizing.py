@@ -29,8 +29,9 @@ __all__ = ["dequantize"]
 
 
 def dequantize(one: QuantizedRead, data: Tensor, scales: Tensor, rank: int) -> Tensor:
-    """Return the local tensor that `rank` has of the quantized tensor `one`, in the module's dtype. It is computed from
-    the rank's local `data` and `scales`, one number for each block (tile of elements) that this data overlaps."""
+    """Return the local tensor that `rank` has of a quantized tensor, dequantized to the module's dtype. `one` describes
+    the tensor, `data` is its part stored for this rank, and `scales` has one factor for each block (tile of elements)
+    that `data` overlaps."""
     out = make_zeros(one.layout, rank)
     factors = _convert_scales(scales, one.format.parts[1].dtype)
     shape = one.layout.shape

@@ -79,7 +79,7 @@ def load_weights(
 ) -> None:
     """Load the parameters and persistent buffers of `module`, in place, from `path`: safetensors files of Hugging Face,
     or a checkpoint by `save` or torch.distributed.checkpoint. `names` maps names in the module to stored names, where
-    they differ; `format` is the format of quantized weights.
+    they differ; `format` is the format of quantized weights, and `verify` compares stored checksums.
 
     A parameter with several names is found under any of them. Tensors that transformers saves under other names, or
     unstacked, are found as it saves them. Values are cast to the module's dtypes; uint8 and FP8 or FP4 are copied as

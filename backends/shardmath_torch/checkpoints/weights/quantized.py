@@ -45,7 +45,8 @@ class QuantizedRead(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name under which the tensor's scales are loaded, next to the tensor itself."""
+        """The key of this tensor's scales in the dict of loaded tensors, where the tensor's quantized data has the key
+        `name`."""
         return f"scales of {self.name}"
 
     def reads(self) -> Iterator[tuple[str, Layout]]:

@@ -138,11 +138,12 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
 def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
-    """Convert a buffer layout with parameters as keys, from Megatron-Core or `by_parameter`, to a layout with names as
-    keys for `data_parallel_world_size` ranks; None allows any number. Raises ParamLayoutError if the module lacks a
-    parameter, or if the layout contradicts itself.
+    """Return a buffer layout like `layout`, but with the names of parameters in `module` as keys instead of the
+    parameters. `layout` is from Megatron-Core, or from `by_parameter`, which does the reverse.
 
-    A layout with parameters as keys does not have the number of ranks that it is for.
+    `data_parallel_world_size` is the number of ranks to record in the result, since a layout with parameters as keys
+    does not have it; None stands for any number. Raises ParamLayoutError if the module lacks a parameter, or if the
+    layout contradicts itself.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     placed = list(layout.param_index_map.items())
@@ -200,12 +201,12 @@ def state_views(
 def views(
     store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the local tensors that `rank` has of `layouts`, by name, as detached views into `arrays`, its flat array
-    or arrays by name. A tensor with several layouts has a view `name[i]` for each layout i. `store` says in which array
-    each tensor lies, at which offset and with which strides.
+    """Return a dict of the local tensors of `rank` by name, as detached views into flat arrays (1-d tensors). `store`
+    finds the array and the offset of each tensor; `arrays` maps array names to arrays, or is the only array.
 
-    A single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises
-    StoreError for an array that is missing, too short, not flat, or of another dtype.
+    `layouts` has the tensors' layouts by name. A tensor with several layouts has a view `name[i]` for each layout i. A
+    single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises StoreError for an array
+    that is missing, too short, not flat, or of another dtype.
     """
     named = {buffers.SHARD: arrays} if isinstance(arrays, Tensor) else arrays
     found = {}

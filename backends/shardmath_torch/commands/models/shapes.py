@@ -64,9 +64,9 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class Unstack(NamedTuple):
-    """A rule for tensors whose names end in `stacked`. If the names in `parts` contain {e}, it splits a tensor along
-    dimension 0 into experts (number {e}) and along dimension 1 into these parts; otherwise it renames the tensor to the
-    name in `parts`.
+    """A rule that replaces the suffix `stacked` of a tensor's name by the names in `parts`. If these contain {e}, index
+    e of dimension 0 is expert e, and dimension 1 is divided evenly among the names; otherwise the tensor is only
+    renamed.
 
     Dimension 0 is the expert {e}, and dimension 1 is divided evenly among the parts. A part without
     {e} is another name for the unchanged tensor.

@@ -34,9 +34,8 @@ SHOWN = 8
 
 
 class Ballot(NamedTuple):
-    """A rank's vote on an operation: the operation (`claim`), its `purpose`, the rank's `objection` ("" if none), and
-    facts about the rank. All ranks must have the same `claim`, `purpose` and `records_gradient`, which is whether
-    autograd records the operation.
+    """A rank's vote on the operation that the group's ranks are about to do together, with an objection if this rank
+    cannot take part. All ranks must name the same operation (`claim`) and the same reason for it (`purpose`).
 
     - `claim`: the operation that the rank is about to do.
     - `purpose`: what the operation is for, in the caller's words.

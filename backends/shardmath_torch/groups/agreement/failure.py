@@ -117,8 +117,8 @@ class FailureDetector:
 
     def detect(self, own_report: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
         """Exchange failure reports with the other ranks, and return (the rank that failed first, the report on it);
-        call `let_go` to close connections once this rank has reported. The rank is None if it is unknown, or if no rank
-        failed but one left the group."""
+        `let_go` closes connections after this rank has reported. The rank is None if the reports do not tell it, or if
+        they tell that a rank left the group without failing."""
         deadline = time.monotonic() + self.grace
         reporting = self.report(own_report, let_go)
         reporting.join(max(0.0, deadline - time.monotonic()))

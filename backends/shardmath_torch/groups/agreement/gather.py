@@ -134,7 +134,8 @@ def _gather_by_torch(mine: _T, group: Group, what: str) -> list[_T]:
 
 @contextmanager
 def shared(group: Group | None) -> Iterator[None]:
-    """Reserve the group during the `with` block for a call of this thread that consists of several collective steps.
+    """Reserve the group for this thread during the `with` block, in which one call, such as a save, does several
+    collective steps. Such calls of other threads of this process wait until the block ends.
 
     An exception after the first step breaks the group, unless all ranks know of it: they know of ShardErrors, and of
     exceptions marked by `mark_told`. Raises ExchangeError if another thread's call lasts longer than the group's time
@@ -167,7 +168,8 @@ def _breaking_on_error(party: Party | None) -> Iterator[None]:
 
 
 def mark_told(error: BaseException, group: Group | None) -> None:
-    """Mark `error` as known to all ranks, so that it does not break the group in the current call."""
+    """Mark `error` as known to all ranks, so that the group stays usable after the current call raises it. An error
+    that the other ranks do not know of makes the group unusable, since they might wait for this rank."""
     if TOLD not in getattr(error, "__notes__", ()):
         error.add_note(TOLD)
     if not compat.is_alone():

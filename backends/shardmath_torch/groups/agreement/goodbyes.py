@@ -118,9 +118,12 @@ class Goodbyes:
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Return a text that names the other ranks that closed the mover `key` or left the group before vote `number`,
-        with the lowest rank's reason; "" if there are none. The rank `blamed`, whose connection ended, is also named if
-        it closed another mover since the previous vote."""
+        """Return a text that names the other ranks that left the group, or closed the mover `key` (an object that moves
+        tensors), before vote `number`; "" if there are none. The rank `blamed` is named, too, if it closed another
+        mover since the previous vote.
+
+        The text has the lowest rank's reason. `blamed` is a rank whose connection has ended.
+        """
         reasons = {}
         for goodbye in list(self._by_number.values()):
             if goodbye.rank == self._rank:

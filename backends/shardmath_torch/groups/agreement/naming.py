@@ -50,9 +50,9 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Return words for an error about `rank` that say which tensor it had to send or receive: `tensor`, or if that is
-    None, the first tensor that the plan `given` has `rank` send or receive. If `given` is not a plan, the words name no
-    tensor."""
+    """Return words for an error message that tell which tensor the failed rank `rank` had to send or receive by the
+    plan `given`. This is `tensor`, or if that is None, the first one in the plan; if `given` is not a plan, no tensor
+    is named."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:

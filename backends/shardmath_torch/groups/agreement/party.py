@@ -93,9 +93,9 @@ class Party:
     def vote(
         self, mine: Ballot, patience: float | None = None, event: Event = Event.VOTE
     ) -> tuple[Ballot, ...]:
-        """Send this rank's vote `mine` to all ranks, and return all ranks' votes in the order of the group's ranks,
-        within `patience` seconds (None: the connections' default). Pass PROMISE as `event` if the vote promises that
-        all bytes have arrived here.
+        """Send this rank's vote `mine` to all ranks, and return all ranks' votes in the order of the group's ranks.
+        `event` is VOTE, or PROMISE for a vote that promises that this rank has received all bytes; `patience` limits
+        the wait for votes, in seconds (None: the connections' default).
 
         Raises Refused if any rank objects, PeerFailure if one does not vote.
         """
@@ -123,8 +123,8 @@ class Party:
         self.wire.begin(number + mark, unasked.patience)
 
     def go_on(self, unasked: Unasked) -> None:
-        """Begin, without a vote, the operation `unasked`, on which ranks agreed earlier; from now on other ranks may
-        wait for this rank."""
+        """Begin the operation `unasked` without a vote, since the ranks agreed on it earlier. From now on other ranks
+        rely on this rank to take part."""
         self.turns.unasked = unasked
         self._begin()
         self.turns.agreed()
@@ -151,13 +151,13 @@ class Party:
         patience: float = 0.0,
     ) -> _T:
         """Run `act`, an operation of all ranks, while nothing else in this process uses the group, and return its
-        result. Raises ExchangeError if other threads do not free the group within `patience` seconds (or the Party's
-        patience, if longer). Errors call the group `what`; if a rank fails, `describe` returns their text on the work
-        that this stopped.
+        result. `patience` limits the wait for other threads, in seconds; in errors, `what` names the group, and if a
+        rank fails, the text that `describe` returns says which work was stopped.
 
         `act` begins with a vote, unless ranks agreed on such an operation before.
 
-        Raises ExchangeError, and any other exception that `act` raises.
+        Raises ExchangeError if other threads do not free the group within `patience` seconds (or the Party's patience,
+        if longer), and any other exception that `act` raises.
         """
         compat.check_not_forked(self.group)
         try:
@@ -277,11 +277,13 @@ class Party:
             raise PeerFailure(self.rank, word_error(error)) from error
 
     def leave(self, error: BaseException) -> None:
-        """Break the group, since `error` ended a call on it in the middle, and report that to the other ranks."""
+        """Make the group unusable for further calls, since `error` ended a call on it in the middle, and report this
+        cause to the other ranks."""
         self.give_up(f"it was left in the middle by {word_error(error)}")
 
     def give_up(self, cause: str) -> None:
-        """Break the group, and report to the others that this rank gives up and why, without reading their reports."""
+        """Make the group unusable because this rank has failed, and report the `cause` to the other ranks. Unlike after
+        a failure of another rank, the others' reports are not read."""
         # First of all: a second Ctrl-C during the report must find the group broken.
         self.turns.broken = f"rank {self.rank} (this one) failed: {_word_fix(cause)}"
         try:
@@ -296,8 +298,8 @@ class Party:
             raise
 
     def break_by(self, failure: PeerFailure, describe: Describe) -> ExchangeError:
-        """Break the group after a peer's `failure`, and return the error to raise: which rank failed first, and the
-        work (worded by `describe`) that this stopped."""
+        """Make the group unusable after a peer's `failure`, and return the error to raise. Its text tells which rank
+        failed first, and by the words that `describe` returns, which work was stopped."""
         # Reading the reports takes seconds; meanwhile a signal handler or another thread may call.
         self.turns.broken = failure.cause
         try:

@@ -132,7 +132,8 @@ class _Seat:
         return next((queued for queued in earlier if queued.thread is not turn.thread), None)
 
     def give_back(self, turn: _Turn) -> None:
-        """Free this seat (a lock) if `turn`, one thread's call, holds it, and remove `turn` from the queue."""
+        """Free this seat (a lock) if `turn`, one thread's call, holds it, and remove `turn` from the queue of calls
+        that wait for the lock."""
         with self._lock:
             if self._holder() is turn:
                 self._holder = _nobody
@@ -151,8 +152,8 @@ class _Heard(threading.local):
 
 
 class Turns:
-    """The state of this rank's operations on one group, of which one runs at a time: how many votes the group has had,
-    which threads wait for the group, and why it is broken ("" if it is not).
+    """A record that this rank keeps of a process group: how many votes this rank has taken part in, which threads wait
+    for their turn, and why the group is unusable ("" if it is usable).
 
     - `decided`: number of the latest vote recorded in the group's store (`commits`).
     - `beside`: the latest errand, a background move that runs after the errands before it; other calls wait for it.
@@ -199,8 +200,9 @@ class Turns:
 
     @property
     def latest(self) -> tuple[str, int, bool]:
-        """The identity of the latest vote, equal on all ranks: the group's nonce (a random number, as text), the vote's
-        number, and whether ranks did vote (False if they had agreed earlier)."""
+        """The identity of the latest operation that the ranks agreed on, equal on all ranks: a random text that the
+        group has drawn, the operation's number, and whether the ranks voted on it (False if an earlier agreement
+        replaced the vote)."""
         return self.nonce, self.votes, self.unasked is None
 
     @property
@@ -210,8 +212,8 @@ class Turns:
         return self.protocol.counted_on
 
     def check_name(self, name: str) -> None:
-        """Reserve `name`, under which ranks pair their calls, for the calling thread. Raises ExchangeError if another
-        live thread uses that name."""
+        """Reserve `name` as the calling thread's name, since ranks match their calls by thread name. Raises
+        ExchangeError if another live thread of this process has that name."""
         current = threading.current_thread()
         self._names = {known: ref for known, ref in self._names.items() if _is_alive(ref())}
         owner = self._names.setdefault(name, weakref.ref(current))()
@@ -224,8 +226,8 @@ class Turns:
 
     @contextmanager
     def alone(self, patience: float) -> Iterator[None]:
-        """Keep other calls of this process off the group during the `with` block, even if the group is broken, after
-        waiting at most `patience` seconds for a call of another thread.
+        """Make other calls of this process on the group wait during the `with` block, even if the group has become
+        unusable. `patience` limits, in seconds, the wait for another thread's call before the block begins.
 
         Waits for background moves, too. Raises ExchangeError inside of a call, and if another thread keeps the turn.
         """
@@ -243,11 +245,11 @@ class Turns:
         self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
         """Reserve the group for an operation of all ranks during the `with` block, after waiting at most `patience`
-        seconds for other threads. Raises ExchangeError, which calls the group `what`, if the group is broken. If this
-        was not known before, `let_go` is called first, to close connections.
+        seconds for other threads. If the group is found to be broken (unusable), `let_go` is called to close
+        connections, and ExchangeError is raised, with `what` as the word for the group.
 
         Also raises ExchangeError if another thread's operation takes longer. Whether the group is broken may be unknown
-        if an exception ended the operation before in the middle.
+        if an exception ended the operation before in the middle; only then is `let_go` called.
         """
         with self.alone(patience):
             self._check_not_broken(what, let_go)
@@ -262,8 +264,8 @@ class Turns:
 
     @contextmanager
     def call(self, patience: float) -> Iterator[None]:
-        """Reserve the group for one call of this thread, of several collective steps, during the `with` block, after
-        waiting at most `patience` seconds for other threads' calls; such blocks may nest.
+        """Reserve the group for this thread during the `with` block, in which one call does several collective steps,
+        after waiting at most `patience` seconds for such calls of other threads. A thread can nest these blocks.
 
         Raises ExchangeError if another thread's call takes longer.
         """
@@ -311,9 +313,9 @@ class Turns:
     def listen(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
     ) -> None:
-        """Start to watch `store` for notices of ranks that leave the group, stored there under `name`; a second call of
-        `listen` does nothing. This rank is `rank`, the group's are `ranks`, and `serves` is whether this process serves
-        the store."""
+        """Start to watch `store` for notices of ranks that leave the group, stored there under `name`; a second call
+        does nothing. `rank` is this rank, `ranks` are the group's, and if the store's server runs in this process
+        (`serves`), this rank waits before leaving until others have read its notice."""
         if self.goodbyes is not None or len(ranks) == 1:
             return
         self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
@@ -330,8 +332,8 @@ class Turns:
             self.goodbyes.say(key, self.votes, why)
 
     def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
-        """Record `errand` (the job of a background move) as the latest, and return the previous one, which has to end
-        before `errand` moves; None if there is none."""
+        """Record `errand`, a job that runs a move in the background, as the latest job, and return the previous one, or
+        None. The previous job has to end before the move of `errand` begins."""
         with self._queue:
             previous, self.beside = self.beside, errand
         return previous

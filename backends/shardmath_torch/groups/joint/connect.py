@@ -71,19 +71,18 @@ def connect(
     name: str = "",
     run: str = "",
 ) -> JointGroup:
-    """Connect `size` processes of any jobs, this one as `rank`, through the store `where`, and return their process
-    group, to pass as `group=` to functions of this module. Collective. Groups that exist in one store at the same time
-    must have different `name` arguments; processes that pass `run`, a text for this start of the jobs, must pass the
-    same one.
+    """Connect `size` processes of any jobs, this one as `rank`, and return their process group, to pass as `group=` to
+    functions of this module. Collective. The processes meet in `where`, a store or the address "host:port" of one;
+    `name` tells groups in one store apart, and `run` tells apart starts of the jobs.
 
     `where` is "host:port", where the process of rank 0 serves a key-value store (a TCPStore) until it disconnects, or a
     store. `backend` is "gloo" or "nccl". `timeout` is the time to wait for all ranks to come, in seconds, and then the
-    time limit of the group's collectives. The same name may be used again, as after a rank has died: processes of two
-    groups are never mixed.
+    time limit of the group's collectives. Groups that exist in one store at the same time must have different names.
+    The same name may be used again, as after a rank has died: processes of two groups are never mixed.
 
-    `run` keeps out processes of an earlier run that have not ended. If rank 0 is given none, it draws one; the others
-    take rank 0's. Pass the group's `run` whenever this process connects again, and to a process that replaces a dead
-    one.
+    `run`, a text for this start of the jobs, keeps out processes of an earlier run that have not ended; processes that
+    pass it must pass the same one. If rank 0 is given none, it draws one; the others take rank 0's. Pass the group's
+    `run` whenever this process connects again, and to a process that replaces a dead one.
 
     Torch's registry does not know the group, and this process's default group, if it has one, is not touched. Ranks of
     plans are places in this group. Raises ExchangeError for invalid arguments, naming the ranks that do not come in
@@ -131,8 +130,9 @@ def _of_name(store: Store, name: str) -> Store:
 def call_off(
     where: str | Store, rank: int, why: str, *, name: str, timeout: float = DEFAULT_TIMEOUT_S
 ) -> None:
-    """Make calls of `connect` by this `name` in the store `where`, both waiting ones and later ones, raise
-    ExchangeError with the text `why`. Call it in another thread of the process that connects as `rank`.
+    """Make every call of `connect` with the name `name` in the store `where` raise ExchangeError with the text `why`,
+    both waiting and later calls. Call it in another thread of the process that connects as `rank`; `timeout` limits the
+    wait for the store, in seconds.
 
     Groups that are connected already are not touched. Raises ExchangeError if the store does not answer within
     `timeout` seconds.
@@ -244,8 +244,8 @@ def _leave(store: Store, met: Met, rank: int, size: int) -> None:
 
 
 def disconnect(group: dist.ProcessGroup) -> None:
-    """End a process group that `connect` returned: release its connections and store, even if movers still hold the
-    group.
+    """End a process group that `connect` returned: close its connections and release its store. Objects that still
+    refer to the group cannot use it any longer.
 
     Not collective: this rank leaves, whatever the others do. A group that has ended is left as it is. Waits for
     background moves. The last rank to disconnect removes the group's notes from the store.

@@ -76,8 +76,9 @@ def _is_port(text: str) -> bool:
 
 
 def meet_at(where: Address | Store, serves: bool, until: float, meet: Callable[[Store], _T]) -> _T:
-    """Call `meet` with the store at `where`, which this process serves if `serves`, and return the result. If the store
-    at an address is lost, open it again, until `time.monotonic()` reaches `until`.
+    """Call `meet` with the store at `where`, and return the result; if `serves` is True, this process runs the store's
+    server. If the store at an address is lost, the store is opened and `meet` called again, until `time.monotonic()`
+    reaches `until`.
 
     Raises ExchangeError if the store cannot be served, or is not there in time, and any exception of `meet`.
     """

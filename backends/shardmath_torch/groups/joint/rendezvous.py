@@ -101,8 +101,8 @@ class _Log(NamedTuple):
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """Return the objection, a text, of a second process that claims rank 0 in this rendezvous; "" if no process
-        objects."""
+        """Return the objection (an error text) that a second process with rank 0 has written into this log of processes
+        that connect; "" if there is none."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))

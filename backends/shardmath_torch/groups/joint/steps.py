@@ -103,8 +103,11 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 
 
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
-    """Carry out the requests of the generator `steps` on the store, and return the generator's result. A Pause request
-    waits at most 0.1 seconds; only this request gets the answer LATE, once `time.monotonic()` has reached `until`.
+    """Carry out the requests to `store` that the generator `steps` yields, and return the generator's result. If the
+    generator asks for a pause after the time `until`, it is told that it is late, and can give up.
+
+    `until` is compared with `time.monotonic()`, and the answer to a late Pause is LATE; other requests are still
+    carried out. A Pause waits at most 0.1 seconds.
 
     Raises the steps' exceptions, RuntimeError if the store is lost, and an interrupt once the steps have undone theirs.
     """

@@ -39,7 +39,8 @@ DEFAULT_TIMEOUT_S = 60.0
 
 
 class Member(NamedTuple):
-    """The facts about a mover that a `commit` block uses: its process group, unique key, name and options.
+    """The facts about a Mover (an object that moves tensors by a plan) that a `with commit(...)` block needs to put the
+    results of several moves in place together: the Mover's process group, unique key, name and options.
 
     `timeout` is the one it was compiled with, in seconds. If `agrees_once`, ranks may move by it without a vote.
     """
@@ -103,7 +104,8 @@ class CommitBlock:
             raise ExchangeError(f"{what}; compile the plan once more for the second")
 
     def add(self, member: Member, entry: Entry) -> None:
-        """Add a move of `member`, whose bytes have arrived, to the moves that the block commits."""
+        """Add `entry`, a move whose bytes have arrived, to the moves that are put in place together at the end of the
+        block. `member` describes the mover (the object that made the move)."""
         self._keys.add(member.key)
         self._agrees_once |= member.agrees_once
         self._timeouts.append(member.timeout)
@@ -122,8 +124,8 @@ class CommitBlock:
 
     @property
     def may_be_unheard(self) -> bool:
-        """Whether an objection of this rank might not reach other ranks, because those make their next move of the
-        block without a vote (as `agree="once"` allows)."""
+        """Whether other ranks might already be in another move when this rank's code in the block fails, so that they
+        do not learn of the failure. This is possible if a mover skips votes (agree="once")."""
         return self._agrees_once and (not self._named or bool(self._list_missing()))
 
     def _list_missing(self) -> list[str]:
@@ -173,13 +175,13 @@ def block_of(group: compat.Group) -> CommitBlock | None:
 
 @contextmanager
 def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Iterator[None]:
-    """Put the results of all moves in the `with` block in place together at its end, on all ranks or on none; for
-    movers compiled with commit="all". Collective.
+    """Put the results of all moves in the `with` block in place together at its end, on all ranks or on none.
+    Collective. `what` lists the Movers that move in the block, compiled with commit="all", or is their group; `timeout`
+    limits the wait for all ranks at the end, in seconds.
 
-    `what` lists the movers that move in the block, compiled with commit="all", or is their group (default: all ranks),
-    for any of its movers. `timeout` is the time to wait for all ranks at the end, in seconds (default: the longest
-    timeout of the movers). Raises ExchangeError on all ranks if an exception ends one rank's block, or it makes other
-    moves; and for a block inside of another one of the group, or inside of a move.
+    If `what` is a group (default: all ranks), any of its movers can move in the block. The default of `timeout` is the
+    longest timeout of the movers. Raises ExchangeError on all ranks if an exception ends one rank's block, or it makes
+    other moves; and for a block inside of another one of the group, or inside of a move.
     """
     group, named = _read(what)
     if timeout is not None and not is_time(timeout):

@@ -26,12 +26,12 @@ MOST_ERRORS = 8
 
 
 def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
-    """Send the vote `promise` (this rank has all its bytes) to the ranks of the group in `party`; once all ranks have
-    promised, call `place`, which puts the bytes in place. An error after the vote has begun, such as Ctrl-C, is raised
-    only after ranks have decided whether to commit.
+    """Send this rank's vote `promise`, which says that all its bytes have arrived; once all ranks have sent theirs,
+    call `place` to put the bytes in place. `party` is this rank as a member of the process group.
 
-    The steps are tried again after such an error, a few times. Raises Refused if a rank objects, PeerFailure if the
-    group is broken, and else the first error.
+    An error after the vote has begun, such as Ctrl-C, is raised only after ranks have decided whether to commit. The
+    steps are tried again after such an error, a few times. Raises Refused if a rank objects, PeerFailure if the group
+    is broken, and else the first error.
     """
     protocol = party.turns.protocol
     first_error: BaseException | None = None

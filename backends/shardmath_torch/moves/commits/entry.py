@@ -24,9 +24,11 @@ MOST_NAMES = 8
 
 @dataclass
 class Standing:
-    """A mover's state on this rank: `version`, the number of its committed moves, and whether that number is certain.
+    """A mover's state on this rank: how many of its moves were committed, whether other ranks might have committed one
+    more, and which destinations might be partly updated.
 
-    `in_doubt` is whether the others may have one more. `torn` lists destinations that may be neither old nor new.
+    `version` is the number of committed moves; `in_doubt` is whether the others may have one more. `torn` lists
+    destinations that may be neither old nor new.
     """
 
     version: int = 0
@@ -52,9 +54,12 @@ class Entry(NamedTuple):
 
 
 def commit_entries(party: Party, promise: Ballot, entries: Sequence[Entry]) -> None:
-    """Put the moves `entries` in place on all ranks or on none, once all ranks of the group in `party` have sent their
-    vote `promise` (that all bytes have arrived). Raises Refused if a rank objects, PeerFailure if the group is broken,
-    and any other error once the ranks have decided."""
+    """Put the moves `entries` in place on all ranks or on none, once all ranks have sent the vote `promise` (that all
+    bytes have arrived). `party` is this rank as a member of the process group.
+
+    Raises Refused if a rank objects, PeerFailure if the group is broken, and any other error, such as Ctrl-C, once the
+    ranks have decided.
+    """
 
     def place() -> None:
         for entry in entries:

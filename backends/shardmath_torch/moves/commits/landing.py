@@ -26,8 +26,8 @@ __all__ = ["Arrival", "Landing"]
 
 
 class Arrival(NamedTuple):
-    """Bytes that have arrived for the destinations `keys` in separate memory, with the functions that put them in
-    place.
+    """The received bytes of one move, still in memory separate from the destinations `keys`, and the functions that put
+    the bytes in place.
 
     `finish` computes further values to store, `put` puts the bytes in place, and `end` is called after that. `witness`
     returns a function that later tells why the bytes can no longer be put in place, "" if they can.
@@ -73,10 +73,10 @@ class Landing:
 
     def follow(self, former: int) -> Landing:
         """Return the state of this mover's destinations for its next plan, with the same version (number of committed
-        moves) and torn (perhaps partly updated) tensors. `former` is the highest version of other ranks; the next
-        commit sets the version to 1 + max(own version, `former`).
+        moves). The next commit makes the version 1 + the highest version of all ranks; `former` is the highest of the
+        other ranks.
 
-        So the state is no longer in doubt.
+        The torn (perhaps partly updated) tensors stay the same, too. So the state is no longer in doubt.
         """
         standing = Standing(self.standing.version, torn=self.standing.torn)
         return Landing(self.is_beside, standing, former)
@@ -119,8 +119,11 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Make the error that breaks the group in this `with` block also say whether this rank's destinations are old,
-        new, or perhaps partly updated. Then every error in later `with` blocks of `telling` says so, too."""
+        """Return a context manager that adds to errors whether this rank's destinations are old, new, or perhaps partly
+        updated. It does so for the error that makes the group unusable, and for all later errors.
+
+        `turns` is the state of the group.
+        """
         was_broken = turns.broken
         former = self.standing.version
         try:

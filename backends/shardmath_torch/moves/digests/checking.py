@@ -83,8 +83,9 @@ class Check:
         self._shares += self._dst.list_shares()
 
     def compare(self, party: Party) -> str:
-        """Return the error text, the same on all ranks, for the first tensor that changed, arrived wrong or has unequal
-        replicas; "" if there is none.
+        """Return the error text, the same on all ranks, for the first tensor that fails the check of a move: its source
+        changed during the move, it arrived wrong, or its replicas differ. Returns "" if there is none; `party` is this
+        rank as a member of the process group.
 
         Raises PeerFailure.
         """

@@ -34,9 +34,13 @@ _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
 def find_odd_replica(
     party: Party, side: DigestSide, shares: Mapping[str, Shares], fix: str = MAKE_ALIKE
 ) -> str:
-    """Return the error text, with the advice `fix`, for the first tensor of `side` whose replicas differ; "" if none
-    differ. `shares` has each rank's numbers in the tensors' digests: name -> rank -> list. Raises PeerFailure if a rank
-    fails or does not answer in time."""
+    """Return the error text, with the advice `fix`, for the first tensor in `side` (the tensors at the source, or at
+    the destination, of a move) whose replicas differ; "" if none differ. `shares` has all ranks' checksums of parts of
+    tensors: name -> rank -> list.
+
+    `party` is this rank as a member of the process group. Raises PeerFailure if a rank fails or does not answer in
+    time.
+    """
     for name, windows in side.windows.items():
         unlike = find_unlike(windows, shares[name])
         if unlike is not None:
@@ -60,8 +64,12 @@ def _bound_unlike(party: Party, side: DigestSide, name: str, unlike: Unlike) -> 
 
 
 def bound_sides(party: Party, name: str, sides: Sequence[DigestSide]) -> Box:
-    """Return the smallest box that contains all elements of tensor `name` that differ between the two `sides`. Raises
-    PeerFailure if a rank fails or does not answer in time."""
+    """Return the smallest box (index range per dimension) that contains all elements of tensor `name` that differ
+    between the source and the destination of a move, which are given as `sides`. `party` is this rank as a member of
+    the process group.
+
+    Raises PeerFailure if a rank fails or does not answer in time.
+    """
     weighers = []
     for side in sides:
         portions = counted_portions(side.windows[name], side.rank)

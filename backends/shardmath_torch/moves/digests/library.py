@@ -55,8 +55,8 @@ TORCH: Library = _Torch()
 
 
 def see(tensor: Tensor) -> tuple[Array, Library]:
-    """Return the tensor's bits as an array, and the library for arithmetic on it. On the CPU these are a NumPy array on
-    the same memory and NUMPY; on other devices, a torch tensor and TORCH."""
+    """Return (array of the tensor's bits, library for arithmetic on the array). For a tensor on the CPU, these are a
+    NumPy array and NUMPY; on other devices, a torch tensor and TORCH."""
     words = dtypes.words(tensor)
     if tensor.device.type == "cpu":
         return dtypes.see_words(words), NUMPY

@@ -35,9 +35,9 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class DigestSide:
-    """This rank's `tensors` at the source or at the destination of a move, and `windows`, all ranks' layouts of each
-    tensor by name. If a tensor has several layouts, each of a part, `tensors` has this rank's part for layout i as
-    `name[i]`."""
+    """The tensors at the source, or those at the destination, of a move: this rank's local tensors, and all ranks'
+    layouts of each tensor. If several layouts each describe a part of a tensor, the local tensor for layout i has the
+    name `name[i]`."""
 
     windows: Mapping[str, Windows]
     rank: int
@@ -45,8 +45,8 @@ class DigestSide:
     seed: int = 0
 
     def list_shares(self) -> list[int]:
-        """Return this rank's contributions to the digests of all tensors, in the order of the dict `windows` (tensor
-        name to layouts). A tensor has one number for each set of this rank's elements that the same ranks hold."""
+        """Return a list of this rank's checksums for the digests of all tensors: tensor by tensor, in the order of the
+        names in `windows`. There is one for each group of elements that the same ranks hold."""
         shares: list[int] = []
         with torch.inference_mode():
             for name, windows in self.windows.items():
@@ -55,9 +55,9 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """Return a list with a checksum for each of `boxes`: the sum of each element's bits, as an integer, times a
-        random weight for its index. Only elements of the tensor `name` that are in `portions`, sets of elements that
-        this rank holds, count."""
+        """Return a list with a checksum for each of `boxes` of the tensor `name`: each element's bits, as an integer,
+        are multiplied by a random weight for the element's index, and the products are added. Only elements in
+        `portions`, which list elements that this rank holds, are included."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)

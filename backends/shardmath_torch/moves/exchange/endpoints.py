@@ -73,7 +73,8 @@ class Endpoint(NamedTuple):
 
 
 class BoundRound(NamedTuple):
-    """A round of messages with the memory that each is sent from or received into; `keeps` are copies on this rank."""
+    """A round of messages, each with the memory that it is sent from or received into, and of copies within this rank
+    (`keeps`), each as (from, to)."""
 
     step: Step
     sends: tuple[Endpoint, ...]

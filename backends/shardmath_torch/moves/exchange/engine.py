@@ -59,7 +59,8 @@ class Exchange:
 
     @functools.cached_property
     def posted(self) -> tuple[Round, ...]:
-        """The rounds of this rank's part of the plan, with large pieces as separate messages."""
+        """The rounds of messages that this rank sends and receives by the plan. A slice of at least `apart` bytes (an
+        argument of the constructor, if given) is a separate message."""
         return set_apart(self._task.part.rounds, self._apart_bytes)
 
     @property
@@ -88,13 +89,13 @@ class Exchange:
         self._staging.reserve(self._needed_bytes)
 
     def let_go(self) -> None:
-        """Drop the engine's views of tensors and of staging memory. They would keep alive the caller's tensors, and
-        staging memory that a larger block has replaced."""
+        """Drop the engine's views of tensors and of staging memory, which would keep that memory alive: the caller's
+        tensors, and staging memory that was replaced by a larger allocation."""
         self._held_tensors = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
-        """Return a copy of the engine for `task`, on the same tensors, without sends to the ranks in `gone`. It takes
-        over this engine's free staging memory.
+        """Return a copy of the engine for `task` (this rank's part of another plan, with its group and connections), on
+        the same tensors, without sends to the ranks in `gone`. The copy takes over this engine's free staging memory.
 
         Raises torch's error if memory is short.
         """

@@ -195,8 +195,8 @@ def _check_device(label: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def check_memory(label: str, tensor: Tensor) -> None:
-    """Raise ExchangeError, which calls the tensor `label`, if memory does not have the values of its elements: for
-    sparse tensors, lazy conjugate or negative views, and tensors without memory, such as meta tensors."""
+    """Raise ExchangeError if the tensor's memory does not hold its values: if it is sparse, a lazy conjugate or
+    negative view, or has no memory, as on the meta device. `label` names the tensor in the error."""
     if tensor.layout != torch.strided:
         what = f"{label} is stored as {tensor.layout}, where a move takes {torch.strided}"
         raise ExchangeError(f"{what}; pass tensor.to_dense()")
@@ -295,8 +295,8 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
 
 
 def witness(*given: Local) -> Callable[[], str]:
-    """Note where the destination tensors in `given` (tensors, or dicts by name) lie in memory. Returns a function that
-    returns an error text if one of them has been freed or moved since then, else ""."""
+    """Note where destination tensors lie in memory; each argument is a tensor, or a dict of tensors by name. Returns a
+    function that returns an error text if a tensor has been freed or moved since then, else ""."""
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})

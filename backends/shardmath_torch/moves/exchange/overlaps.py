@@ -34,7 +34,7 @@ MOST_WORK = 100_000
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether two elements of the tensor may be at one address in memory.
+    """Whether two elements of the tensor share memory; True also for a large tensor whose strides do not rule this out.
 
     The answer is exact for a small tensor. A large one counts as overlapping unless its strides nest, that is, each
     stride steps over all elements that the smaller strides reach.

@@ -95,9 +95,12 @@ class Rounds:
         sends: Iterable[Send],
         keeps: Iterable[Keep] = (),
     ) -> None:
-        """Send and receive all messages of one round, copy the pieces that stay on this rank (`keeps`), then do the
-        reductions; `step` identifies the round in the timings. Raises PeerFailure if a rank fails or does not answer in
-        time."""
+        """Send and receive all messages of one round, and copy the slices that stay on this rank (`keeps`). Received
+        and kept slices that belong to a reduction are combined with the values in the destination tensor, such as by
+        addition.
+
+        `step` identifies the round in the timings. Raises PeerFailure if a rank fails or does not answer in time.
+        """
         # All messages are posted before any wait: a rank that waited first could wait for ever.
         arriving = [(receive, self._receive(receive)) for receive in receives]
         leaving = [(send, self._send(send)) for send in sends]

@@ -24,7 +24,8 @@ __all__ = ["Engine", "Task", "Transport", "transport_of"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The work of one rank in a plan, with the process group and the connections (`wire`) over which to move it."""
+    """The work of one rank in a plan, with the process group and the connections (`wire`) over which messages are
+    sent."""
 
     part: RankProgram
     group: compat.Group
@@ -36,8 +37,8 @@ class Engine(Protocol):
 
     @property
     def posted(self) -> Sequence[Round]:
-        """The rounds of messages that this rank sends and receives by the plan. If the engine sends each large slice in
-        a message without other slices, the rounds list these messages."""
+        """The rounds of messages that this rank actually sends and receives. They differ from the plan's rounds if the
+        engine sends each large slice as a separate message."""
 
     @property
     def staging_bytes(self) -> int:
@@ -45,9 +46,9 @@ class Engine(Protocol):
 
     @property
     def begun(self) -> int | None:
-        """The number of steps that this rank has begun in its latest move; 1 more than all steps if they are done, None
-        if unknown. The steps are to set initial values for reductions, to exchange each round's messages, and to divide
-        sums for averages."""
+        """How many steps of its latest move this rank has begun, plus 1 if all are done; None if unknown. Step 1 sets
+        initial values for reductions, each later step is one round of messages, and the last divides sums for
+        averages."""
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
@@ -56,8 +57,11 @@ class Engine(Protocol):
         with `held`, the caller promises that every move will be of these same tensors."""
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
-        """Move the tensors `src` into `dst`, which must be like the tensors passed to `prepare`, and time each phase by
-        `watch`. Raises PeerFailure if a rank fails or does not answer in time."""
+        """Move the tensors `src` into `dst`, and time each phase by `watch`. The strides and device of the tensors must
+        be equal to those passed to `prepare`.
+
+        Raises PeerFailure if a rank fails or does not answer in time.
+        """
 
     def let_go(self) -> None:
         """Release all references to tensors; call `prepare` again before the next move."""
@@ -72,7 +76,8 @@ class Transport(Protocol):
 
     @property
     def ENGINES(self) -> Mapping[str, Callable[[Task], Engine]]:
-        """The functions that make engines, by the name that `compile` takes."""
+        """A dict from an engine's name, as passed to `compile` as `engine`, to the function that makes the engine for a
+        Task."""
 
     @property
     def open_wire(self) -> Callable[[compat.Group, float], Wire]:

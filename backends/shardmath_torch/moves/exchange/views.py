@@ -40,8 +40,8 @@ MOST_PIECES = 1 << 17
 
 
 class Typed:
-    """Tensors by name, and two views of each, made once, at first use: one in a dtype that torch copies without
-    changing bits, and one in the tensor's dtype for arithmetic."""
+    """Tensors by name, with two views of each, made at first use. One has a dtype that torch copies bit by bit, for
+    copies; the other has the tensor's own dtype, for arithmetic."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -49,7 +49,8 @@ class Typed:
         self._elements: dict[str, Tensor] = {}
 
     def bits(self, piece: StridedView) -> Tensor:
-        """Return the part of a tensor that `piece` describes, as a view in a dtype that torch copies bit by bit."""
+        """Return the part of the tensor `piece.key` that `piece` describes by offset, shape and strides, as a view in a
+        dtype that torch copies bit by bit."""
         tensor = self._find_bits(piece.key)
         # A piece has the tensor's strides, so a piece of the tensor's shape is the whole tensor.
         return tensor if tensor.shape == piece.shape else select(tensor, piece)
@@ -72,7 +73,8 @@ class Typed:
         return [self._tensors[key] for key in keys]
 
     def elements(self, view: StridedView) -> Tensor:
-        """Return the part of a tensor that `view` describes, in the tensor's own dtype, without a copy."""
+        """Return the part of the tensor `view.key` that `view` describes by offset, shape and strides, in the tensor's
+        own dtype, without a copy."""
         if view.key not in self._elements:
             self._elements[view.key] = self._tensors[view.key].detach()
         return select(self._elements[view.key], view)
@@ -108,8 +110,8 @@ class Staged:
         self._view_count = 0
 
     def find(self, endpoint: Endpoint, like: Iterable[Tensor]) -> list[Tensor]:
-        """Return a list with a view of staging memory for each piece of the message at `endpoint`; `like` has a tensor
-        of each piece's dtype, in the same order."""
+        """Return a list of views of staging memory, one for each piece (slice of a tensor) of the message that
+        `endpoint` describes. `like` has a tensor of each piece's dtype, in the same order."""
         views = self._pieces.get(id(endpoint))
         if views is None:
             message = endpoint.message
@@ -171,9 +173,9 @@ class MoveViews:
         return self._dst if message.relayed else self._src
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return a Receive for the message at `endpoint`, with the memory to receive into: a slice of the destination
-        tensor, or staging memory. With staging memory, the Receive also has a function that returns the function to
-        call when the message is there: it copies the slices out of staging."""
+        """Return a Receive for the message that `endpoint` describes, with the memory to receive into: a slice of the
+        destination tensor, or staging memory. For staging memory, the Receive also has a function that prepares the
+        copies out of staging."""
         memory = self._find_bytes(endpoint, arriving=True)
         find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
         return Receive(endpoint.message, memory, find)
@@ -273,8 +275,8 @@ class MoveViews:
 
 
 def fill(work: CellWork, tensors: Tensors) -> None:
-    """Set the elements of the tensor `work.key` in the boxes of `work` to `work.value`, with which a reduction
-    starts."""
+    """Set elements of the tensor `work.key` to `work.value`, the initial value of a reduction. `work.boxes` are the
+    index ranges of these elements."""
     tensor = tensors[work.key].detach()
     for box in work.boxes:
         dtypes.fill(tensor[box], work.value)

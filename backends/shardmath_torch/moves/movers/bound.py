@@ -24,7 +24,8 @@ class _HeldTensors(NamedTuple):
     tensors: tuple[Tensors, Tensors]
 
     def is_of(self, src: Local, out: Local) -> bool:
-        """Whether `src` and `out` are the same objects as those whose tensors are held here."""
+        """Whether `src` and `out` are the same objects (tensors or dicts of tensors) for which this cache was made, so
+        that its tensors can be used again."""
         return src is self.src and out is self.out
 
 
@@ -39,9 +40,12 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """Return the source and destination tensors of `call` by name, after the stages `ends` have replaced tensors
-        that need extra work, such as a cast. If their memory differs from the previous call's, they are checked, and
-        `carrier` is prepared for them; raises ExchangeError if they do not fit the plan or are not on `device`."""
+        """Return the source and destination tensors of `call` by name, and let `carrier`, which moves the bytes,
+        prepare for these tensors. First `ends` can replace tensors, such as by copies of another dtype.
+
+        Tensors whose memory is the same as in the previous call are not checked and prepared for again. Raises
+        ExchangeError if the tensors do not fit the plan or are not on `device`.
+        """
         src, out = stages.bind(ends, call.src, call.out)
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors

@@ -85,8 +85,9 @@ class Call(NamedTuple):
         return self.timeout if is_time(self.timeout) else None
 
     def keep(self) -> Call:
-        """Return the call with copies of its mappings of tensors (not of the tensors), so that later changes to the
-        mappings do not matter; the call itself if `held`."""
+        """Return the call with copies of its mappings of tensors (not of the tensors), so that the caller can change
+        the mappings. If the call has `held` set, a promise that later moves are of the same tensors, the call itself is
+        returned."""
         if self.held:
             return self
         return self._replace(src=keep(self.src), out=keep(self.out))
@@ -101,8 +102,8 @@ class Call(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """A call after its checks: its tensors by name, this rank's objection ("" for none), and `out` as the caller passed
-    it."""
+    """A checked call of a mover (an object that moves tensors): the source and destination tensors by name, and why
+    this rank cannot make the move (`objection`; "" if it can). `out` has the destinations as the caller passed them."""
 
     src: Tensors
     dst: Tensors
@@ -111,8 +112,9 @@ class Checked(NamedTuple):
 
 
 def check_call(call: Call, plan: Movable, in_block: bool) -> None:
-    """Raise ExchangeError if an option of `call`, such as its timeout or `check`, is invalid for the plan or, if
-    `in_block`, for a `commit` block. Its tensors are not checked here."""
+    """Raise ExchangeError if an option of `call`, such as `timeout` or `check`, is invalid for the plan. `in_block`
+    says that the call is inside a `with commit(...)` block, where `check` is not allowed; tensors are not checked
+    here."""
     if not (call.timeout is None or is_time(call.timeout)):
         raise ExchangeError(word_bad_time(call.timeout))
     if not isinstance(call.acknowledge, bool):

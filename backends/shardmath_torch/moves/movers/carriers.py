@@ -32,8 +32,8 @@ class Arrived(NamedTuple):
 
 
 class Carrier(Protocol):
-    """The interface of carriers, which move a mover's bytes: into shadows (memory next to the destinations) if
-    `is_beside`, else into the destinations."""
+    """The interface of the objects that move a mover's bytes: into the destinations or, if `is_beside` is True, into
+    separate memory of the same size (shadows), where the bytes stay until the move is committed."""
 
     @property
     def is_beside(self) -> bool: ...
@@ -60,8 +60,8 @@ class Carrier(Protocol):
         moves are between these same tensors."""
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Find what the next move from `src` to `dst` has to send, by the caller's option `how`; a carrier that always
-        sends everything does nothing."""
+        """Find and remember the elements of `src` that the next `carry` has to send: those that changed since the last
+        move, or all if the option `how` says so. Carriers that always send all do nothing here."""
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
         """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived; `held` means that later
@@ -163,7 +163,8 @@ class Whole:
 
 
 def make_shadows(part: RankProgram, own: frozenset[str]) -> Shadows:
-    """Return staging copies (shadows) for the destinations in `part`, a rank's part of a plan, except those named in
-    `own`, which are internal memory of a move and not the caller's tensors."""
+    """Return a Shadows, which allocates a second buffer for each destination in `part`, this rank's part of a plan;
+    received bytes stay there until they are committed. Destinations named in `own`, which are internal memory of a
+    move, get none."""
     layouts = {key: stored.layout for key, stored in part.destinations.items() if key not in own}
     return Shadows(layouts, part.rank)

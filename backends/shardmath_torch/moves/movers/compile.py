@@ -93,8 +93,9 @@ def compile(
 ) -> Mover:
     """Return a Mover, which moves this rank's tensors by the plan or program, together with all other ranks, each time
     it is called. Collective over `group` (default: all ranks). `engine` chooses the implementation, `thread` the name
-    under which ranks match calls, `commit` whether a failed move leaves destinations unchanged, and `agree` how often
-    ranks vote.
+    for matching calls among ranks, `commit` whether a failed move leaves destinations unchanged ("all") or not
+    ("direct"), and `agree` whether ranks vote before each move ("every") or
+    only the first with the same options ("once").
 
     - `timeout`: in seconds.
     - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its
@@ -122,12 +123,12 @@ def make_ready(
     make_carrier: MakeCarrier = make_whole,
     agree_first: AgreeFirst | None = None,
 ) -> Ready:
-    """Compile a plan with `settings`, and return the parts that its mover is made of. `stages` do extra work before and
-    after each move, and `make_carrier` makes the object that moves the bytes. When the mover gets a new plan later,
-    `agree_first` is called first, a collective in which ranks compare other arguments than the plan. Collective; raises
-    ExchangeError on all ranks if the plans or settings differ among ranks.
+    """Compile a plan with `settings`, and return the parts of its mover. `stages` do extra work before and after each
+    move, `make_carrier` makes the object that moves the bytes, and `agree_first` is a collective check to call before
+    each later plan is compiled for the mover.
 
-    If ranks agreed on something else before, `agree_first` repeats that.
+    With `agree_first` ranks compare arguments other than the plan, on which they agreed before this call. Collective;
+    raises ExchangeError on all ranks if the plans or settings differ among ranks.
     """
     maker = _Maker(settings, stages, make_carrier, agree_first)
     return _make_ready(group, _Request(plan, maker))

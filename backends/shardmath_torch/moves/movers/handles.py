@@ -104,9 +104,11 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Return why the calling thread cannot run a move in the background, as the caller's `async_op` asks, on the
-    process group of `party` (this rank as a member of the group); "" if it can. Ranks match moves by thread name:
-    `thread`, or if that is None, the calling thread's name."""
+    """Return an error text if `async_op` is not a bool, or if the calling thread cannot run a move in the background on
+    the group of `party`; otherwise "".
+
+    Ranks match moves by the thread name `thread` (None: the calling thread's name).
+    """
     if not isinstance(async_op, bool):
         return f"async_op={shown(async_op)} is not a bool; pass True or False"
     if not compat.has_own_connections(party.group):
@@ -122,7 +124,8 @@ def find_objection(party: Party, thread: str | None, async_op: object) -> str:
 
 
 def start(party: Party, act: Callable[[], None]) -> Handle:
-    """Start the move `act` in a background thread, after the group's earlier background moves; return its handle."""
+    """Start the move `act` in a background thread, after earlier background moves on the same process group, and return
+    its handle. `party` is this rank as a member of that group."""
     handle = Handle(party, act)
     handle._errand.start()
     return handle
@@ -137,7 +140,8 @@ class _Order:
         return nullcontext()
 
     def follow(self) -> None:
-        """Make device work that the calling thread starts from now on wait for the move."""
+        """Delay later GPU work of the calling thread until the background move has finished on the GPU. The call itself
+        does not wait."""
 
 
 class _OrderOfStreams(_Order):

@@ -104,8 +104,8 @@ class Leaving(Leaves):
                 besides()
 
     def find_waiting(self) -> str:
-        """Return why the mover cannot be changed now: its bytes wait for the end of a `smt.commit` block. Returns "" if
-        no bytes wait."""
+        """Return an error text if the mover has moved in a `smt.commit` block that has not ended, so that the mover
+        cannot be changed now; otherwise ""."""
         return self._landing.word_waiting(None)
 
     def check_open(self) -> None:

@@ -107,16 +107,17 @@ class Mover(Leaving):
 
     @property
     def shadow_bytes(self) -> int:
-        """Number of bytes of memory next to this rank's destinations, which is allocated by the first move; 0 without
-        commit="all"."""
+        """Number of bytes of the second buffers in which this rank keeps received values until all ranks have theirs.
+        They are allocated by the first move, and exist only with commit="all" (otherwise 0)."""
         return self._carrier.shadow_bytes
 
     @property
     def version(self) -> int:
-        """Number of moves committed and in place on this rank. It is equal on all ranks, with two exceptions: a rank
-        that is `in_doubt` or `torn`, and a rank that has joined by a replan and not moved yet.
+        """Number of this mover's moves that all ranks have committed, with the values in place on this rank; normally
+        equal on all ranks.
 
-        Always 0 without commit="all".
+        It can differ on a rank that is `in_doubt` or `torn`, and on a rank that has joined by a replan and not moved
+        yet. Always 0 without commit="all".
         """
         return self._landing.standing.version
 
@@ -375,7 +376,9 @@ def forget(mover: Mover) -> None:
 
 
 def ask_again(mover: Mover) -> None:
-    """Make ranks vote before the mover's next move, even with agree="once". Call it on all ranks."""
+    """Make ranks vote on whether all of them can make the mover's next move, even with agree="once", which has them
+    vote
+    only before the first move with the same options. Call it on all ranks."""
     mover._agreed_kinds.clear()
 
 

@@ -43,8 +43,8 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return how many ranks this rank sends to or receives from under `plan`, whichever is more, but at least
-        `peers`, the largest such number of any rank under the previous plan. Returns None if this rank's part of the
+        """Return the largest of three numbers: ranks to which this rank sends under `plan`, ranks from which it
+        receives, and `peers` (the most of any rank under the previous plan). Returns None if this rank's part of the
         previous plan cannot be reused.
 
         Never fewer than before, since a smaller number would change the pace of all ranks.
@@ -57,8 +57,8 @@ class Former(NamedTuple):
         return max(self.peers, count_peers(self.part, plan))
 
     def follow(self, plan: object, pace: Pace) -> RankProgram | None:
-        """Return this rank's part of `plan`, derived from its part of the previous plan, with messages cut by the
-        limits of `pace`; None if that is impossible."""
+        """Return this rank's part of `plan`, derived from its part of the previous plan; None if that is impossible.
+        `pace` limits the bytes per message and the number of ranks that are exchanged with at once."""
         return follow(self.part, plan, pace) if isinstance(plan, Plan) else None
 
     def keep_carrier(self, task: Task) -> Carrier | None:
@@ -73,7 +73,8 @@ class Former(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """The parts of a mover on this rank: the plan, connections, settings and memory on which all ranks agreed.
+    """The parts of a mover on this rank: the plan and settings, on which all ranks have agreed, and this rank's
+    connections and memory.
 
     `name` is the plan's in claims and logs. `peers` is the most of any rank, and `version` the most moves committed
     before on any rank. `keeps_bound` is whether the carrier is bound to the previous one's tensors. `again` makes
