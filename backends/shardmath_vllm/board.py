@@ -205,9 +205,9 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Post `why`, this rank's reason to end the update, and return "". If `why` is "", post nothing, and return the
-        reason that another rank has posted ("" if there is no such reason). In both cases call `leave`, which
-        disconnects this rank.
+        """Disconnect this rank by calling `leave`, and return the reason for the failure that another rank has posted,
+        or "" if there is none. If `why` is not "", it is this rank's own reason: `why` is posted for the other ranks,
+        and the result is "".
 
         Reasons are posted under the name of the step `what`. `why` is "" for an error that other ranks have caused.
         """

@@ -86,8 +86,8 @@ class _Lap(NamedTuple):
 
 
 def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
-    """Yield a Vote (name, time) for each time that ranks agreed on one of `calls` by voting; if `unasked`, also for
-    agreements without a vote.
+    """Yield a Vote (name, time) for each vote in which the ranks agreed on one of `calls`. If `unasked` is True, also
+    yield one for each call that an earlier vote covers, without a new vote.
     """
     for call in calls:
         for lap, about, at_s in call.marks:

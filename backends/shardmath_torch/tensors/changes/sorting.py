@@ -75,8 +75,8 @@ class Outgoing:
         self.hulls = find_hulls(self._messages)
 
     def sort(self, changed: Iterable[Changed]) -> Sorted:
-        """Return the `changed` elements of each message and local copy, with their numbers in it; None for one that is
-        sent whole.
+        """Sort the `changed` elements by the message or local copy that they belong to, and return them as a Sorted,
+        each with its position in the message. A message or copy that is sent whole has None instead of elements.
         """
         by_size: dict[int, list[Changed]] = {}
         for each in changed:

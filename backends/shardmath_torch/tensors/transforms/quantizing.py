@@ -94,7 +94,9 @@ def dequantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Valu
 
 
 def requantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Convert `values` (data and scales) to the format `t.new`, into `out`, at either end."""
+    """Convert `values` (data and scales) from the format `t.old` to `t.new`, into `out`. `t` is a Requantize, the
+    transform that does this at the source or at the destination.
+    """
     assert isinstance(t, Requantize)
     numbers = dequantize(t.old, values, torch.float32)
     quantize(t.new, numbers, out)
