@@ -205,9 +205,9 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Disconnect this rank by calling `leave`, and return the reason for the failure that another rank has posted,
-        or "" if there is none. If `why` is not "", it is this rank's own reason: `why` is posted for the other ranks,
-        and the result is "".
+        """Disconnect this rank by calling `leave`. If `why`, this rank's own reason for the failure, is not "", post it
+        under the name `what` for the other ranks, and return "". Otherwise return the reason that another rank has
+        posted under `what`, if any, else "".
 
         Reasons are posted under the name of the step `what`. `why` is "" for an error that other ranks have caused.
         """

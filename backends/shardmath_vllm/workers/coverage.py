@@ -104,8 +104,8 @@ def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
 
 
 def list_written(planned: sm.Refit, place: int) -> Cells:
-    """Return the elements that `planned` writes on the engine of rank `place`, for tensors named (worker, virtual
-    stage, stored name).
+    """Return the elements of stored tensors that an update by `planned` writes on all workers of one vLLM engine, the
+    one to which rank `place` belongs. A tensor is named by (worker, virtual stage, stored name).
     """
     _, engine = find_engine(planned, place)
     assert isinstance(engine, BoundRecorded), "workers have recorded"

@@ -65,11 +65,11 @@ class Loading:
         checkpoint: sm.storage.Recorded | None = None,
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
-        """Return a Recorded of where the model's loader stores the tensors in `shapes`, first converted to checkpoint
-        tensors as `checkpoint` says, if given. After recording, `check` is called with the result; then the model gets
-        back its earlier tensors.
+        """Run the model's weight loader to record where it stores the tensors in `shapes`, and call `check` with the
+        Recorded before returning it. If `checkpoint` is given, `shapes` are the trainer's tensors, which are converted
+        to checkpoint tensors for the loader.
 
-        The model runs as before afterwards.
+        The model gets back its earlier tensors, and runs as before afterwards.
         """
 
         def load(pairs: Iterable[tuple[str, Tensor]]) -> None:

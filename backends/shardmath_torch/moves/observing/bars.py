@@ -64,8 +64,8 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress if phase number `lap`, which ended at time `at_s`, was the ranks' vote or the wait for the
-        message `about` to arrive or leave. After such a wait, the message's bytes count as done.
+        """Report progress at the end of phase number `lap`, if this is the ranks' vote, or the wait for a message to
+        arrive or leave. That message is `about`, and its bytes then count as done. `at_s` is not used.
         """
         if lap == AGREED:
             self._tell()

@@ -119,8 +119,8 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Make the next call of `load` check its tensors if it sends only changed elements: they must be the tensors of
-        the last move of all elements. The arguments are not used.
+        """Have the next call of `load` (the step that finds changed elements) check that its `src` and `dst` are the
+        same tensors as in the last move of all elements. The arguments of `prepare` are not used.
         """
         self._are_same_tensors = False
 

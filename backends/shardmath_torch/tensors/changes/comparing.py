@@ -102,8 +102,8 @@ class Snapshots:
         return self._words[snapshot.size][snapshot.first : stop]
 
     def list_changed(self, tensors: Mapping[str, Tensor]) -> Iterator[Changed]:
-        """Yield a Changed (positions, present bits) for each of `tensors` with elements that differ from its snapshot,
-        an earlier copy. Only the slice of the tensor that the snapshot copies is compared.
+        """Compare `tensors` with their snapshots (earlier copies of slices of them), and yield a Changed for each
+        tensor that differs: the positions of its changed elements, and their current values as bits.
 
         The tensors need the strides of the snapshot.
         """

@@ -75,8 +75,8 @@ class Outgoing:
         self.hulls = find_hulls(self._messages)
 
     def sort(self, changed: Iterable[Changed]) -> Sorted:
-        """Sort the `changed` elements by the message or local copy that they belong to, and return them as a Sorted,
-        each with its position in the message. A message or copy that is sent whole has None instead of elements.
+        """Return two lists: the changed elements of each message to send, and of each copy within this rank, with their
+        positions in the message. An entry is None if all elements are to be sent or copied.
         """
         by_size: dict[int, list[Changed]] = {}
         for each in changed:

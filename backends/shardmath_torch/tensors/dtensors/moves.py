@@ -45,8 +45,9 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 
 
 class Said(NamedTuple):
-    """The facts about the move of a gradient that ranks compare. `purpose` is text that names the forward move that it
-    reverses; `records_gradient` is whether autograd records the gradient's move, too (`create_graph=True`).
+    """Facts about the move of a gradient in a backward; ranks compare these facts before the move. `purpose` is text
+    that names the forward move to reverse; `records_gradient` is whether autograd records the gradient's move, too
+    (`create_graph=True`).
     """
 
     purpose: str = ""
@@ -265,8 +266,8 @@ def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
     """Return a cached or newly compiled callable that moves a tensor from layout `src` to `dst`, or None on a rank
-    outside both. `meshes` are searched for a process group of all their ranks. With `voted=True`, ranks check before
-    each move that all make the same one, even if no rank needs data from another.
+    outside both. `meshes` are searched for a process group of all ranks of `src` and `dst`. With `voted=True`, ranks
+    check before each move that all make the same one, even if no rank needs data from another.
 
     They also check this if some are on only one mesh; `voted` is the same on all ranks. Collective over these ranks,
     and the first time among them as `group_for` is.

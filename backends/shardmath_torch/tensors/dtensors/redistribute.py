@@ -60,9 +60,9 @@ def redistribute(
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
     """Move `tensor` (a DTensor, or a local tensor of `layout`) to the layout `target`, and its gradient back; return a
-    DTensor on `device_mesh`, or a local tensor if DTensor has no placements for `target`. `reading` chooses if
-    placements have two meanings. `grad` chooses if the gradient of a replicated `tensor` is whole on each rank or
-    partial sums.
+    DTensor on `device_mesh`, or a local tensor if DTensor has no placements for `target`. If placements have two
+    meanings, `reading` chooses one: "placement" (as written) or "order" (in FSDP2's order). If `tensor` is replicated,
+    `grad` says whether its gradient is the same on all ranks or partial sums.
 
     `target` is a Layout, the text of one, or DTensor placements; text and placements are on `device_mesh` (default: the
     tensor's own). `tensor` is a DTensor, whose layout is determined (`reading` decides if it has two), or this rank's

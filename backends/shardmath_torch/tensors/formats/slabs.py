@@ -72,9 +72,9 @@ class Slab:
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """Return this box of `tensor` as a view, in which each dimension with several blocks of several positions is
-        split in two: block, and position in it. `per` is how many positions of the last dimension one element holds,
-        such as 2 if packed.
+        """Return a view of the slice of `tensor` that this slab covers (`spans`, a range of each dimension). A
+        dimension with several blocks of several positions is split in two: block, and position in it. `per` is how many
+        positions of the last dimension one element holds, such as 2 if packed.
         """
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):

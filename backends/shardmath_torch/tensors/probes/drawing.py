@@ -58,7 +58,7 @@ IMAGINARY = 1 << 20
 
 class Run(NamedTuple):
     """One trial run of a weight loader, to find out which elements it writes where. `way` and `seed` choose the values
-    to load; the other fields choose what the tensors to load into hold before.
+    to load; the other fields choose the values in the destination tensors before the run.
 
     That is a `byte`, or a `value` instead; or, if the run `keeps` it, what these tensors had before recording.
     """

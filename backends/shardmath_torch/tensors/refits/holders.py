@@ -228,9 +228,9 @@ def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:
 
 
 def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = None) -> str:
-    """Return an error if one of the `watched` tensors lies elsewhere in memory than at `watch`, was replaced, or is in
-    none of its modules any longer; "" if all are unchanged. Only `modules` and their submodules (default: all live
-    modules) count as still having a tensor.
+    """Return an error text if one of the `watched` tensors was moved in memory, replaced, or removed from its modules
+    since the call of `watch`, else "". A tensor is removed if neither `modules` (default: all live modules) nor their
+    submodules have it.
     """
     moved = _find_moved(watched)
     if moved is not None:

@@ -89,8 +89,8 @@ class Numbering:
         return ""
 
     def find_written(self, found: Found, after: Tensor) -> tuple[_Truths, _Truths]:
-        """Return two masks of a loaded tensor's positions: where its values `after` a trial run differ from `found`,
-        its values before, and where, in addition, the value after the run is not 0.
+        """Return two masks of a tensor's positions: those that a trial run of the weight loader changed, and those that
+        it changed to nonzero bits. `found` is the content before the run, `after` the content after it.
         """
         words = _flatten(after, after.dtype)
         written = ~is_left(found, after)

@@ -155,9 +155,9 @@ def bind_views(
     receives: bool,
 ) -> Views:
     """Return Views of the tensors that `rank` sends, or receives into if `receives` is True, by their names in the
-    plan. `natives` are all tensors that it stores, by (virtual stage, stored name); `slots` says which slices of these
-    are the plan's tensors. `own` are globs of tensors that the trainer lacks; `functions`, by name, compute stored
-    tensors from received ones.
+    plan. They are the slices `slots` of the tensors in memory, `natives`, by (virtual stage, stored name), which are
+    checked against the planned names and shapes in `bound`. `own` are globs of tensors that the trainer lacks;
+    `functions`, by name, compute stored tensors from received ones.
 
     `bound` has the planned names and shapes of stored tensors, `layouts` the dtypes of the plan's tensors.
 

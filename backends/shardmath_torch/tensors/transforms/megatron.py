@@ -283,9 +283,10 @@ class _Receiving(_HookWorker):
         return make_buffers(self.job, rank, device)
 
     def run(self, *tensors: Tensor) -> None:
-        """For each box (a slice of each dimension), copy received data into the buffers that Megatron's hook (a
-        ReshardTransform) has provided, and call its `finalize_recv`, which stores the result. Any `tensors` are
-        ignored.
+        """Store the received data by Megatron's hook (a ReshardTransform): for each box (a slice of each dimension),
+        copy the data into the hook's buffers, and call its `finalize_recv`.
+
+        Any `tensors` are ignored.
         """
         for box, targets in zip(self._boxes, self._hook_buffers, strict=True):
             for target, part in zip(targets, _cut_buffers(self.buffers, box), strict=True):
