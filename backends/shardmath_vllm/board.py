@@ -205,9 +205,9 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Post `why`, this rank's reason to end the update, and return "". If `why` is "", post nothing, and return the
-        reason that another rank has posted ("" if there is no such reason). In both cases call `leave`, which
-        disconnects this rank.
+        """Disconnect this rank by calling `leave`. If `why`, this rank's own reason for the failure, is not "", post it
+        under the name `what` for the other ranks, and return "". Otherwise return the reason that another rank has
+        posted under `what`, if any, else "".
 
         Reasons are posted under the name of the step `what`. `why` is "" for an error that other ranks have caused.
         """

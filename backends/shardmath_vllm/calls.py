@@ -98,8 +98,8 @@ class Calls:
         self._begin(dict(enumerate(acts)), give_up)
 
     def answer(self, seconds: float) -> None:
-        """Wait until all calls have ended, for at most `seconds`, and at most GRACE_S after one has failed. Raises
-        ExchangeError, which names them, if calls have failed or not ended.
+        """Wait until all calls have ended, at most `seconds` in total, and at most 5 s (GRACE_S) after a call has
+        failed. Raises ExchangeError if a call has failed or not ended; the message says which.
         """
         until = time.monotonic() + seconds
         while self._is_open and not self.fault and time.monotonic() < until:

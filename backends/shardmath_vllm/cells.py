@@ -36,7 +36,9 @@ class Cells:
 
     @classmethod
     def of(cls, pieces: Mapping[Hashable, Iterable[Piece]]) -> Cells:
-        """Return the set of elements that `pieces`, given by tensor, fill; no two pieces of a tensor may overlap."""
+        """Return the set of elements of stored tensors that `pieces` cover, given as a mapping from a tensor's name to
+        its Pieces. Pieces of one tensor must not overlap.
+        """
         return cls({name: _find_borders(filled) for name, filled in pieces.items()})
 
     def __or__(self, other: Cells) -> Cells:

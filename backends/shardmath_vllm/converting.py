@@ -51,8 +51,9 @@ def declare_conversion(config: object, shapes: Shapes) -> sm.storage.Recorded | 
 def convert(
     recorded: sm.storage.Recorded, pairs: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of each checkpoint tensor of `recorded`, as soon as `pairs` has given all tensors that it is
-    made of.
+    """Convert the trainer's tensors in `pairs` to checkpoint tensors: yield (name, tensor) of each one as soon as
+    `pairs` has given all tensors that it is made of. `recorded` says which elements of the trainer's tensors make up
+    each checkpoint tensor.
     """
     waiting: dict[str, list[tuple[Native, set[str]]]] = {}
     for native in recorded.natives:

@@ -164,7 +164,9 @@ class Joining:
 
 @dataclass
 class Updating:
-    """The message that tells a worker to receive update `number`, counted from 1 in the connection named `meeting`."""
+    """The message that tells a worker to receive an update of the weights. `meeting` is the name of the connection to
+    the trainer, and `number` counts its updates from 1.
+    """
 
     number: int
     meeting: str = ""

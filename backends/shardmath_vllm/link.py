@@ -31,8 +31,8 @@ _T = TypeVar("_T")
 
 
 def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) -> _T:
-    """Call `act`, which `what` names in errors, on every rank of `group`, and return this rank's result. Raises
-    ExchangeError on all ranks if it fails on one.
+    """Call `act` on every rank of `group`, and return this rank's result. If `act` fails on one rank, raises
+    ExchangeError on all ranks; the message says that the rank "could not" and then the text `what`.
 
     Without a group this rank is the only one, and raises what `act` raises.
     """
@@ -156,8 +156,8 @@ class Life:
         return self._board.find(self._name("fail"))
 
     def take(self, act: Callable[[], None]) -> None:
-        """Wait for engines' answers by calling `act` on the trainer's first rank. Raises ExchangeError on all of its
-        ranks if one failed.
+        """On the trainer's first rank, call `act`, which waits for the engines' answers; the trainer's other ranks wait
+        until it returns. Raises ExchangeError on all of the trainer's ranks if `act` fails.
         """
         with self._step(Step.TAKE):
             self._board.relay(self._name("end"), act)
@@ -199,7 +199,8 @@ class Life:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """End the update, and report it to the other ranks, if the `with` block raises, in a step or between two steps.
+        """If the `with` block raises during the update, in a step or between two steps, end the update, and tell the
+        other ranks the reason.
 
         Raises its error, with the other ranks' reports on it.
         """

@@ -17,8 +17,8 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Register shardmath's trainer and worker classes with vLLM as "shardmath", and patch vLLM's calls to workers; a
-    second call does nothing.
+    """Register shardmath's trainer and worker classes with vLLM as "shardmath", and patch vLLM to drop caches of old
+    weights before an update, and to skip unread answers to earlier calls. A second call does nothing.
     """
     if BACKEND in WeightTransferEngineFactory._registry:
         return

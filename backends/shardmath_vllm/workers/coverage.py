@@ -58,7 +58,8 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
     """Raise StoreError if the weight loader, by its record `recorded`, leaves elements of `model` unwritten. Padding,
-    vLLM's own tensors, and tensors whose names match a glob in `own` do not count.
+    tensors that checkpoints lack because vLLM makes them (such as KV cache scales), and tensors whose names match a
+    glob in `own` do not count.
     """
     faults = []
     for native, left in recorded.unwritten.items():
@@ -103,7 +104,9 @@ def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
 
 
 def list_written(planned: sm.Refit, place: int) -> Cells:
-    """Return the elements that `planned` writes on the engine of rank `place`, by (worker, chunk, stored name)."""
+    """Return the elements of stored tensors that an update by `planned` writes on all workers of one vLLM engine, the
+    one to which rank `place` belongs. A tensor is named by (worker, virtual stage, stored name).
+    """
     _, engine = find_engine(planned, place)
     assert isinstance(engine, BoundRecorded), "workers have recorded"
     written: dict[Hashable, Sequence[Piece]] = {}

@@ -65,11 +65,11 @@ class Loading:
         checkpoint: sm.storage.Recorded | None = None,
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
-        """Return a Recorded of where the model's loader stores the tensors in `shapes`; `checkpoint`, if given, says
-        how they are first converted to checkpoint tensors. `check` is called with the result before the model gets back
-        the tensors that it had before recording.
+        """Run the model's weight loader to record where it stores the tensors in `shapes`, and call `check` with the
+        Recorded before returning it. If `checkpoint` is given, `shapes` are the trainer's tensors, which are converted
+        to checkpoint tensors for the loader.
 
-        The model runs as before afterwards.
+        The model gets back its earlier tensors, and runs as before afterwards.
         """
 
         def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
@@ -110,8 +110,8 @@ class Loading:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Restore parameters to the form in which they are loaded, without memory; the model cannot run until `finish`
-        or `undo`.
+        """Prepare the model for loading: replace its parameters by parameters on the meta device, in the form in which
+        they are loaded. The model cannot run until `finish` or `undo`.
         """
         self._other_values = {module: _find_others(module) for module in self._model.modules()}
         initialize_layerwise_reload(self._model)
@@ -119,8 +119,8 @@ class Loading:
             take_back_bias(module)
 
     def undo(self) -> None:
-        """Put the tensors from before `begin` back into the modules whose newly loaded weights vLLM has not yet
-        processed into the form that its kernels use.
+        """Undo `begin`: modules get their earlier tensors back, except modules whose new weights vLLM has already
+        processed for its kernels.
         """
         for module in self._model.modules():
             info = get_layerwise_info(module)
@@ -154,8 +154,8 @@ class Loading:
 
     @torch.no_grad()
     def process(self, natives: Collection[str]) -> None:
-        """Have vLLM turn the arrived tensors named by `natives`, with all others of their modules, into the tensors
-        that it runs.
+        """Have vLLM process each module that has one of the arrived tensors named in `natives`: all of the module's
+        tensors are turned from the loaded form into the form that kernels use.
         """
         # In one order on all ranks: vLLM's quantization of a module may be collective over them.
         modules = [module for module, _ in self._find_modules(sorted(natives))]
@@ -172,8 +172,8 @@ class Loading:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Complete the modules that are not yet processed, with their earlier tensors if nothing has arrived, so that
-        the model runs again.
+        """End the loading, so that the model runs again: vLLM completes attention layers, which it processes last, and
+        other modules that are still unprocessed get their earlier tensors back.
         """
         for module in self._model.modules():
             if get_layerwise_info(module).can_load() and not is_deferred_attention_layer(module):

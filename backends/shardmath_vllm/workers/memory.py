@@ -23,7 +23,9 @@ LEAST = 4 << 20
 
 
 def take_like(tensor: Tensor) -> Tensor:
-    """Return an empty tensor like `tensor` in separate memory, by mmap; `tensor` itself if small or not on a CPU."""
+    """Return an empty tensor like `tensor` in separate memory, by mmap. If `tensor` has less than 4 MiB (LEAST) or is
+    not on a CPU, `tensor` itself is returned.
+    """
     nbytes = tensor.untyped_storage().nbytes()
     if tensor.device.type != "cpu" or nbytes < LEAST:
         return tensor

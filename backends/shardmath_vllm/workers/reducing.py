@@ -58,9 +58,9 @@ def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
 
 @contextmanager
 def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
-    """In the `with` block, have vLLM's quantization reduce over `groups`, a dict from a getter in vLLM, such as
-    "get_tp_group", to the process group to use. Raises ExchangeError if another worker fails and disconnects from one
-    of the groups.
+    """In the `with` block, vLLM's quantization finds the largest magnitude of a sharded tensor over `groups`. Its keys
+    are the names of functions in vLLM, such as "get_tp_group", which then return these groups. Raises ExchangeError if
+    another worker fails and disconnects from one of the groups.
     """
     getters = {getter: getattr(quant_utils, getter) for getter in groups}
     try:

@@ -29,8 +29,8 @@ __all__ = ["process_tied", "repacks_anew"]
 
 @contextmanager
 def repacks_anew(module: nn.Module) -> Iterator[None]:
-    """On CPUs, have vLLM build the kernels of `module` from its weights again in the `with` block, as at the first
-    load.
+    """When vLLM on a CPU processes the weights of `module` in the `with` block, have it build the module's kernels
+    again, as at the first load. On other devices, nothing changes.
     """
     if not current_platform.is_cpu():
         yield

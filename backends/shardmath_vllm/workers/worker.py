@@ -121,7 +121,9 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         """Do nothing: old weights stay until all ranks are ready to send and to receive."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive all weights, and have vLLM run them."""
+        """Receive all weights of the update that `update_info` describes (its number and connection), and have vLLM use
+        them for inference.
+        """
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

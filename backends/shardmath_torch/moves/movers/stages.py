@@ -49,8 +49,10 @@ class Stage:
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return the tensors to pass to `finish` of the stage before this one, since stages finish in reverse order. By
-        default these are the ones that this stage got, `arrived`.
+        """Return the tensors to pass to `finish` of the stage before this one. `arrived` are the tensors that were
+        passed to `finish` of this stage; by default they are returned unchanged.
+
+        Stages finish in reverse order.
         """
         return arrived
 
@@ -84,7 +86,8 @@ def begin(stages: Stages) -> None:
 
 
 def finish(stages: Stages, arrived: Tensors) -> Iterable[Pair]:
-    """Yield pairs (tensor, values to write into it) from `Stage.finish` of all stages, last stage first.
+    """Yield pairs (tensor, values to write into it), computed by `finish` of each stage, last stage first. `arrived`
+    are the tensors that the move has received.
 
     The last stage gets the tensors `arrived`; each earlier one gets the result of `unfold` of the stage after it.
     Stages compute values one pair at a time, to save memory.

@@ -64,9 +64,8 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress at the end of phase number `lap`, if it was the ranks' vote or a wait for a message to be
-        sent or received. After a wait, `about` is the message, whose bytes then count as done. `about` is not used
-        after a vote, `at_s` never.
+        """Report progress at the end of phase number `lap`, if this is the ranks' vote, or the wait for a message to
+        arrive or leave. That message is `about`, and its bytes then count as done. `at_s` is not used.
         """
         if lap == AGREED:
             self._tell()
@@ -80,8 +79,8 @@ class Meter:
         self._tell()
 
     def finish(self) -> None:
-        """Report all bytes as done, unless they were already reported. Raises the error that the caller's function
-        raised, if any.
+        """Tell the progress function that all bytes are done, unless it was told before. Raises any error that the
+        progress function has raised, now or earlier.
         """
         if self._done_bytes < self._total_bytes:
             self._done_bytes = self._total_bytes
@@ -116,8 +115,8 @@ class Tally:
             self._tell()
 
     def add(self, nbytes: int) -> None:
-        """Count `nbytes` more as done; report progress at the end, and once TELL_BYTES bytes or TELL_S seconds have
-        passed since the last report.
+        """Count `nbytes` more bytes as done. Progress is reported if these are the last bytes, or if 8 MiB (TELL_BYTES)
+        or 0.2 s (TELL_S) have passed since the last report.
         """
         self._done_bytes += nbytes
         is_last = nbytes > 0 and self._done_bytes == self._total_bytes
@@ -126,8 +125,9 @@ class Tally:
             self._tell()
 
     def copy(self, target: Tensor, source: Tensor, *, counts: bool = True) -> Tensor:
-        """Copy `source` into `target`, of the same shape, report progress on the way, and return `target`; without
-        `counts`, the bytes do not count as done.
+        """Copy `source` into `target`, of the same shape, report progress on the way, and return `target`. With
+        `counts=False` the copied bytes are not added to the progress, since they are counted when they are written to a
+        file.
         """
         for into, part in _split(target, source):
             into.copy_(part)

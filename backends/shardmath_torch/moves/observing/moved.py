@@ -28,8 +28,8 @@ HEAD = ("rank", "sent", "messages", "received", "messages", "waited for")
 @public
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """The report of a move on this rank, `move.last`: messages and bytes by peer (other rank), seconds by phase, and
-    seconds waited by peer.
+    """The report of a move on this rank (`move.last`): messages and bytes exchanged with each other rank, seconds of
+    each phase, and seconds that this rank waited for each other rank.
 
     `seconds` add up to the time of the call. `waited` is the time, by peer, that this rank spent waiting for the peer's
     messages to arrive or leave. Messages are waited for one after another, so if several peers are late at once, only

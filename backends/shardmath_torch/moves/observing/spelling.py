@@ -86,8 +86,9 @@ class _Lap(NamedTuple):
 
 
 def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
-    """Yield a Vote (name, time) for each time that ranks agreed on one of `calls` by voting; if `unasked`, also for
-    agreements without a vote.
+    """Yield a Vote (name, time) for each of the timed `calls` of moves for which the ranks voted, with the time of
+    their agreement. With `unasked=True`, also yield one for each call that needed no vote, with the time when it went
+    on without one.
     """
     for call in calls:
         for lap, about, at_s in call.marks:

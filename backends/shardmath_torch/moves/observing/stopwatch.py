@@ -202,8 +202,8 @@ class Stopwatch:
         return self.name or self._ledger.name
 
     def sum_up(self) -> Moved:
-        """Return the report of the call so far: its messages and bytes by peer, its seconds by phase, and the seconds
-        waited by peer.
+        """Return the report of the move that is being timed: messages and bytes exchanged with each other rank, seconds
+        of each phase, and seconds that this rank waited for each other rank.
         """
         seconds: dict[str, float] = {}
         for name, took in zip(NAMES, self._lap_seconds, strict=True):

@@ -41,13 +41,14 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id")
 def trace(
     path: str | os.PathLike[str], *, topology: Topology | None = None, model: bool = True
 ) -> Iterator[None]:
-    """Time the moves in the `with` block by message, and write a file per rank for the viewer Perfetto
-    (ui.perfetto.dev); `model` adds the times that a model predicts on `topology`.
+    """Time each message of the moves in the `with` block, and write one file per rank for the viewer Perfetto
+    (ui.perfetto.dev): for `path` "move.json", rank 3 writes "move.rank3.json". If `model` is True, the file also has
+    the times that a cost model predicts for the network `topology`.
 
-    For "move.json" rank 3 writes "move.rank3.json"; `python -m shardmath trace` merges the files of all ranks. Next to
-    each move are the times of its program, or of its plan on `topology` (default: the plan's own, or
-    `shardmath.Topology()`), by the model of `certify`, whose rounds tell how many ranks a node has; `model=False`
-    leaves these out. Raises ExchangeError if the file cannot be written, and inside of another trace.
+    `python -m shardmath trace` merges the files of all ranks. Next to each move are the times of its program, or of its
+    plan on `topology` (default: the plan's own, or `shardmath.Topology()`), by the model of `certify`, whose rounds
+    tell how many ranks a node has; `model=False` leaves these out. Raises ExchangeError if the file cannot be written,
+    and inside of another trace.
     """
     if topology is not None:
         checked(topology)

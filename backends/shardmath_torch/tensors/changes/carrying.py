@@ -38,8 +38,9 @@ __all__ = ["How", "Sent", "Sparse"]
 
 
 class How(NamedTuple):
-    """The arguments of a call of `Changes`: the `positions` of changed elements by tensor name (None to find them), and
-    `whole`, to send all.
+    """The arguments of a call of `Changes`: whether to send all elements (`whole`), or else the positions of the
+    changed ones by tensor name. If `positions` is None, the call finds changed elements by comparing with earlier
+    copies.
     """
 
     positions: Mapping[str, Tensor] | None
@@ -118,8 +119,8 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Make the next move of changes check that it gets the same tensors as the last move of all elements. The
-        arguments are not used.
+        """Have the next call of `load` (the step that finds changed elements) check that its `src` and `dst` are the
+        same tensors as in the last move of all elements. The arguments of `prepare` are not used.
         """
         self._are_same_tensors = False
 
@@ -234,8 +235,10 @@ class Sparse:
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> None:
-        """Return None: after a change of plan nothing is reused, and the next move sends all elements. Ranks that join
-        again have missed changes that this rank counts as sent.
+        """Return None, so that after a change of plan nothing is reused, and the next move sends all elements. The
+        arguments are not used.
+
+        Ranks that left and join again have missed changes that this rank counts as sent.
         """
 
     def let_go(self) -> None:

@@ -123,15 +123,14 @@ def compile_changes(
     agree: str = EVERY,
     snapshots: bool = True,
 ) -> Changes:
-    """Compile `plan` into a Changes, a mover whose first call sends all elements, and each later call only changed
-    ones. With `snapshots` it finds these by comparing with copies; without, the caller passes their positions. `commit`
-    says when received data reach the destination, `agree` how often ranks vote, `thread` which calls of different ranks
-    belong together. Collective.
+    """Compile `plan`, on all ranks of `group`, into a Changes: a mover whose first call sends all elements, and each
+    later call only the changed ones. Without `snapshots` (copies to compare with), callers pass the positions of
+    changed elements. The other arguments are the same as for `compile`.
 
-    A message is sent whole unless its changes take fewer bytes. Other arguments are as in `compile`. `snapshots=False`
-    keeps none: every call except whole ones must then pass `positions`. With `commit="all"` a whole move needs
-    additional memory of the destination's size, a move of changes as much as it receives. Raises ExchangeError on every
-    rank if ranks pass different plans or settings, for a plan that reduces, and for a program.
+    Collective over `group`. A message is sent whole unless its changes take fewer bytes. `snapshots=False` keeps none:
+    every call except whole ones must then pass `positions`. With `commit="all"` a whole move needs additional memory of
+    the destination's size, a move of changes as much as it receives. Raises ExchangeError on every rank if ranks pass
+    different plans or settings, for a plan that reduces, and for a program.
     """
     settings = Settings(timeout, max_inflight_bytes, "auto", thread, commit, agree)
     return make_changes(plan, group, settings, snapshots)
@@ -145,8 +144,9 @@ def make_changes(
     stages: tuple[Stage, ...] = (),
     agree_first: AgreeFirst | None = None,
 ) -> Changes:
-    """Compile a Changes as `compile_changes` does, with extra work `stages`, such as casts, before and after each move.
-    If the mover is later given another plan, it first calls `agree_first`, a check that all ranks make together.
+    """Compile a Changes as `compile_changes` does, with `stages` of extra work, such as casts, before and after each
+    move. Before the mover takes another plan, all ranks together call `agree_first` (if given), which raises if the
+    plan does not fit the stages.
     """
 
     def agree(plan: object, group: compat.Group | None, settings: Settings) -> None:

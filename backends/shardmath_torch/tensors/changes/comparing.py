@@ -102,8 +102,8 @@ class Snapshots:
         return self._words[snapshot.size][snapshot.first : stop]
 
     def list_changed(self, tensors: Mapping[str, Tensor]) -> Iterator[Changed]:
-        """Yield a Changed (positions, present bits) for each box in which elements of `tensors` differ from the
-        snapshot.
+        """Compare `tensors` with their snapshots (earlier copies of slices of them), and yield a Changed for each
+        tensor that differs: the positions of its changed elements, and their current values as bits.
 
         The tensors need the strides of the snapshot.
         """
@@ -119,7 +119,9 @@ class Snapshots:
                 yield Changed(key, cells, words, places + snapshot.first)
 
     def update(self, changed: Iterable[Changed]) -> None:
-        """Update the snapshots with the present bits of `changed` elements; those outside the boxes are ignored."""
+        """Update the snapshots (earlier copies of slices of tensors) with the present bits of the `changed` elements.
+        Elements outside of the copied slices are ignored.
+        """
         by_size: dict[int, list[tuple[Ints, Tensor]]] = {}
         for each in changed:
             if each.key in self._snapshots:

@@ -48,7 +48,9 @@ def list_sizes(message: Message) -> tuple[int, ...]:
 
 
 def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
-    """Return the bytes of a packet (elements and their numbers) with `counts[i]` elements of `sizes[i]` bytes each."""
+    """Return the size in bytes of a packet, which has a message's changed elements and their positions in the message.
+    The packet has `counts[i]` elements of `sizes[i]` bytes each.
+    """
     nbytes = 0
     for size, count in zip(sizes, counts, strict=True):
         nbytes += (NUMBER_BYTES + size) * count

@@ -56,9 +56,9 @@ def list_parcels(
     element_sizes: Sequence[Sequence[int]],
     changed_counts: Sequence[Sequence[int] | None],
 ) -> list[Parcel]:
-    """Return one item per message: the message to send it whole, a Packet to send only changed elements, None if none
-    changed. `changed_counts[i]` is None to send message i whole, else the number of its changed elements of each size
-    in `element_sizes[i]`, since a message can hold several dtypes.
+    """Return, for each message, the Message itself if it is sent whole, a Packet if only its changed elements are sent,
+    or None if no element has changed. `changed_counts[i]` is None for a message to send whole, else the number of
+    changed elements of each size in `element_sizes[i]` (a message can hold several dtypes).
     """
     parcels: list[Parcel] = []
     for message, sizes, counts in zip(messages, element_sizes, changed_counts, strict=True):

@@ -75,8 +75,8 @@ class Outgoing:
         self.hulls = find_hulls(self._messages)
 
     def sort(self, changed: Iterable[Changed]) -> Sorted:
-        """Return the `changed` elements of each message and local copy, with their numbers in it; None for one that is
-        sent whole.
+        """Return two lists: the changed elements of each message to send, and of each copy within this rank, with their
+        positions in the message. An entry is None if all elements are to be sent or copied.
         """
         by_size: dict[int, list[Changed]] = {}
         for each in changed:

@@ -101,8 +101,8 @@ class _DeferredPlacing:
         return []
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return a Receive (the message of `endpoint`, and new memory to receive it into); the commit writes it into
-        the destination.
+        """Return a Receive for a message that is first received into new memory, and written into the destination only
+        when the move is committed. `endpoint` has the message and the views of destination tensors to write it to.
 
         The message is sent whole.
         """
@@ -115,8 +115,8 @@ class _DeferredPlacing:
         return Receive(endpoint.message, memory, find_unpacking)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
-        """Return a Keep: a message within this rank, with a function that copies its elements from `source` into new
-        memory. They are written to `target`, in the destination, only when the move is committed.
+        """Return a Keep (message, copy function) for a copy within this rank, from the tensor views in `source` to
+        those in `target`. The function copies into new memory; the commit of the move then writes to `target`.
 
         The message is copied whole.
         """

@@ -35,8 +35,8 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 class SavedPart(NamedTuple):
-    """A saved tensor that equals a `box` (a slice of each dimension) of the module's tensor `tensor`. The saved tensor
-    has only those dimensions of the box that `kept` lists; the others have size 1.
+    """A saved tensor, `name`, that equals a slice of the module's tensor `tensor`. `box` is the slice of each
+    dimension, and `kept` the dimensions that the saved tensor keeps; the dropped ones have size 1 in the box.
     """
 
     name: str

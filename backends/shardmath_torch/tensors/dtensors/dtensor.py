@@ -61,8 +61,9 @@ MAKE_ANEW = "make the DTensor with the shape and the placements that its local t
 
 
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
-    """Return the layout of a DTensor: the elements that each rank of its mesh holds. If its placements can mean two
-    layouts, `reading` chooses one; without `reading`, ranks compare their local shapes to decide.
+    """Return the layout of a DTensor: the elements that each rank of its mesh holds. If its placements (with
+    `_StridedShard`) have two meanings, `reading` chooses: "placement" applies them as written, "order" in FSDP2's
+    order; if `reading` is None, ranks compare local shapes to decide.
 
     Collective over the ranks of its mesh if its placements have two readings that differ at its
     sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError if a local shape,
@@ -144,11 +145,12 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """Return a DTensor's layout. If its placements can mean two, `reading` chooses one; without `reading`, the ranks of
-    its mesh and `ranks` (others that need the layout) gather local shapes to decide. `meshes` are searched for a
-    process group of all these ranks.
+    """Return a DTensor's layout; if its placements have two meanings, `reading` chooses one ("placement": applied as
+    written, "order": in FSDP2's order). If `reading` is None, `ranks` and the ranks of the DTensor's mesh gather local
+    shapes to decide. `meshes` are searched for a process group of all these ranks.
 
-    A rank that is not among them does not take part, and gets one of the two readings.
+    `ranks` are others that need the layout. A rank that is not among these does not take part, and gets one of the two
+    readings.
     """
     if reading is not None:
         return _check_held(tensor, _choose(readings(tensor, chosen=True), reading))
@@ -180,9 +182,9 @@ def _find_groups(
 
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
-    """Return a dict from each way to read the DTensor's placements ("placement", "order") to the resulting layout, or
-    the error. Unless `chosen` is True (the caller has chosen a way), raises PlacementError for placements that look
-    like a fused weight's (such as QKV) if its component sizes are unknown.
+    """Return a dict from each way to read the DTensor's placements ("placement": as written, "order": in FSDP2's order)
+    to the resulting layout, or to the error. Unless `chosen` is True (the caller has chosen a way), raises
+    PlacementError for placements that look like a fused weight's (such as QKV) if its component sizes are unknown.
 
     For a fused weight both are the recorded layout.
     """

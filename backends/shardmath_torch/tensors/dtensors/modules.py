@@ -53,8 +53,9 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
 def lay_out(
     module: nn.Module, mesh: Mesh | None = None, ask: Ask | None = None
 ) -> dict[str, Layout]:
-    """Return the dict of `layout_of`, without communication if a function `ask` is given, which then provides all
-    ranks' local shapes.
+    """Return the layout of each parameter of `module`, by name. Plain parameters are replicated over `mesh` (default:
+    the largest mesh of the other parameters, or all ranks). If `ask` is given, ranks do not communicate: `ask(tensors)`
+    returns the local shapes on all ranks, as a dict by tensor name, then rank.
     """
     parameters = _list_parameters(module)
     dtensors = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}

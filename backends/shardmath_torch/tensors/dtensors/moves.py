@@ -45,8 +45,9 @@ BYTES_PER_MOVE, BYTES_PER_PIECE = 30_000, 1_700
 
 
 class Said(NamedTuple):
-    """The facts about a gradient's move that ranks compare: the forward move that it reverses, as text, and whether
-    autograd records it.
+    """Facts about the move of a gradient in a backward; ranks compare these facts before the move. `purpose` is text
+    that names the forward move to reverse; `records_gradient` is whether autograd records the gradient's move, too
+    (`create_graph=True`).
     """
 
     purpose: str = ""
@@ -136,8 +137,9 @@ class Moves:
         return len(self._cached)
 
     def between(self, src: Layout, dst: Layout, *, voted: bool = False) -> Used:
-        """Return a cached or new callable that moves a tensor from layout `src` to `dst`. If `voted` is True, ranks
-        check before each move that all make the same one, even if it only copies. Collective over the group.
+        """Return a cached or new callable that moves a tensor from layout `src` to `dst`. With `voted=True`, ranks
+        check before each move that all make the same one, even if no rank needs data from another. Collective over the
+        group.
         """
         key = _Key(src, dst, voted)
         if key not in self._cached:
@@ -162,8 +164,8 @@ class Moves:
         out: Tensor | None,
         said: Said = SILENT,
     ) -> str:
-        """Run the cached move `kept`, under `key` in the cache, from `src` into `out`, and return its name in words, as
-        "move 3 of group 0"; ranks compare `said`.
+        """Run the cached move `kept`, whose key in the cache is `key`, from `src` into `out`, and return its name, as
+        "move 3 of group 0". `said` tells which gradient is moved, if any, and must be equal on all ranks.
 
         After a success, all ranks keep it as the latest in the cache. A move that raised ExchangeError is evicted: if
         only some ranks had it cached, they would move while others compile, at every further try.
@@ -264,8 +266,8 @@ def move_between(
     src: Layout, dst: Layout, meshes: Iterable[DeviceMesh | None], *, voted: bool = False
 ) -> Used | None:
     """Return a cached or newly compiled callable that moves a tensor from layout `src` to `dst`, or None on a rank
-    outside both. `meshes` are searched for a process group of all ranks in `src` and `dst`. If `voted` is True, ranks
-    check before each move that all make the same one, even if it only copies.
+    outside both. `meshes` are searched for a process group of all ranks of `src` and `dst`. With `voted=True`, ranks
+    check before each move that all make the same one, even if no rank needs data from another.
 
     They also check this if some are on only one mesh; `voted` is the same on all ranks. Collective over these ranks,
     and the first time among them as `group_for` is.

@@ -127,8 +127,8 @@ def placed_in(module: nn.Module) -> dict[str, Placed]:
 
 
 def layout_where(parameter: object, axis: str, division: Division) -> Layout | None:
-    """Return the layout of the DTensor `parameter` if it is placed over mesh axis `axis` as `division` says, else None.
-    Every other mesh axis must replicate, or shard what the axes before it leave.
+    """Return the layout of the DTensor `parameter` if `division` describes its placement on mesh axis `axis`, else
+    None. Placements on other axes can replicate the parameter or shard it further.
 
     None also for a plain tensor, and for a partial sum.
     """
@@ -150,7 +150,9 @@ def layout_where(parameter: object, axis: str, division: Division) -> Layout | N
 
 
 def components_of(division: Division, n: int) -> tuple[int, ...]:
-    """Return the sizes of the components, such as q, k and v, that `division` of a length `n` divides separately."""
+    """Return the sizes of a dimension's components, such as q, k and v, each of which `division` divides among ranks
+    separately. `n` is the length of the dimension.
+    """
     match division:
         case ours.Packed():
             return division.sizes

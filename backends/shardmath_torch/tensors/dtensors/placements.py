@@ -50,8 +50,8 @@ def layout_like(
     placements: Iterable[theirs.Placement],
     dtype: object,
 ) -> dict[Reading, Layout | ShardError]:
-    """Return a dict from each way to read `placements` on a DeviceMesh ("placement", "order") to the layout that they
-    then mean, or to the error.
+    """Return a dict from each way to read `placements` on a DeviceMesh to the layout that they then mean, or to the
+    error. "placement" applies them as written, "order" in FSDP2's order.
     """
     size = tuple(shape)
     mesh = mesh_of(device_mesh)
@@ -65,7 +65,9 @@ def layout_like(
 def layout_of_placements(
     shape: Shape, mesh: Mesh, placements: Placements, dtype: str, reading: Reading
 ) -> Layout | ShardError:
-    """Return the layout that `placements` mean in `reading` ("placement" or "order"), or the error instead."""
+    """Return the layout that `placements` mean, or the error instead of raising it. With `reading="placement"` they are
+    applied as written, with "order" in FSDP2's order.
+    """
     try:
         spec = tuple(_translate(placement) for placement in placements)
     except PlacementError as error:

@@ -59,15 +59,16 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """Move `tensor`, a DTensor or a local tensor of `layout`, to the layout `target`; gradients move back. Return a
-    DTensor on `device_mesh` (default: the mesh of a Layout `target`, else of `tensor`), or a local tensor if DTensor
-    has no placements for `target`. `reading` chooses between two layouts that placements can mean, `grad` whether
-    gradients of a replicated input are whole or partial sums.
+    """Move `tensor` (a DTensor, or a local tensor of `layout`) to the layout `target`, and its gradient back; return a
+    DTensor on `device_mesh`, or a local tensor if DTensor has no placements for `target`. If placements have two
+    meanings, `reading` chooses one: "placement" (as written) or "order" (in FSDP2's order). If `tensor` is replicated,
+    `grad` says whether its gradient is the same on all ranks or partial sums.
 
-    `target` is a Layout, the text of one, or DTensor placements; text and placements are on
-    `device_mesh` (default: the tensor's own). `tensor` is a DTensor, whose layout is determined
-    (`reading` decides if it has two), or this rank's local tensor of the Layout `layout`. `grad` is the form
-    of a replicated input's gradient: "replicate", the same on all ranks, or "partial", partial sums.
+    `target` is a Layout, the text of one, or DTensor placements; text and placements are on `device_mesh` (default: the
+    tensor's own). `tensor` is a DTensor, whose layout is determined (`reading` decides if it has two), or this rank's
+    local tensor of the Layout `layout`. `grad` is the form of a replicated input's gradient: "replicate", the same on
+    all ranks, or "partial", partial sums. The result is on `device_mesh` (default: the mesh of a Layout `target`, else
+    of `tensor`).
 
     A rank outside the source's mesh passes an empty tensor. A rank outside the target's mesh gets an
     empty tensor (for a scalar, a DTensor that holds a zero), and must take part in the backward, by

@@ -66,8 +66,8 @@ def quantize(
     out: Sequence[Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Quantize `tensor` to `format`, and return a tuple of its data, its scales, and any further tensor of
-    `format.parts`. `amax` are the whole blocks' largest magnitudes, if `tensor` has only parts of blocks.
+    """Quantize `tensor` to `format`, and return a tuple of its data, its scales and, for NVFP4, a global scale. If
+    `tensor` has only parts of blocks, `amax` has the largest magnitude in each whole block.
 
     The data have the tensor's shape; NVFP4 stores two numbers per byte of the last dimension. `out` are the tensors to
     write to and return, in that order: of bytes, or of the dtype that the part's `kind` names. `amax` is float32, and

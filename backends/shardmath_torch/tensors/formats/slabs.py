@@ -41,7 +41,8 @@ def choose_most(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """A range of a dimension: `count` blocks of `size` positions each, or `size` positions within one block.
+    """A range of a dimension that is divided into quantization blocks. If `count` is above 1, it is that many blocks of
+    `size` positions each; otherwise, `size` positions within one block.
 
     It begins at position `start` of the dimension, which is in block number `first`.
     """
@@ -71,8 +72,9 @@ class Slab:
         return tuple(span.count * span.size for span in self.spans)
 
     def take(self, tensor: Tensor, per: int = 1) -> Tensor:
-        """Return this box of `tensor` as a view, split as by `split`; `per` is how many positions of the last dimension
-        one element holds, such as 2 if packed.
+        """Return a view of the slice of `tensor` that this slab covers (`spans`, a range of each dimension). A
+        dimension with several blocks of several positions is split in two: block, and position in it. `per` is how many
+        positions of the last dimension one element holds, such as 2 if packed.
         """
         steps = [1] * (len(self.spans) - 1) + [per]
         for d, (span, step) in enumerate(zip(self.spans, steps, strict=True)):
@@ -98,7 +100,9 @@ class Slab:
         return shared
 
     def amax(self, magnitudes: Tensor, nan: float) -> Tensor:
-        """Return the largest of each block's `magnitudes`, shaped as by `take_shared`; NaN counts as `nan`."""
+        """Return the largest of each block's `magnitudes`, a tensor in the shape that `take` returns; NaN counts as
+        `nan`. In the result, the dimensions of positions within a block have size 1.
+        """
         largest = self._reduce(magnitudes)
         if may_have_nan(largest):
             # Rare, and so found out by a look at the blocks instead of all numbers.
@@ -117,8 +121,8 @@ class Slab:
 
 
 def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
-    """Whether each block of a tensor of `shape` has at most `most` elements, by the block sizes in `blocks`;
-    `cut_slabs` then cuts none.
+    """Whether no block of a tensor of `shape` has more than `most` elements, so that `cut_slabs` cuts no block apart.
+    `blocks` has the block sizes.
     """
     sizes = map(min, blocks.positions(shape), shape)
     return math.prod(sizes) <= most

@@ -49,8 +49,8 @@ class Quantized(NamedTuple):
 
 def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quantized:
     """Return a Quantized: the Format of a TransformerEngine or torchao tensor, and a dict of its data and scales as
-    plain tensors. If the tensor has two copies, quantized by rows and by columns, True for `columnwise` chooses
-    columns, False rows, and None rows if they are there.
+    plain tensors. A tensor can have two copies, quantized by rows and by columns: `columnwise` is False for rows, True
+    for columns, and None for rows if there are any, else columns.
 
     TransformerEngine's `MXFP8Tensor`, `Float8Tensor` and `Float8BlockwiseQTensor`, torchao's `MXTensor` (MXFP8) and
     `Float8Tensor`. Raises FormatError for other tensors, for a copy that is not there, and for swizzled scales, which

@@ -154,8 +154,9 @@ def _show_attributes(tensor: Any) -> str:
 
 
 def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[str, Layout]:
-    """Return the layouts, by name, of the tensors that have the attributes of `checkpointable`; `ask(tensors)` returns
-    all ranks' parts, which are gathered otherwise.
+    """Return the layouts, by name, of the tensors with attributes that say which slices of the global tensor this rank
+    holds (`global_shape`, `global_offsets`, `local_offsets`, `local_sizes`). If `ask` is given, ranks do not
+    communicate: `ask(tensors)` returns the slices that all ranks hold, as a dict by tensor name, then rank.
 
     Collective over the default group, unless `ask` gives what all ranks have. Either every rank has
     the attributes of a tensor, or none. Raises LayoutError, on all ranks, if a rank has invalid

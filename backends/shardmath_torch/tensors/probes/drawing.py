@@ -57,10 +57,10 @@ IMAGINARY = 1 << 20
 
 
 class Run(NamedTuple):
-    """One run of a weight loader: how the values to load are chosen (`way`), their seed, and what the targets hold
-    before.
+    """One trial run of a weight loader, to find out which elements it writes where. `way` and `seed` choose the values
+    to load; the other fields choose the values in the destination tensors before the run.
 
-    That is a `byte`, or a `value` instead; or, if the run `keeps` it, what the targets had before recording.
+    That is a `byte`, or a `value` instead; or, if the run `keeps` it, what these tensors had before recording.
     """
 
     way: str
@@ -108,7 +108,9 @@ class TypedElements:
         return f"element {number - self.starts[tensor]} of {self.names[tensor]!r}"
 
     def make(self, name: str, run: Run) -> Tensor:
-        """Return the logical tensor `name`, filled with the values that the loader gets in `run`."""
+        """Return the full checkpoint tensor `name`, filled with the values that the weight loader gets in the trial run
+        `run`.
+        """
         tensor = self.names.index(name)
         numbers = np.arange(self.starts[tensor], self.starts[tensor + 1])
         return as_tensor(self.draw(numbers, run), self.dtype).reshape(self.shapes[name])
@@ -164,8 +166,8 @@ class TypedElements:
 
 
 def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
-    """Return the loader runs whose values identify every element of `kinds` (the elements of each dtype) and show if
-    the loader changes them.
+    """Return trial runs of a weight loader that identify each element by its values, and show whether the loader alters
+    values on the way. `kinds` has the elements of all checkpoint tensors, one item per dtype.
     """
     digits = max((kind.digits for kind in kinds), default=1)
     is_wide = any(kind.base < len(list_finite(real(kind.dtype))) for kind in kinds)

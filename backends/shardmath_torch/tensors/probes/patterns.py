@@ -98,8 +98,8 @@ def word_of(value: float, dtype: torch.dtype) -> int | None:
 
 @memo()
 def list_finite(dtype: torch.dtype) -> Words:
-    """Return the finite values of a real dtype, ascending, as an array of their bits: all if it has up to 16 bits, else
-    a selection.
+    """Return an array of the bits of a real dtype's finite values, ascending by value. These are all finite values if
+    the dtype has up to 16 bits, and a selection if it has more.
     """
     words = _list_all(dtype)
     values = _value(words, dtype)
@@ -110,8 +110,8 @@ def list_finite(dtype: torch.dtype) -> Words:
 
 @memo()
 def list_nan(dtype: torch.dtype) -> Words:
-    """Return NaN values of a real dtype, as an array of their bits: all if it has up to 16 bits, else a selection of
-    quiet ones.
+    """Return an array of the bits of a real dtype's NaN values. These are all NaN if the dtype has up to 16 bits, and a
+    selection of quiet ones if it has more.
     """
     words = _list_all(dtype)
     return words[is_nan(words, dtype)] | QUIET.get(dtype, 0)

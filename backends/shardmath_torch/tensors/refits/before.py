@@ -59,7 +59,9 @@ class Before:
         self._spoiled: dict[int, Tensor] = {}
 
     def keep_bytes(self, device: str = "") -> None:
-        """Copy the bytes of the snapshot's tensors, or of those on `device`, such as "cpu", unless copied before."""
+        """Copy the bytes of the snapshot's tensors, unless copied before. If `device`, such as "cpu", is given, only
+        tensors on this device are copied.
+        """
         for tensor in self._tensors:
             memory = tensor.memory
             if memory is None or memory.is_meta or key_of(memory) in self._bytes:

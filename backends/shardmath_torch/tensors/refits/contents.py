@@ -52,7 +52,8 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """Return Pieces (elements of the logical tensor, and their positions in `into`) for a copy of `view` to `into`.
+        """Return Pieces that say which elements of the checkpoint tensor a copy of `view` to `into` writes to which
+        positions. Nothing is copied.
 
         Raises StoreError if very many pieces are needed.
         """
@@ -104,7 +105,9 @@ class Content:
         return replace(content, shape=shape, strides=strides, start=piece.element)
 
     def explain(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Return the names of the operations that compute what a target of `dtype` gets from the logical tensor."""
+        """Return the names of the operations that compute the values of a loaded tensor of `dtype` from the checkpoint
+        tensor.
+        """
         content = self._cast(dtype)
         return content.made if content.dtype == dtype else content._list_made()
 

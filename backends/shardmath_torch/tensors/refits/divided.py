@@ -32,9 +32,9 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """Return an error for each DTensor in `natives` (stored tensors) that is Partial, or whose placements give `rank`
-    other elements than its layout in `layouts`. Layouts are compared only if the DTensor is one whole logical
-    (checkpoint) tensor, by `slots` (where each is stored) and `stored` (the planned local shapes).
+    """Return an error for each DTensor in `natives` (the tensors that `rank` stores) that is Partial, or whose
+    placements give `rank` other elements than planned. The plan is given by the local shapes `stored`, the `layouts` of
+    checkpoint tensors, and `slots`, which says where each of these is stored.
 
     Elements are compared only for a DTensor that is one whole logical tensor, has the planned shape, and has placements
     that tell its elements.

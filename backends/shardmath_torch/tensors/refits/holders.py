@@ -228,9 +228,9 @@ def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:
 
 
 def find_fault(watched: list[Watched], modules: Iterable[nn.Module] | None = None) -> str:
-    """Return an error if a tensor is no longer as it was at `watch`: it lies elsewhere in memory, was replaced, or was
-    removed from all of its modules. Return "" if all are as they were. Removed ones are looked for in `modules` and
-    their submodules, by default in all live modules.
+    """Return an error text if one of the `watched` tensors was moved in memory, replaced, or removed from its modules
+    since the call of `watch`, else "". A tensor is removed if neither `modules` (default: all live modules) nor their
+    submodules have it.
     """
     moved = _find_moved(watched)
     if moved is not None:

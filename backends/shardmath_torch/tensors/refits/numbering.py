@@ -62,14 +62,16 @@ class Numbering:
         self.digits = sum(run.way == "digit" for run in self.runs)
 
     def make(self, name: str, run: Run) -> Tensor:
-        """Return the tensor that the loader gets in `run` as the logical tensor `name`."""
+        """Return the full checkpoint tensor `name`, filled with the values that the weight loader gets in the trial run
+        `run`.
+        """
         dtype = dtype_of(self.shapes[name][1])
         (kind,) = (kind for kind in self.kinds if kind.dtype == dtype)
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """Return an error if `after`, a target's values after `run`, contradicts `pieces` (which element is at which
-        position); "" if not.
+        """Check the values `after` of a model's tensor, into which the weight loader has loaded in the trial run `run`.
+        Return an error if they contradict `pieces` (which checkpoint element is at which position), else "".
         """
         words = _flatten(after, after.dtype)
         for kind in self.kinds:
@@ -87,8 +89,8 @@ class Numbering:
         return ""
 
     def find_written(self, found: Found, after: Tensor) -> tuple[_Truths, _Truths]:
-        """Return two masks of a target's positions: those where `after` differs from `found`, the values before a run,
-        and of these the nonzero ones.
+        """Return two masks of a tensor's positions: those that a trial run of the weight loader changed, and those that
+        it changed to nonzero bits. `found` is the content before the run, `after` the content after it.
         """
         words = _flatten(after, after.dtype)
         written = ~is_left(found, after)
@@ -150,8 +152,8 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether the weight loader wrote to the target in some trial runs only: the first one, or one that starts from
-        the target's original values, but no other.
+        """Whether the weight loader wrote to the tensor, but only in special trial runs: the first one, and those that
+        keep the tensor's earlier values.
 
         Runs before which the target holds a given `value` do not count.
         """
@@ -185,8 +187,8 @@ class Reading:
         return "".join([what, *casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
-        """Return Pieces (elements of a logical tensor, and their positions in the target) for the written positions
-        whose element is known.
+        """Return Pieces that say which checkpoint element is at which position of the loaded tensor. They are for the
+        positions that the weight loader wrote and whose values, in the trial runs, identify an element.
 
         Positions that are always zero count as unwritten.
         """

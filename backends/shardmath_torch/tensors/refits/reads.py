@@ -37,7 +37,8 @@ __all__ = ["Reads"]
 
 
 class Reads(TorchDispatchMode):
-    """A torch mode that collects the `names` of tensors that this thread's operations read before they wrote them.
+    """A torch mode that notes each given tensor that an operation of this thread reads before any operation writes to
+    it. The tensors' names are collected in `names`.
 
     `lost` are the names of the tensors without data, among those `replaced`, into which they wrote.
     """
@@ -79,7 +80,9 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def read(self, given: Iterable[Tensor]) -> None:
-        """Add to `names` the tensors that share memory with one of `given`, except those written before."""
+        """Note that the tensors `given` are read: for each of the mode's tensors that shares memory with one of them,
+        add its name to `names`, unless it was written before.
+        """
         self.names |= self._find(given) - self._written
 
     def _find(self, given: Iterable[Tensor]) -> set[str]:

@@ -270,9 +270,9 @@ class Refit(Leaves):
         functions: Mapping[str, Function] | None = None,
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Bind this rank's tensors, `src` of the trainer and `dst` of engines, which every later call moves. `own` are
-        globs of tensors that the trainer lacks. `functions` holds functions by name; each computes an engine's stored
-        tensor from the received tensor. `modules` are the ones to search for replaced parameters (default: all).
+        """Bind this rank's tensors, which every later call moves: `src` of the trainer, `dst` of engines. `own` are
+        globs of tensors that the trainer lacks; `functions`, by name, compute an engine's stored tensors from received
+        ones. Later calls raise an error if a parameter was replaced in `modules` (default: all live modules).
         Collective.
 
         Pass all parameters and persistent buffers, by the names under which the rank stores them. `src` are a trainer
@@ -453,7 +453,7 @@ class Refit(Leaves):
 
     @property
     def changes(self) -> Changes | None:
-        """The mover that sends only changed elements; None without `changes=True`."""
+        """The mover that sends only changed elements; None unless the Refit was made with `changes=True`."""
         return self._changes
 
     def _object(self) -> str:

@@ -31,8 +31,8 @@ Into: TypeAlias = Chunk | Sequence[Chunk]
 
 
 class KeptTargets:
-    """The tensors that a weight loader writes into (its targets), and their state before loading. They are the
-    parameters and persistent buffers of the modules in `into`, and the values of its mappings.
+    """The tensors that a weight loader writes into, and their state before loading. `into` is a module (its parameters
+    and persistent buffers), a mapping from name to tensor, or a list of these.
 
     Raises StoreError if one is not plain.
     """
@@ -80,10 +80,11 @@ class KeptTargets:
                 holder[key] = tensor
 
     def occupy(self, run: Run, untouched: Collection[str] = ()) -> dict[str, Found]:
-        """Fill the targets (tensors to load into) with the start values of `run`, and return by name the values that
-        each has then. Targets named in `untouched` are not filled, and none is if `run` keeps earlier values.
+        """Fill the tensors to load into, except those named in `untouched`, with the start values of the trial run
+        `run`, and return by name the values that each then has. If `run.keeps` is True, no tensor is filled.
 
-        Targets on the meta device get memory. `untouched` are targets that the loader does not write, but may read.
+        Targets on the meta device get memory, and are always filled. `untouched` are targets that the loader does not
+        write, but may read.
         """
         self.before.keep_bytes()
         self._allocate()

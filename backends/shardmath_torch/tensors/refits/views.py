@@ -76,7 +76,9 @@ class Computed(NamedTuple):
 
 
 class Views(NamedTuple):
-    """Views of the tensors of one side (trainer or engine) that are moved, and the tensors that functions compute."""
+    """The tensors that one side (the trainer or an engine) sends or receives: `tensors` has them by name, as views of
+    stored tensors where possible. `computed` lists the stored tensors that functions compute from received ones.
+    """
 
     tensors: dict[str, Tensor]
     computed: list[Computed]
@@ -91,8 +93,8 @@ class Views(NamedTuple):
 
 
 def name_natives(given: Given | None) -> Natives:
-    """Return the tensors of `given` as a dict by (virtual stage, stored name). Raises ExchangeError if it is not a
-    mapping, or a list of these.
+    """Return the tensors of `given` as a dict by (virtual stage, stored name). Raises ExchangeError unless `given` is a
+    mapping from name to tensor, a list of such mappings (one per virtual stage), or None.
     """
     if not isinstance(given, Mapping | Sequence | None):
         raise ExchangeError(
@@ -131,7 +133,9 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
-    """Return a value that is equal as long as the tensor's local part keeps its memory, shape, strides and dtype."""
+    """Return a tuple that identifies the memory, shape, strides and dtype of the tensor's local part. Compare it with
+    an earlier result to see whether one of these has changed.
+    """
     local = to_local(tensor)
     storage = local.untyped_storage()
     # An address alone may be reused after memory is freed; the views keep their storage alive, and so its identity.
@@ -150,10 +154,12 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """Return Views of the tensors `natives` that `rank` stores, by their names in a plan, to receive into if `receives`
-    is True, else to send. `bound` has the planned names and shapes of stored tensors, `slots` says where each of the
-    plan's tensors is stored, and `layouts` has their dtypes. `own` are globs of tensors that the trainer lacks;
+    """Return Views of the tensors that `rank` sends, or receives into if `receives` is True, by their names in the
+    plan. They are the slices `slots` of the tensors in memory, `natives`, by (virtual stage, stored name), which are
+    checked against the planned names and shapes in `bound`. `own` are globs of tensors that the trainer lacks;
     `functions`, by name, compute stored tensors from received ones.
+
+    `bound` has the planned names and shapes of stored tensors, `layouts` the dtypes of the plan's tensors.
 
     Raises StoreError with everything that does not fit, ExchangeError for a tensor whose memory does not exist.
     """
@@ -269,8 +275,8 @@ def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
 
 
 def drop_window(local: str, bound: KnownSide) -> str:
-    """Return the name of the logical (checkpoint) tensor of the plan's tensor `local`: "w" for a slice, such as "w[0]",
-    else `local` itself. A slice is recognized by having no layout in `bound`, the planned storage.
+    """Return the name of the checkpoint tensor to which the plan's tensor `local` belongs: "w" for a slice such as
+    "w[0]". If `bound.layouts` has the name `local`, this is a whole checkpoint tensor, and `local` itself is returned.
     """
     return local if local in bound.layouts else local.rpartition("[")[0]
 

@@ -55,7 +55,8 @@ BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 
 
 class Write(NamedTuple):
-    """A copy that a loader made into a target: which elements it wrote where, if known, and what computed them.
+    """The record of a copy that a weight loader made into one of the model's tensors: which checkpoint elements it
+    wrote where (None if unknown), and the names of the operations that computed the values (`made`).
 
     `carries` says whether the write had elements of logical tensors, known or not.
     """
@@ -219,8 +220,8 @@ class Watch(TorchDispatchMode):
         return _return_written(func, written) if is_target else func(*args, **kwargs)
 
     def explain(self, tensor: Tensor, into: Tensor) -> Write:
-        """Return the Write for a copy of `tensor` into the target `into`: which elements it writes where, if known, and
-        what computed them.
+        """Return a Write that describes a copy of `tensor` into `into`, which the weight loader fills: which checkpoint
+        elements go where, if known, and the names of the operations that computed their values.
         """
         content = self._contents.get(key_of(tensor))
         made_by = self._operations.get(key_of(tensor), ())

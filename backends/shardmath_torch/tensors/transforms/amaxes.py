@@ -89,8 +89,9 @@ class _QuantizeStage(Stage):
         self._call = _QuantizeCall(None)
 
     def bind(self, src: Local, out: Any) -> tuple[Local, Local]:
-        """Compute the largest magnitude in each quantization block of `src`; return these to send, and memory to
-        receive other ranks'. Raises ExchangeError if a tensor in `src` or `out` is not as planned.
+        """Compute the largest magnitude in each quantization block of `src`. Return two dicts of tensors: first, the
+        magnitudes to send; second, memory to receive the magnitudes from other ranks. Raises ExchangeError if a tensor
+        in `src`, or in `out` (for the quantized result), is not as planned.
         """
         self._writes = False
         call: _QuantizeCall = out

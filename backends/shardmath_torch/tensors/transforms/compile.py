@@ -211,8 +211,8 @@ class EndStage(Stage):
         self._finalize_targets = {}
 
     def let_go(self) -> None:
-        """Drop the caller's tensors and mappings, and the buffers for transformed tensors, except those that a hook may
-        still use.
+        """Drop the caller's tensors and mappings, and free the buffers for transformed tensors. A Megatron hook (a
+        ReshardTransform that the caller has passed) keeps its buffers.
         """
         self._finalize_targets = {}
         self._bound_call = self._checked_signature = None
@@ -220,8 +220,8 @@ class EndStage(Stage):
             worker.let_go()
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the destination tensors that a failure can have left torn (partly overwritten). `keys`
-        are the plan's names of torn tensors: destinations received directly under these names count, and those being
+        """Return the names of the destination tensors that a failure can have left torn (partly overwritten). These are
+        the tensors received without a transform whose names in the plan are in `keys`, and the tensors that were being
         computed at the failure.
         """
         torn = []
@@ -251,10 +251,11 @@ class TransformedMover(Mover):
 
     @property
     def wire_bytes(self) -> int:
-        """The bytes of this rank's buffers for transformed tensors; a hook's buffers are allocated at compile time,
-        others by the first move.
+        """The size in bytes of this rank's buffers for transformed tensors, including those that the first move will
+        allocate.
 
-        Memory in which messages are packed (`staging_bytes`) is not counted.
+        A hook's buffers are allocated at compile time, others by the first move. Memory in which messages are packed
+        (`staging_bytes`) is not counted.
         """
         return self._ends.nbytes
 
@@ -317,13 +318,13 @@ def compile_transformed(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> TransformedMover:
-    """Return a TransformedMover, which moves tensors and applies `transforms`, such as casts, before sending and after
-    receiving. `engine` chooses how messages are sent, `commit` when received data reach the destination, `agree` how
-    often ranks vote, and `thread` which calls of different ranks belong together. Collective.
+    """Return a TransformedMover, which moves tensors by `plan` and applies `transforms`, such as casts, before sending
+    and after receiving. By default the plan is made from `transforms`; the other arguments are the same as for
+    `compile`. Collective.
 
-    `plan` is a plan from `transforms.src` to `transforms.dst`, or a program of it; by default it is made. The other
-    arguments are the same as for `compile`. Raises ExchangeError on every rank if ranks pass different transforms, if
-    the plan is of other sides, and if a hook does not give the tensors that it stated.
+    `plan` is a plan from `transforms.src` to `transforms.dst`, or a program of it. Raises ExchangeError on every rank
+    if ranks pass different transforms, if the plan is of other sides, and if a hook does not give the tensors that it
+    stated.
     """
     found = compat.group_of(group)
     given, ends = make_ends(transforms, plan, found, timeout, commit)
@@ -352,8 +353,9 @@ def make_ends(
     commit: object,
     holds: bool = False,
 ) -> tuple[Plan | Program, EndStage]:
-    """Return the plan of the transformed tensors, and the stage that applies transforms on this rank; `holds` promises
-    that callers never change the mappings they pass. Collective.
+    """Return the plan of the transformed tensors (`plan`, or a new one if None), and the stage that applies
+    `transforms` on this rank, into copies if `commit` is "all". `holds` promises that callers never change the mappings
+    of tensors that they pass to a move. Collective.
     """
     party = join_group(group, timeout)
     plan_and_stage, objection = attempt(

@@ -95,7 +95,9 @@ class MegatronHook:
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return AsHeld(False, False): the hook transforms tensors at the source and at the destination."""
+        """Return two flags, both False: tensors are not sent as the source holds them (`source`), and do not arrive as
+        the destination holds them (`destination`).
+        """
         return AsHeld(False, False)
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
@@ -130,7 +132,8 @@ class MegatronHook:
     def make_worker(
         self, job: WireJob, rank: int, end: End, device: torch.device
     ) -> _Sending | _Receiving:
-        """Return the object that calls the hook for one local tensor at `end`, "source" or "destination".
+        """Return the object that calls the hook to transform the local tensor of `job` on `rank`: before sending if
+        `end` is "source", after receiving if "destination".
 
         Raises ExchangeError if the hook contradicts its rule.
         """
@@ -280,9 +283,10 @@ class _Receiving(_HookWorker):
         return make_buffers(self.job, rank, device)
 
     def run(self, *tensors: Tensor) -> None:
-        """For each box (a slice of each dimension), copy received data into the buffers that Megatron's hook (a
-        ReshardTransform) has provided, and call its `finalize_recv`, which stores the result. The arguments are not
-        used.
+        """Store the received data by Megatron's hook (a ReshardTransform): for each box (a slice of each dimension),
+        copy the data into the hook's buffers, and call its `finalize_recv`.
+
+        Any `tensors` are ignored.
         """
         for box, targets in zip(self._boxes, self._hook_buffers, strict=True):
             for target, part in zip(targets, _cut_buffers(self.buffers, box), strict=True):

@@ -94,7 +94,9 @@ def dequantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Valu
 
 
 def requantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Convert `values` (data and scales) to the format `t.new`, into `out`, at either end."""
+    """Convert quantized `values` (data and scales) from the format `t.old` to the format `t.new`, and write the results
+    into `out`. `t` is a Requantize (this transform); `src` and `dst` are not used.
+    """
     assert isinstance(t, Requantize)
     numbers = dequantize(t.old, values, torch.float32)
     quantize(t.new, numbers, out)

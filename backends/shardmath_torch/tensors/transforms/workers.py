@@ -41,7 +41,7 @@ class Worker(Protocol):
 
     @property
     def holds(self) -> bool:
-        """Whether the worker stores the tensor itself, so that callers of the move do not pass it."""
+        """Whether the worker keeps the tensor in its own memory, so that callers of the move pass no tensor for it."""
 
     @property
     def opaque(self) -> bool:
