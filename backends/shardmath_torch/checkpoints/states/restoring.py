@@ -8,8 +8,8 @@
 3. An optimizer's defaults, which later groups begin with, stay as they are.
 4. State of a DTensor on a mesh without this rank is dropped, as in a fresh optimizer: if a parameter has no such state,
    a step begins it.
-5. Options are checked before anything is restored (`plan_options`). A module's own set_extra_state and an optimizer's
-   load_state_dict hooks may raise, and are called last: as in `load_state_dict`, they find all restored.
+5. Options are checked before anything is restored (`plan_options`). A module's own set_extra_state, and hooks of
+   load_state_dict, may raise, and are called last: as in `load_state_dict`, they find all restored.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from functools import partial
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmath.layouts.layout import Layout
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states.index import Index, Like, Origin, Own, Value
-from shardmath_torch.checkpoints.states.matching import Goal, is_same
+from shardmath_torch.checkpoints.states.matching import Goal, Unmatched, is_same
 from shardmath_torch.checkpoints.states.memory import (
     MemorySpot,
     can_fill,
     fill,
     find_crowded,
+    find_meetings,
     has_same_bits,
     local_part,
     spot_of,
     spots_of,
 )
-from shardmath_torch.checkpoints.states.modules import Model
+from shardmath_torch.checkpoints.states.modules import Model, call_load_hooks
 from shardmath_torch.checkpoints.states.optimizers import UNVALUED, is_here, lay_out_state
 from shardmath_torch.checkpoints.states.values import (
     KINDS,
@@ -53,6 +54,7 @@ __all__ = [
     "Free",
     "ReadJob",
     "OptionsPlan",
+    "call_hooks",
     "check_fillable",
     "find_free",
     "list_module_jobs",
@@ -401,10 +403,8 @@ def restore(
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Write the loaded `tensors` and the planned `options` into the module and its optimizers, drop optimizer state
-    that the checkpoint lacks, then call the modules' `set_extra_state` and the optimizers' hooks for a loaded state
-    dict. `jobs` tell where each loaded tensor goes, and `goals` are the parameter groups to restore.
-
-    Both may look at what is restored, and may raise.
+    that the checkpoint lacks, then call the modules' `set_extra_state`, which may look at what is restored, and may
+    raise. `jobs` tell where each loaded tensor goes, and `goals` are the parameter groups to restore.
     """
     # Not DTensors on a mesh without this rank.
     loaded = [job for job in jobs if job.here in tensors]
@@ -421,19 +421,37 @@ def restore(
         for job in loaded:
             if job.layout is None:
                 job.put(tensors[job.here])
-        _call_hooks(goals)
 
 
 def _set_options(model: Model, options: OptionsPlan) -> None:
-    """Assign the options; one that is a tensor of the module, and by now has its value, stays that tensor."""
-    of_module = set(spots_of(slot.local for slot in model.slots.values()))
+    """Assign the options; tensors of the module in them, or views of these, stay if they have their value by now."""
+    slots = spots_of(slot.local for slot in model.slots.values())
+    held_tensors = []
+    for target, key, _ in options.values:
+        held_tensors += [held for held, _ in _zip_tensors(_name_option(key), target.get(key), None)]
+    of_module = set(slots)
+    for pair in find_meetings([*(slot.local for slot in model.slots.values()), *held_tensors]):
+        if not of_module.isdisjoint(pair):
+            of_module.update(pair)
     for target, key, placed in options.values:
-        held = target.get(key)
-        if isinstance(held, Tensor) and spot_of(held) in of_module:
-            if not _is_one_value([local_part("an option", held), placed]):
-                target[key] = placed
-        else:
-            target[key] = placed
+        target[key] = _keep_equal(target.get(key), placed, frozenset(of_module))
+
+
+def _keep_equal(held: object, placed: object, spots: frozenset[MemorySpot]) -> object:
+    """The value, with its tensors, in tuples and lists too, replaced by held tensors that are equal and at these
+    spots."""
+    if isinstance(held, Tensor) and isinstance(placed, Tensor):
+        is_kept = spot_of(held) in spots and has_same_bits(local_part("an option", held), placed)
+        return held if is_kept else placed
+    if not isinstance(held, tuple | list) or not isinstance(placed, tuple | list):
+        return placed
+    if len(held) != len(placed):
+        return placed
+    items = [_keep_equal(*pair, spots) for pair in zip(held, placed, strict=True)]
+    if isinstance(placed, list):  # in place: several groups may have this list
+        placed[:] = items
+        return placed
+    return rebuild(placed, items)
 
 
 def _finish_state(model: Model, goal: Goal) -> None:
@@ -454,15 +472,6 @@ def _finish_state(model: Model, goal: Goal) -> None:
             states[parameter] = new_state
 
 
-def _call_hooks(goals: Iterable[Goal]) -> None:
-    """Call the hooks that torch calls after an optimizer's `load_state_dict`, once for each optimizer."""
-    optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
-    for optimizer in optimizers.values():
-        hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
-        for hook in list(hooks.values()):
-            hook(optimizer)
-
-
 def _share_state(model: Model, goals: Iterable[Goal]) -> None:
     """Make state of one origin one object again.
 
@@ -477,3 +486,18 @@ def _share_state(model: Model, goals: Iterable[Goal]) -> None:
                 if entry.origin and is_here(model, name):
                     owner = name if len(entry.origin) == 1 else ""
                     state[key] = firsts.setdefault((owner, entry.origin), state[key])
+
+
+def call_hooks(module: nn.Module, goals: Iterable[Goal], unmatched: Unmatched) -> None:
+    """Call the hooks that torch calls after `load_state_dict` of a module, and then of its optimizers, once for each;
+    the module's get the names in `unmatched`. `goals` are the parameter groups that were restored."""
+    kind = "model."
+    missing, unexpected = (
+        [name.removeprefix(kind) for name in names if name.startswith(kind)] for names in unmatched
+    )
+    call_load_hooks(module, missing, unexpected)
+    optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
+    for optimizer in optimizers.values():
+        hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
+        for hook in list(hooks.values()):
+            hook(optimizer)
