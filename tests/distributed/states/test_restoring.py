@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states import training
+from shardmath_torch.checkpoints.states.values import list_tensors
 from tests.distributed.tasks.states import STRANGE, same, small, stepped, train, values
 
 Made = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -125,7 +126,9 @@ def test_a_rate_that_is_a_buffer(tmp_path: Path, same_value: bool) -> None:
     assert (rate is buffer) == same_value
 
 
-@pytest.mark.parametrize("find", ["whole", "view", "in a tuple", "in a list", "strided"])
+@pytest.mark.parametrize(
+    "find", ["whole", "view", "in a tuple", "in a list", "in a dict", "strided"]
+)
 def test_an_option_in_the_memory_of_the_module(tmp_path: Path, find: str) -> None:
     """Whoever writes to the module's tensor later still sets the option, also of a view, and inside of a tuple."""
 
@@ -140,6 +143,7 @@ def test_an_option_in_the_memory_of_the_module(tmp_path: Path, find: str) -> Non
             option = buffer[0, 1]
         option = (0.9, option) if find == "in a tuple" else option
         option = [0.9, option] if find == "in a list" else option
+        option = {"rate": option} if find == "in a dict" else option
         groups = [{"params": [each], "option": option} for each in module.parameters()]
         return module, optim.SGD(groups, lr=0.5)
 
@@ -148,8 +152,7 @@ def test_an_option_in_the_memory_of_the_module(tmp_path: Path, find: str) -> Non
     training.load_state(tmp_path, module, optimizer)
     cast(Tensor, module.rates).fill_(7.0)
     for group in optimizer.param_groups:
-        option = group["option"][1] if "in a" in find else group["option"]
-        assert (option == 7.0).all()
+        assert all((tensor == 7.0).all() for tensor in list_tensors(group["option"]))
 
 
 def test_names_and_memory(tmp_path: Path) -> None:

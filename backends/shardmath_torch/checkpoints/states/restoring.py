@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -44,6 +45,7 @@ from shardmath_torch.checkpoints.states.values import (
     KINDS,
     Extra,
     check_depth,
+    list_tensors,
     move_tensors,
     rebuild,
 )
@@ -428,7 +430,7 @@ def _set_options(model: Model, options: OptionsPlan) -> None:
     slots = spots_of(slot.local for slot in model.slots.values())
     held_tensors = []
     for target, key, _ in options.values:
-        held_tensors += [held for held, _ in _zip_tensors(_name_option(key), target.get(key), None)]
+        held_tensors += list_tensors(target.get(key))
     of_module = set(slots)
     for pair in find_meetings([*(slot.local for slot in model.slots.values()), *held_tensors]):
         if not of_module.isdisjoint(pair):
@@ -438,20 +440,21 @@ def _set_options(model: Model, options: OptionsPlan) -> None:
 
 
 def _keep_equal(held: object, placed: object, spots: frozenset[MemorySpot]) -> object:
-    """The value, with its tensors, in tuples and lists too, replaced by held tensors that are equal and at these
-    spots."""
+    """The value, with its tensors, also in tuples, lists and dicts, replaced by held tensors that are equal and at
+    these spots."""
     if isinstance(held, Tensor) and isinstance(placed, Tensor):
         is_kept = spot_of(held) in spots and has_same_bits(local_part("an option", held), placed)
         return held if is_kept else placed
-    if not isinstance(held, tuple | list) or not isinstance(placed, tuple | list):
-        return placed
-    if len(held) != len(placed):
-        return placed
-    items = [_keep_equal(*pair, spots) for pair in zip(held, placed, strict=True)]
-    if isinstance(placed, list):  # in place: several groups may have this list
+    # Lists and dicts are changed in place: several groups may have them.
+    if isinstance(held, dict) and isinstance(placed, dict):
+        for key, value in placed.items():
+            placed[key] = _keep_equal(held.get(key), value, spots)
+    elif isinstance(held, tuple | list) and isinstance(placed, tuple | list):
+        items = [_keep_equal(*pair, spots) for pair in zip_longest(held, placed)][: len(placed)]
+        if isinstance(placed, tuple):
+            return rebuild(placed, items)
         placed[:] = items
-        return placed
-    return rebuild(placed, items)
+    return placed
 
 
 def _finish_state(model: Model, goal: Goal) -> None:
