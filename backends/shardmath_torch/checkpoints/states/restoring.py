@@ -449,11 +449,21 @@ def _keep_equal(held: object, placed: object, spots: frozenset[MemorySpot]) -> o
     if isinstance(held, dict) and isinstance(placed, dict):
         for key, value in placed.items():
             placed[key] = _keep_equal(held.get(key), value, spots)
-    elif isinstance(held, tuple | list) and isinstance(placed, tuple | list):
-        items = [_keep_equal(*pair, spots) for pair in zip_longest(held, placed)][: len(placed)]
-        if isinstance(placed, tuple):
-            return rebuild(placed, items)
-        placed[:] = items
+    if isinstance(held, tuple | list) and isinstance(placed, tuple | list):
+        return _keep_items(held, placed, spots)
+    return placed
+
+
+def _keep_items(
+    held: Sequence[object],
+    placed: tuple[object, ...] | list[object],
+    spots: frozenset[MemorySpot],
+) -> object:
+    """The tuple or list, with its tensors replaced by equal held ones."""
+    items = [_keep_equal(*pair, spots) for pair in zip_longest(held, placed)][: len(placed)]
+    if isinstance(placed, tuple):
+        return rebuild(placed, items)
+    placed[:] = items
     return placed
 
 
