@@ -916,3 +916,22 @@ def test_what_is_none_of_what_it_should_be(tmp_path: Path, case: str) -> None:
     act, said = NOTHING[case]
     with pytest.raises(CheckpointError, match=said):
         act(tmp_path, layouts)
+
+
+@pytest.mark.parametrize("count", range(1, 25))
+def test_ctrl_c_while_torch_makes_an_archive(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KeyboardInterrupt, not an error of torch's, which ends the archive even then."""
+    write = archive._Records.write
+    calls = itertools.count(1)
+
+    def strike(records: Any, data: Any) -> int:
+        if next(calls) == count:
+            raise KeyboardInterrupt
+        return write(records, data)
+
+    monkeypatch.setattr(archive._Records, "write", strike)
+    with pytest.raises(KeyboardInterrupt):
+        smt.save(tmp_path, {"w": torch.ones(2)}, {"w": sm.Layout((2,), sm.Mesh(), "n")})
+    assert not list(tmp_path.iterdir())

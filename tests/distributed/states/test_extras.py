@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shardmath_torch.checkpoints.exports.export import export
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states import training
+from shardmath_torch.checkpoints.weights.filling import load_weights
 
 
 class Scaled(nn.Module):
@@ -144,3 +147,47 @@ def test_an_extra_state_that_cannot_be_set(tmp_path: Path) -> None:
     wanted, found = (training.state_of(*x)[0] for x in ((module, optimizer), (other, fresh)))
     assert wanted.keys() == found.keys() and all(found[n].equal(wanted[n]) for n in wanted)
     assert fresh.param_groups[0]["lr"] == 7.0
+
+
+class Hooked(nn.Module):
+    """Holds copies of its weights, made anew by hooks of load_state_dict, and counts the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.tied = self.first
+        self.calls: list[str] = []
+        for name, module in (("self", self), ("first", self.first), ("second", self.second)):
+            module.register_load_state_dict_post_hook(partial(self.refresh, name))
+
+    def refresh(self, name: str, module: nn.Module, keys: Any) -> None:
+        self.calls.append(name)
+        self.keys = keys
+        self.copy = self.second.bias.detach().clone()
+
+
+@pytest.mark.parametrize("load", [training.load_state, load_weights])
+def test_hooks_of_a_module(tmp_path: Path, load: Callable[..., object]) -> None:
+    """What a module makes of its weights after `load_state_dict` is made after other loads, too."""
+    module, other = Hooked(), Hooked()
+    if load is training.load_state:
+        training.save_state(tmp_path, module)
+    else:
+        export(tmp_path, module)
+    load(tmp_path, other)
+    assert other.copy.equal(module.second.bias)
+    assert other.calls == ["first", "second", "self"]
+    assert not other.keys.missing_keys and not other.keys.unexpected_keys
+
+
+def test_hooks_of_a_module_get_names_that_one_side_has(tmp_path: Path) -> None:
+    """As load_state_dict gives them."""
+    module, other = Hooked(), Hooked()
+    module.old, other.new = nn.Linear(1, 1), nn.Linear(1, 1, bias=False)
+    training.save_state(tmp_path, module)
+    training.load_state(tmp_path, other, strict=False)
+    assert other.keys.missing_keys == ["new.weight"]
+    assert other.keys.unexpected_keys == ["old.weight", "old.bias"]
+    with pytest.raises(CheckpointError, match=r"lacks model\.new\.weight"):
+        training.load_state(tmp_path, other)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn, optim
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states import training
+from shardmath_torch.checkpoints.states.values import list_tensors
 from tests.distributed.tasks.states import STRANGE, same, small, stepped, train, values
 
 Made = Callable[[Iterable[nn.Parameter]], optim.Optimizer]
@@ -123,6 +124,35 @@ def test_a_rate_that_is_a_buffer(tmp_path: Path, same_value: bool) -> None:
     rate = optimizer.param_groups[0]["lr"]
     assert buffer == 0.5 and rate == (0.5 if same_value else 0.25)
     assert (rate is buffer) == same_value
+
+
+@pytest.mark.parametrize(
+    "find", ["whole", "view", "in a tuple", "in a list", "in a dict", "strided"]
+)
+def test_an_option_in_the_memory_of_the_module(tmp_path: Path, find: str) -> None:
+    """Whoever writes to the module's tensor later still sets the option, also of a view, and inside of a tuple."""
+
+    def make(rate: float) -> tuple[nn.Module, optim.Optimizer]:
+        module = nn.Linear(2, 2)
+        buffer = torch.tensor([[0.0, rate], [1.0, 2.0]])
+        if find == "strided":  # one element, with a stride that is not 1
+            buffer = buffer[:1, 1]
+        module.register_buffer("rates", buffer)
+        option: Any = buffer
+        if find not in ("whole", "strided"):
+            option = buffer[0, 1]
+        option = (0.9, option) if find == "in a tuple" else option
+        option = [0.9, option] if find == "in a list" else option
+        option = {"rate": option} if find == "in a dict" else option
+        groups = [{"params": [each], "option": option} for each in module.parameters()]
+        return module, optim.SGD(groups, lr=0.5)
+
+    training.save_state(tmp_path, *make(0.5))
+    module, optimizer = make(3.0)
+    training.load_state(tmp_path, module, optimizer)
+    cast(Tensor, module.rates).fill_(7.0)
+    for group in optimizer.param_groups:
+        assert all((tensor == 7.0).all() for tensor in list_tensors(group["option"]))
 
 
 def test_names_and_memory(tmp_path: Path) -> None:

@@ -265,14 +265,20 @@ def opened(file: Place, buffering: int = -1) -> BinaryIO:
     opening a pipe does not wait for a writer."""
     if isinstance(file, Remote):
         return file.open("rb")
+    # With an opener, a handle is closed once, whenever Ctrl-C comes.
+    return open(file, "rb", buffering, opener=_open_regular)
+
+
+def _open_regular(file: str, flags: int) -> int:
+    """Return a handle of the file, open for reading. Raises OSError unless it is a regular file."""
     # O_NONBLOCK: opening a pipe would wait for a writer. The open handle is checked, as the name could be swapped.
-    handle = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    handle = os.open(file, flags | os.O_NONBLOCK)
     try:
-        _check_regular(file, os.fstat(handle))
-        return open(handle, "rb", buffering)
+        _check_regular(Path(file), os.fstat(handle))
     except BaseException:
         os.close(handle)
         raise
+    return handle
 
 
 def content_of(file: Place) -> bytes:

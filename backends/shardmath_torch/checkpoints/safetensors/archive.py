@@ -110,8 +110,14 @@ class _Records(io.RawIOBase):
 def _make_frame(tensor: Tensor) -> _ArchiveFrame:
     """The archive that torch makes of the tensor, without the data."""
     records = _Records()
-    with skip_data():
-        torch.save(tensor, records)  # type: ignore[arg-type]
+    try:
+        with skip_data():
+            torch.save(tensor, records)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        # After Ctrl-C torch still ends the archive, which fails, as a part of it is missing.
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
+        raise
     before, *after = map(b"".join, records.parts)
     assert len(after) == (tensor.nbytes > 0), "the data are left out once"
     # An empty tensor has no data to leave out; its whole frame is placed behind it.

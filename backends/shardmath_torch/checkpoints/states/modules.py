@@ -16,11 +16,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 
 from shardmath.base.digest import digest
 from shardmath.layouts.algebra.mesh import Mesh
@@ -57,6 +58,7 @@ __all__ = [
     "ModuleSlot",
     "agree_on_model",
     "ask_group",
+    "call_load_hooks",
     "check_one_value",
     "check_slots",
     "describe",
@@ -381,3 +383,26 @@ def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "")
             what = f"{first!r} and {name!r} are one tensor here, but differ in the checkpoint"
             fix = "untie them before loading, and tie them again if their values are equal"
             raise CheckpointError(f"{what}; {fix}")
+
+
+# Hooks
+
+
+def call_load_hooks(
+    module: nn.Module, missing: Iterable[str] = (), unexpected: Iterable[str] = ()
+) -> None:
+    """Call the hooks that torch calls after a module's `load_state_dict`, as it does: on each submodule before the
+    module that has it. The hooks get the names that only the module (`missing`) or only the checkpoint has."""
+    keys = _IncompatibleKeys(list(missing), list(unexpected))
+    for part in _list_inner_first(module, set()):
+        for hook in list(part._load_state_dict_post_hooks.values()):
+            hook(part, keys)
+
+
+def _list_inner_first(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """The module and its submodules, each once and after its own submodules."""
+    seen.add(id(module))
+    for child in module.children():
+        if id(child) not in seen:
+            yield from _list_inner_first(child, seen)
+    yield module

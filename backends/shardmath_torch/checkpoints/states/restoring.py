@@ -8,8 +8,8 @@
 3. An optimizer's defaults, which later groups begin with, stay as they are.
 4. State of a DTensor on a mesh without this rank is dropped, as in a fresh optimizer: if a parameter has no such state,
    a step begins it.
-5. Options are checked before anything is restored (`plan_options`). A module's own set_extra_state and an optimizer's
-   load_state_dict hooks may raise, and are called last: as in `load_state_dict`, they find all restored.
+5. Options are checked before anything is restored (`plan_options`). A module's own set_extra_state, and hooks of
+   load_state_dict, may raise, and are called last: as in `load_state_dict`, they find all restored.
 """
 
 from __future__ import annotations
@@ -17,32 +17,35 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmath.layouts.layout import Layout
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states.index import Index, Like, Origin, Own, Value
-from shardmath_torch.checkpoints.states.matching import Goal, is_same
+from shardmath_torch.checkpoints.states.matching import Goal, Unmatched, is_same
 from shardmath_torch.checkpoints.states.memory import (
     MemorySpot,
     can_fill,
     fill,
     find_crowded,
+    find_meetings,
     has_same_bits,
     local_part,
     spot_of,
     spots_of,
 )
-from shardmath_torch.checkpoints.states.modules import Model
+from shardmath_torch.checkpoints.states.modules import Model, call_load_hooks
 from shardmath_torch.checkpoints.states.optimizers import UNVALUED, is_here, lay_out_state
 from shardmath_torch.checkpoints.states.values import (
     KINDS,
     Extra,
     check_depth,
+    list_tensors,
     move_tensors,
     rebuild,
 )
@@ -53,6 +56,7 @@ __all__ = [
     "Free",
     "ReadJob",
     "OptionsPlan",
+    "call_hooks",
     "check_fillable",
     "find_free",
     "list_module_jobs",
@@ -403,10 +407,8 @@ def restore(
     tensors: Mapping[str, Tensor],
 ) -> None:
     """Write the loaded `tensors` and the planned `options` into the module and its optimizers, drop optimizer state
-    that the checkpoint lacks, then call the modules' `set_extra_state` and the optimizers' hooks for a loaded state
-    dict. `jobs` tell where each loaded tensor goes, and `goals` are the parameter groups to restore.
-
-    Both may look at what is restored, and may raise.
+    that the checkpoint lacks, then call the modules' `set_extra_state`, which may look at what is restored, and may
+    raise. `jobs` tell where each loaded tensor goes, and `goals` are the parameter groups to restore.
     """
     # Not DTensors on a mesh without this rank.
     loaded = [job for job in jobs if job.here in tensors]
@@ -423,19 +425,48 @@ def restore(
         for job in loaded:
             if job.layout is None:
                 job.put(tensors[job.here])
-        _call_hooks(goals)
 
 
 def _set_options(model: Model, options: OptionsPlan) -> None:
-    """Assign the options; one that is a tensor of the module, and by now has its value, stays that tensor."""
-    of_module = set(spots_of(slot.local for slot in model.slots.values()))
+    """Assign the options; tensors of the module in them, or views of these, stay if they have their value by now."""
+    slots = spots_of(slot.local for slot in model.slots.values())
+    held_tensors = []
+    for target, key, _ in options.values:
+        held_tensors += list_tensors(target.get(key))
+    of_module = set(slots)
+    for pair in find_meetings([*(slot.local for slot in model.slots.values()), *held_tensors]):
+        if not of_module.isdisjoint(pair):
+            of_module.update(pair)
     for target, key, placed in options.values:
-        held = target.get(key)
-        if isinstance(held, Tensor) and spot_of(held) in of_module:
-            if not _is_one_value([local_part("an option", held), placed]):
-                target[key] = placed
-        else:
-            target[key] = placed
+        target[key] = _keep_equal(target.get(key), placed, frozenset(of_module))
+
+
+def _keep_equal(held: object, placed: object, spots: frozenset[MemorySpot]) -> object:
+    """The value, with its tensors, also in tuples, lists and dicts, replaced by held tensors that are equal and at
+    these spots."""
+    if isinstance(held, Tensor) and isinstance(placed, Tensor):
+        is_kept = spot_of(held) in spots and has_same_bits(local_part("an option", held), placed)
+        return held if is_kept else placed
+    # Lists and dicts are changed in place: several groups may have them.
+    if isinstance(held, dict) and isinstance(placed, dict):
+        for key, value in placed.items():
+            placed[key] = _keep_equal(held.get(key), value, spots)
+    if isinstance(held, tuple | list) and isinstance(placed, tuple | list):
+        return _keep_items(held, placed, spots)
+    return placed
+
+
+def _keep_items(
+    held: Sequence[object],
+    placed: tuple[object, ...] | list[object],
+    spots: frozenset[MemorySpot],
+) -> object:
+    """The tuple or list, with its tensors replaced by equal held ones."""
+    items = [_keep_equal(*pair, spots) for pair in zip_longest(held, placed)][: len(placed)]
+    if isinstance(placed, tuple):
+        return rebuild(placed, items)
+    placed[:] = items
+    return placed
 
 
 def _finish_state(model: Model, goal: Goal) -> None:
@@ -456,15 +487,6 @@ def _finish_state(model: Model, goal: Goal) -> None:
             states[parameter] = new_state
 
 
-def _call_hooks(goals: Iterable[Goal]) -> None:
-    """Call the hooks that torch calls after an optimizer's `load_state_dict`, once for each optimizer."""
-    optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
-    for optimizer in optimizers.values():
-        hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
-        for hook in list(hooks.values()):
-            hook(optimizer)
-
-
 def _share_state(model: Model, goals: Iterable[Goal]) -> None:
     """Make state of one origin one object again.
 
@@ -479,3 +501,18 @@ def _share_state(model: Model, goals: Iterable[Goal]) -> None:
                 if entry.origin and is_here(model, name):
                     owner = name if len(entry.origin) == 1 else ""
                     state[key] = firsts.setdefault((owner, entry.origin), state[key])
+
+
+def call_hooks(module: nn.Module, goals: Iterable[Goal], unmatched: Unmatched) -> None:
+    """Call the hooks that torch calls after `load_state_dict` of a module, and then of its optimizers, once for each;
+    the module's get the names in `unmatched`. `goals` are the parameter groups that were restored."""
+    kind = "model."
+    missing, unexpected = (
+        [name.removeprefix(kind) for name in names if name.startswith(kind)] for names in unmatched
+    )
+    call_load_hooks(module, missing, unexpected)
+    optimizers = {id(goal.group.optimizer): goal.group.optimizer for goal in goals}
+    for optimizer in optimizers.values():
+        hooks = getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
+        for hook in list(hooks.values()):
+            hook(optimizer)

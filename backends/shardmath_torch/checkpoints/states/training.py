@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -62,6 +62,7 @@ from shardmath_torch.checkpoints.states.optimizers import (
 from shardmath_torch.checkpoints.states.restoring import (
     OptionsPlan,
     ReadJob,
+    call_hooks,
     check_fillable,
     find_free,
     list_module_jobs,
@@ -252,7 +253,7 @@ def load_state(
     Collective over the group. Raises CheckpointError on every rank for names that only one side has (with
     `strict=False` they are skipped and returned), for parameters and buffers that partly share memory, and for whatever
     `state_of`, `load` and `matching` do not allow. After an error nothing is restored, unless a module's
-    set_extra_state or an optimizer's load_state_dict hook raised: these are called last, a module's before its
+    set_extra_state or a load_state_dict hook raised: these are called last, set_extra_state of a module before its
     submodules', with all weights restored. Then only the extra states of that module and later ones on that rank are
     missing.
     `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
@@ -266,17 +267,16 @@ def load_state(
         elsewhere = tell_names(model, optimizer, group)
         match = partial(_match_state, path, index, model, optimizer, elsewhere, strict)
         matched = on_all("match its state", match, group, claim=_claim_match)
-        unmatched, goals, jobs, options, _ = matched
-        layouts = {job.here: job.layout for job in jobs}
-        names = {job.here: job.there for job in jobs}
+        layouts = {job.here: job.layout for job in matched.jobs}
+        names = {job.here: job.there for job in matched.jobs}
         loaded = load(
             checkpoint, layouts, names=names, group=group, progress=progress, verify=verify
         )
         compare = partial(check_one_value, model, loaded, "model.")
         on_all("compare what it has found", compare, group)
-        fill = partial(restore, model, jobs, goals, options, loaded)
+        fill = partial(_fill, module, model, matched, loaded)
         on_all("restore its state", fill, group)
-        return unmatched
+        return matched.unmatched
 
 
 def _open_state(path: str | os.PathLike[str]) -> Checkpoint:
@@ -312,6 +312,14 @@ def _match_state(
     ]
     trained = None if optimizer is None else name_trained(groups)
     return _Restoration(unmatched, goals, jobs, plan_options(goals, free), trained)
+
+
+def _fill(
+    module: nn.Module, model: Model, matched: _Restoration, loaded: Mapping[str, Tensor]
+) -> None:
+    """Restore the module and its optimizers, and call the hooks of both."""
+    restore(model, matched.jobs, matched.goals, matched.options, loaded)
+    call_hooks(module, matched.goals, matched.unmatched)
 
 
 def _claim_match(matched: _Restoration) -> dict[str, str]:

@@ -28,6 +28,7 @@ from shardmath_torch.checkpoints.states.memory import fill
 from shardmath_torch.checkpoints.states.modules import (
     Model,
     agree_on_model,
+    call_load_hooks,
     check_one_value,
     check_slots,
 )
@@ -103,7 +104,7 @@ def load_weights(
         )
         on_all("dequantize what it has found", partial(_dequantize, quantized, found), group)
         on_all("compare what it has found", partial(check_one_value, model, found), group)
-        on_all("fill the module", partial(_fill, model, found), group)
+        on_all("fill the module", partial(_fill, module, model, found), group)
 
 
 def _match_weights(
@@ -189,6 +190,7 @@ def _dequantize(quantized: Mapping[str, QuantizedRead], found: dict[str, Tensor]
             found[name] = dequantize(read, found[name], scales, rank)
 
 
-def _fill(model: Model, found: Mapping[str, Tensor]) -> None:
+def _fill(module: nn.Module, model: Model, found: Mapping[str, Tensor]) -> None:
     for name, value in found.items():  # without DTensors on meshes that lack this rank
         fill(model.slots[name].local, value)
+    call_load_hooks(module)
