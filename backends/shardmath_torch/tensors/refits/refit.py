@@ -52,6 +52,7 @@ from shardmath_torch.tensors.refits.views import (
     Views,
     are_related,
     bind_views,
+    check_functions,
     check_named,
     compute,
     drop_window,
@@ -102,6 +103,9 @@ class _RefitStage(Stage):
                 # The next changes are put into what has arrived, and a function may write into its argument.
                 given = received if self._refit.changes is None else received.clone()
                 value = compute(each, given)
+                # Values that wait for the commit may lie in memory that the function writes again.
+                if self._refit.member.is_beside:
+                    value = value.clone()
             yield from ((each.stored[box], value[box]) for box in each.boxes)
 
 
@@ -290,7 +294,7 @@ class Refit(Leaves):
                 return
             # First: if this fails, some of the tensors that were bound have been replaced.
             self._rebindable = None
-            watched = self._bind(src, dst, own, functions or {})
+            watched = self._bind(src, dst, own, check_functions(functions or {}))
             self._modules = None if modules is None else _list_modules(modules)
             find_owners(watched, self._modules)
             self._watched = watched
