@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath import transforms
 from shardmath.storage import Stored, bind, parse
 from shardmath_torch.tensors.refits.holders import find_owners, find_removed, watch
 from shardmath_torch.tensors.refits.views import bind_views
@@ -306,6 +307,26 @@ def test_modules_that_are_no_list_of_modules(modules: Any) -> None:
     refit = smt.Refit(sm.refit(side, side, {"w": ((2,), "float32")}), group=group)
     with pytest.raises(sm.ExchangeError, match=r"modules= (is|are) "):
         refit.prepare({"w": torch.zeros(2)}, {"w": torch.zeros(2)}, modules=modules)
+    smt.disconnect(group)
+
+
+def test_a_refit_with_other_rules() -> None:
+    """The engine got what the former rules compute, without an error."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    side = Stored(parse("w = w"), (sm.Mesh(),))
+    shapes = {"w": ((2,), "float32")}
+    first, other = (
+        sm.refit(side, side, shapes, served=shapes, rules={"*": rule})
+        for rule in (transforms.NegativeExp(), transforms.Cast("float32"))
+    )
+    refit = smt.Refit(first, group=group)
+    own, its = torch.zeros(2), torch.zeros(2)
+    refit.prepare({"w": own}, {"w": its})
+    with pytest.raises(sm.ExchangeError, match=r"'w' by Cast\(.*, but this one by NegativeExp\("):
+        refit.replan(other)
+    refit.replan(sm.refit(side, side, shapes, served=shapes, rules={"*": transforms.NegativeExp()}))
+    refit()
+    assert its.tolist() == [-1.0, -1.0]
     smt.disconnect(group)
 
 
