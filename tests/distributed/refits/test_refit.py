@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath import transforms
 from shardmath.storage import Stored, bind, parse
 from shardmath_torch.tensors.refits.holders import find_owners, find_removed, watch
 from shardmath_torch.tensors.refits.views import bind_views
@@ -263,6 +264,41 @@ def test_a_submodule_in_the_place_of_one() -> None:
     smt.disconnect(group)
 
 
+def _set_parameter(model: Any) -> None:
+    model.weight = torch.nn.Parameter(torch.ones(4, 2))
+
+
+def _set_data(model: Any) -> None:
+    model.weight.data = torch.ones(4, 2)
+
+
+def _delete(model: Any) -> None:
+    del model.weight
+
+
+@pytest.mark.parametrize("act", [_set_parameter, _set_data, _delete])
+@pytest.mark.parametrize("halve", [False, True])
+def test_a_parameter_in_the_place_of_one_of_which_views_were_given(
+    act: Callable[[Any], None], halve: bool
+) -> None:
+    """With modules=, too, an engine got the former one's weights, without an error."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    model = torch.nn.Linear(2, 4)
+    model.bias = torch.nn.Parameter(torch.zeros(4))
+    side = Stored(parse("w = w"), (sm.Mesh(),))
+    rows = 2 if halve else 4
+    refit = smt.Refit(sm.refit(side, side, {"w": ((rows, 2), "float32")}), group=group)
+    view = model.state_dict()["weight"][4 - rows :]
+    refit.prepare({"w": view}, {"w": torch.zeros(rows, 2)}, modules=[model])
+    model.bias = torch.nn.Parameter(torch.ones(4))
+    model.weight = torch.nn.Parameter(model.weight.data)
+    refit()
+    act(model)
+    with pytest.raises(sm.ExchangeError, match=r"source 'w' is (another tensor|no longer where)"):
+        refit()
+    smt.disconnect(group)
+
+
 @pytest.mark.parametrize("modules", [torch.nn.Sequential(torch.nn.Linear(2, 2)), [3], 3])
 def test_modules_that_are_no_list_of_modules(modules: Any) -> None:
     """A Sequential stood for its parts, of which none notices that another is in its place."""
@@ -271,6 +307,26 @@ def test_modules_that_are_no_list_of_modules(modules: Any) -> None:
     refit = smt.Refit(sm.refit(side, side, {"w": ((2,), "float32")}), group=group)
     with pytest.raises(sm.ExchangeError, match=r"modules= (is|are) "):
         refit.prepare({"w": torch.zeros(2)}, {"w": torch.zeros(2)}, modules=modules)
+    smt.disconnect(group)
+
+
+def test_a_refit_with_other_rules() -> None:
+    """The engine got what the former rules compute, without an error."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    side = Stored(parse("w = w"), (sm.Mesh(),))
+    shapes = {"w": ((2,), "float32")}
+    first, other = (
+        sm.refit(side, side, shapes, served=shapes, rules={"*": rule})
+        for rule in (transforms.NegativeExp(), transforms.Cast("float32"))
+    )
+    refit = smt.Refit(first, group=group)
+    own, its = torch.zeros(2), torch.zeros(2)
+    refit.prepare({"w": own}, {"w": its})
+    with pytest.raises(sm.ExchangeError, match=r"'w' by Cast\(.*, but this one by NegativeExp\("):
+        refit.replan(other)
+    refit.replan(sm.refit(side, side, shapes, served=shapes, rules={"*": transforms.NegativeExp()}))
+    refit()
+    assert its.tolist() == [-1.0, -1.0]
     smt.disconnect(group)
 
 
@@ -378,6 +434,38 @@ def test_a_function_that_writes_into_what_it_gets(changes: bool) -> None:
         own[step] += 1
         refit()
         assert torch.equal(its, own * 2)
+    smt.disconnect(group)
+
+
+@pytest.mark.parametrize("options", [{}, {"changes": True}, {"commit": "all"}])
+def test_a_function_that_returns_the_same_memory_each_time(options: dict[str, Any]) -> None:
+    """With commit="all" all of its tensors got the last one's values."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    apart = Stored(parse("p = p\nq = q"), (sm.Mesh(),))
+    engine = Stored(parse("p = twice(p)\nq = twice(q)"), (sm.Mesh(),))
+    planned = sm.refit(apart, engine, dict.fromkeys("pq", ((4,), "float32")))
+    refit = smt.Refit(planned, group=group, **options)
+    own = {"p": torch.arange(4.0), "q": torch.ones(4)}
+    its = {name: torch.zeros(4) for name in "pq"}
+    memory = torch.empty(4)
+    refit.prepare(own, its, functions={"twice": lambda tensor: torch.mul(tensor, 2, out=memory)})
+    refit()
+    assert all(torch.equal(its[name], own[name] * 2) for name in "pq")
+    smt.disconnect(group)
+
+
+@pytest.mark.parametrize("functions", [{"twice": "neg_exp"}, {"twice": None}, ["twice"], "twice"])
+def test_functions_that_are_none(functions: Any) -> None:
+    """The first move broke the group."""
+    group = smt.connect(dist.HashStore(), 0, 1)
+    side, to = (Stored(parse(row), (sm.Mesh(),)) for row in ("w = w", "w = twice(w)"))
+    refit = smt.Refit(sm.refit(side, to, {"w": ((4,), "float32")}), group=group)
+    own, its = torch.ones(4), torch.zeros(4)
+    with pytest.raises(sm.ExchangeError, match=r"functions= .*; pass "):
+        refit.prepare({"w": own}, {"w": its}, functions=functions)
+    refit.prepare({"w": own}, {"w": its}, functions={"twice": lambda tensor: tensor * 2})
+    refit()
+    assert its.tolist() == [2.0] * 4
     smt.disconnect(group)
 
 

@@ -7,7 +7,8 @@
    another name, and computes the weight from it. It may leave the given mapping, and some of its modules, as when tied
    weights are untied.
 3. Replaced parameters are not noticed in modules frozen by `gc.freeze()`, in modules of which views were given (slices,
-   a state dict), and in modules that replaced others, unless the modules are given (`find_removed`).
+   a state dict), and in modules that replaced others, unless the modules are given (`find_owners`, `find_removed`). A
+   view's holders are then those of the tensors whose memory it shares.
 4. FSDP2 puts gathered parameters in place of its shards during a forward, and on its root also after it. The shards are
    trained and moved into (`gathered`), so gathered parameters do not count as replacements.
 
@@ -27,7 +28,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, compress, starmap
 from typing import NamedTuple, TypeAlias, cast
 
@@ -36,8 +37,10 @@ from torch import Tensor, nn
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import word_error
 from shardmath.models.refits.coverage import show_native
+from shardmath_torch.moves.exchange.memory import missing_memory, plain
+from shardmath_torch.moves.exchange.overlaps import find_meeting_sides, shares_memory
 from shardmath_torch.tensors import fsdp
-from shardmath_torch.tensors.refits.views import Given, Natives, describe, list_chunks
+from shardmath_torch.tensors.refits.views import Given, Natives, describe, list_chunks, to_local
 
 __all__ = ["Watched", "find_fault", "find_owners", "find_removed", "find_replaced", "watch"]
 
@@ -45,10 +48,12 @@ _MemoryLayout: TypeAlias = tuple[object, ...]
 
 
 class _HeldAt(NamedTuple):
-    """A place that holds a tensor: `look(key)` returns the tensor that is there now."""
+    """A place that held `tensor`, with this layout in memory: `look(key)` returns the tensor that is there now."""
 
     look: Callable[[str], object]
     key: str
+    tensor: Tensor
+    memory_layout: _MemoryLayout = ()
     holder: dict[str, Tensor] | None = None
     """The module's dict of parameters or buffers; None for a given mapping."""
     keeper: object = None
@@ -76,13 +81,16 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
     for chunk, named in enumerate(list_chunks(given)):
         for key, tensor in named.items():
             # A mapping may make a new tensor at each access, which is not watched there.
-            if (chunk, key) in watched and named.get(key) is tensor:
-                watched[chunk, key].places.append(_HeldAt(named.get, key))
+            each = watched.get((chunk, key))
+            if each is not None and named.get(key) is tensor:
+                each.places.append(_HeldAt(named.get, key, tensor, each.memory_layout))
     return list(watched.values())
 
 
 def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None) -> None:
-    """Add to each record in `watched` the modules that hold its tensor, among `modules` or else all live modules."""
+    """Add to each record in `watched` the modules that hold its tensor, among `modules` or else all live modules. Among
+    `modules`, these are also the ones that hold what it is a view of.
+    """
     by_id: dict[int, list[Watched]] = {}
     for each in watched:
         by_id.setdefault(id(each.tensor), []).append(each)
@@ -90,11 +98,50 @@ def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None 
         return
     keepers = _find_keepers()
     searched = _list_modules() if modules is None else _list_submodules(modules)
-    for holder in _list_holders(searched):
+    views = dict(by_id)
+    for held_at in _list_places(searched):
+        for each in by_id.get(id(held_at.tensor), []):
+            layout = each.memory_layout
+            keeper = keepers.get(id(each.tensor))
+            each.places.append(held_at._replace(memory_layout=layout, keeper=keeper))
+            views.pop(id(each.tensor), None)
+    if modules is not None:
+        _find_owners_of_views([*chain.from_iterable(views.values())], searched, keepers)
+
+
+def _find_owners_of_views(
+    views: Iterable[Watched], modules: Iterable[nn.Module], keepers: Mapping[int, object]
+) -> None:
+    """Add to these records the places of the modules' tensors with which they share memory."""
+    by_number = {str(number): each for number, each in enumerate(views)}
+    seen = _see_memory({number: each.tensor for number, each in by_number.items()})
+    places = {str(number): place for number, place in enumerate(_list_places(modules))}
+    held = _see_memory({number: place.tensor for number, place in places.items()})
+    for one, other in find_meeting_sides(held, seen):
+        if shares_memory(held[one], seen[other]):
+            tensor = places[one].tensor
+            layout, keeper = describe(tensor), keepers.get(id(tensor))
+            place = places[one]._replace(memory_layout=layout, keeper=keeper)
+            by_number[other].places.append(place)
+
+
+def _see_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The rank's own parts of those tensors that have memory."""
+    seen = {}
+    for key, tensor in tensors.items():
+        if _describe_safely(tensor) is not None:
+            local = plain(to_local(tensor))
+            if not missing_memory(local):
+                seen[key] = local
+    return seen
+
+
+def _list_places(modules: Iterable[nn.Module]) -> Iterator[_HeldAt]:
+    """The places of all parameters and buffers of these modules."""
+    for holder in _list_holders(modules):
         # A copy, since other threads may change modules meanwhile.
         for key, tensor in list(dict.items(holder)):
-            for each in by_id.get(id(tensor), []):
-                each.places.append(_HeldAt(holder.get, key, holder, keepers.get(id(tensor))))
+            yield _HeldAt(holder.get, key, tensor, holder=holder)
 
 
 def _list_submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -213,13 +260,15 @@ def _is_replaced(watched: Watched, place: _HeldAt) -> bool:
         ) from error
     if now is watched.tensor or not isinstance(now, Tensor):
         return False
-    if fsdp.has_gathered(place.keeper, watched.tensor, now):
+    if fsdp.has_gathered(place.keeper, place.tensor, now):
         return False
-    return _describe_safely(now) != watched.memory_layout
+    return _describe_safely(now) != place.memory_layout
 
 
-def _describe_safely(tensor: Tensor) -> _MemoryLayout | None:
-    """The layout of a tensor in memory; None if it cannot be described."""
+def _describe_safely(tensor: object) -> _MemoryLayout | None:
+    """The layout of a tensor in memory; None if it cannot be described, or is no tensor."""
+    if not isinstance(tensor, Tensor):
+        return None
     try:
         return describe(tensor)
     # A tensor without storage, a lazy one, or one of a class that may raise anything.

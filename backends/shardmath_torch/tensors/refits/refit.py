@@ -24,6 +24,7 @@ from shardmath.models.recordings.recorded import label
 from shardmath.models.refits.coverage import show_native
 from shardmath.models.refits.refit import Refit as Planned
 from shardmath.models.storage.stored import KnownSide
+from shardmath.values.transforms.transformed import Transformed
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.naming import attempt
@@ -52,6 +53,7 @@ from shardmath_torch.tensors.refits.views import (
     Views,
     are_related,
     bind_views,
+    check_functions,
     check_named,
     compute,
     drop_window,
@@ -102,6 +104,9 @@ class _RefitStage(Stage):
                 # The next changes are put into what has arrived, and a function may write into its argument.
                 given = received if self._refit.changes is None else received.clone()
                 value = compute(each, given)
+                # Values that wait for the commit may lie in memory that the function writes again.
+                if self._refit.member.is_beside:
+                    value = value.clone()
             yield from ((each.stored[box], value[box]) for box in each.boxes)
 
 
@@ -134,6 +139,8 @@ class Refit(Leaves):
         self.planned = planned
         settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)
         self._transform_stage: EndStage | None = None
+        # The transforms of the refit that a replan is about to take.
+        self._replanned: Transformed | None = None
         self._changes: Changes | None = None
         # In this order: making the mover sets the two above, and joining needs the mover and the timeout.
         self._mover = self._make_mover(group, settings, changes)
@@ -156,20 +163,32 @@ class Refit(Leaves):
         again: AgreeFirst | None = None
         if transforms is not None:
             # Imported on use: few refits have transforms, and these import all formats.
-            from shardmath_torch.tensors.transforms.compile import agree_again, make_ends
+            from shardmath_torch.tensors.transforms.compile import make_ends
 
             joined = compat.group_of(group)
             timeout, commit = settings.timeout, settings.commit
             _, stage = make_ends(transforms, moving, joined, timeout, commit, holds=True)
             self._transform_stage = stage
             stages += (stage,)
-            again = functools.partial(agree_again, transforms)
+            again = functools.partial(self._agree_again, transforms)
         if changes:
             from shardmath_torch.tensors.changes.changes import make_changes
 
             self._changes = make_changes(moving, group, settings, stages=stages, agree_first=again)
             return self._changes
         return Mover(make_ready(moving, group, settings, stages, agree_first=again))
+
+    def _agree_again(
+        self,
+        transforms: Transformed,
+        plan: object,
+        group: compat.Group | None,
+        settings: Settings,
+    ) -> None:
+        """Before a replan, agree on the mover's transforms, which stay. Collective."""
+        from shardmath_torch.tensors.transforms.compile import agree_again
+
+        agree_again(transforms, plan, group, settings, self._replanned)
 
     def replan(
         self,
@@ -182,11 +201,13 @@ class Refit(Leaves):
         back. Collective.
 
         If engines have only left the same refit (`planned.without`), tensors stay bound. Otherwise all ranks prepare
-        again; if engines have come back, `prepare()` without arguments binds the tensors that were bound.
+        again; if engines have come back, `prepare()` without arguments binds the tensors that were bound. Raises
+        ExchangeError on all ranks if the rules of `planned` are others than this refit's.
         """
         joined = self._party.group if group is None else group
         # A value that is not a refit is rejected in the vote, since the other ranks wait for it.
         plan = planned.plan if isinstance(planned, Planned) else planned
+        self._replanned = planned.transforms if isinstance(planned, Planned) else None
         limit = self._timeout if timeout is None else timeout
 
         def adopt() -> None:
@@ -290,7 +311,7 @@ class Refit(Leaves):
                 return
             # First: if this fails, some of the tensors that were bound have been replaced.
             self._rebindable = None
-            watched = self._bind(src, dst, own, functions or {})
+            watched = self._bind(src, dst, own, check_functions(functions or {}))
             self._modules = None if modules is None else _list_modules(modules)
             find_owners(watched, self._modules)
             self._watched = watched

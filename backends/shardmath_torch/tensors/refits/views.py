@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError, StoreError
+from shardmath.base.text import shown
 from shardmath.layouts.layout import Layout
 from shardmath.models.refits.coverage import Native, find_faults, show_native
 from shardmath.models.refits.refit import Refit as Planned
@@ -41,6 +42,7 @@ __all__ = [
     "Views",
     "are_related",
     "bind_views",
+    "check_functions",
     "check_named",
     "compute",
     "describe",
@@ -235,6 +237,20 @@ def compute(target: Computed, received: Tensor) -> Tensor:
 def _kind_of(tensor: Tensor) -> tuple[bool, bool, bool]:
     """(is complex, is floating point, is bool): a function may change the dtype only within such a kind."""
     return tensor.is_complex(), tensor.is_floating_point(), tensor.dtype == torch.bool
+
+
+def check_functions(functions: object) -> Mapping[str, Function]:
+    """Return `functions`. Raises ExchangeError unless it is a mapping from name to function."""
+    if not isinstance(functions, Mapping):
+        what = f"functions= is {type(functions).__name__}, where a mapping from name to function is needed"
+        raise ExchangeError(f"{what}; pass functions={{name: your_function}}")
+    for name, function in functions.items():
+        if not callable(function):
+            raise ExchangeError(
+                f"functions= has {shown(function)} as {name!r}, which cannot be called; pass a function "
+                f"that takes the received tensor and returns the stored one"
+            )
+    return functions
 
 
 def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:

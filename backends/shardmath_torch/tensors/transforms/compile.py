@@ -335,13 +335,23 @@ def compile_transformed(
 
 
 def agree_again(
-    transforms: Transformed, plan: object, group: compat.Group | None, settings: Settings
+    transforms: Transformed,
+    plan: object,
+    group: compat.Group | None,
+    settings: Settings,
+    planned: Transformed | None = None,
 ) -> None:
     """Before a mover takes another plan, check on all ranks that `plan` moves the tensors that `transforms` make.
-    Raises ExchangeError on all ranks if it does not, or if their transforms differ. Only the timeout of `settings` is
-    used. Collective.
+    Raises ExchangeError on all ranks if it does not, if their transforms differ, or if `planned`, the transforms for
+    which `plan` was made, are others than `transforms`. Only the timeout of `settings` is used. Collective.
     """
-    _, objection = attempt(lambda: _check_plan(transforms, plan))
+
+    def check_all() -> None:
+        _check_plan(transforms, plan)
+        if planned is not None:
+            _check_equal(transforms, planned)
+
+    _, objection = attempt(check_all)
     _agree(join_group(group, settings.timeout), transforms, objection)
 
 
@@ -425,6 +435,19 @@ def _check_plan(t: Transformed, given: object) -> None:
             raise ExchangeError(
                 f"plan= has {theirs} for {name or 'the tensor'!r}, but the transforms need {ours}; {fix}"
             )
+
+
+def _check_equal(made: Transformed, planned: Transformed) -> None:
+    """Raise ExchangeError for other transforms than the mover was made with."""
+    if planned is made or planned.digest == made.digest:
+        return
+    for name in sorted(made.wired):
+        before, now = made.wired[name], planned.wired.get(name)
+        if now is not None and str(before.transform) != str(now.transform):
+            what = f"the new refit transforms {name!r} by {now.transform}, but this one by {before.transform}"
+            raise ExchangeError(f"{what}, which stays; make another smt.Refit")
+    what = f"the new refit has {planned!r}, but this one was made with {made!r}, which stay"
+    raise ExchangeError(f"{what}: they hold tensors in other ways; make another smt.Refit")
 
 
 def _show_held(side: Held, name: str, show: Callable[[Layout], str]) -> str:
