@@ -92,7 +92,7 @@ class HTTPClient:
         if not is_time(timeout):
             raise ValueError(word_bad_time(timeout))
         self._url = url.rstrip("/")
-        self._timeout = timeout
+        self._timeout = float(timeout)
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have the engine's workers connect to the trainer that `init_info` describes."""

@@ -61,6 +61,8 @@ class TrainerInfo:
         keep("own", tuple(text(glob, "a glob in own", ValueError) for glob in globs))
         if not is_time(self.timeout):
             raise ValueError(word_bad_time(self.timeout))
+        # JSON has no numbers of numpy.
+        keep("timeout", float(self.timeout))
         keep("max_inflight_bytes", _read_limit(self.max_inflight_bytes))
         transport = known(self.transport, tuple(BACKENDS))
         if transport is None:

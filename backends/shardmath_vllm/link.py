@@ -85,7 +85,10 @@ class Link:
 
     @property
     def board(self) -> Board:
-        """The board through which the group's ranks exchange messages. Raises ExchangeError if the group was left."""
+        """The board through which the group's ranks exchange messages. Raises ExchangeError if the group was left,
+        and in a process that was forked from the rank's: it would speak over the rank's connections.
+        """
+        compat.check_not_forked(self.group)
         store = compat.store_of(self.group)
         if store is None:
             what = "this rank has left the group of the engines, by shutdown() or after an update that failed"

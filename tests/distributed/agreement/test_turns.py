@@ -161,7 +161,8 @@ def test_numbers_of_numpy_are_numbers(pool: Pool) -> None:
     for said in pool.run(breaks.odd_numbers):
         assert said[:2] == ["", ""], said
         assert "rank 3: engine=array" in said[2]
-        assert said[3] == ""
+        assert said[3:7] == [""] * 4, said
+        assert "timeout=np.complex64(20+0j) is not a time to wait" in said[7]
 
 
 def test_a_label_is_a_ranks_own(pool: Pool) -> None:

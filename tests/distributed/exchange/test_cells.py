@@ -34,6 +34,7 @@ WANTS = wanted(sm.plan(LAYOUT, LAYOUT), 0)
         ({0: 1, 1: 0, 2: 0, 3: 0}, 0),
         ({1: 1, 0: 1, 2: 1, 3: 2}, 1),
         ({0: None, 1: None, 2: None, 3: None}, None),
+        ({0: 3, 1: 3, 2: 0, 3: 0}, 3),
     ],
     ids=[
         "all saw it",
@@ -42,10 +43,11 @@ WANTS = wanted(sm.plan(LAYOUT, LAYOUT), 0)
         "all went on",
         "it says so itself",
         "nothing tells",
+        "it was late, and blames who did not wait",
     ],
 )
 def test_who_failed_first(reports: dict[int, int | None], first: int | None) -> None:
-    """The blamed who is silent; else who is silent; else the most blamed."""
+    """The blamed who is silent; else who is silent; else the most blamed, the first of equals."""
     assert find_first_failed(reports, range(4)) == first
 
 

@@ -328,18 +328,36 @@ def needed_again(rank: int) -> Said:
 def odd_numbers(rank: int) -> list[Said]:
     """Seconds and bytes as numpy has them; an engine that is an array, on one rank."""
     rows = Rows(rank, 8, 64)
+    group = dist.new_group()
+    move = smt.compile(rows.plan, commit="all", group=group)
+
+    def commit() -> None:
+        with smt.commit(move, timeout=np.float32(20)):
+            move(rows.src, out=rows.out)
+
+    def wait() -> None:
+        handle = move(rows.src, out=rows.out, async_op=True)
+        assert handle is not None
+        # With the clock's seconds that is infinite, if it is added as it is.
+        handle.wait(timeout=np.float16(60_000))
 
     def compiled(**given: Any) -> None:
         smt.compile(rows.plan, **given)(rows.src, out=rows.out)
         assert not rows.wrong()
 
     engine = np.zeros(2) if rank == 3 else "auto"
-    return [
+    said = [
         ends(lambda: compiled(timeout=np.int64(20), max_inflight_bytes=np.int64(4096))),
         ends(lambda: compiled(timeout=np.float32(20))),
         ends(lambda: compiled(engine=engine)),
         ends(compiled),
+        ends(lambda: move(rows.src, out=rows.out, timeout=np.float32(20))),
+        ends(commit),
+        ends(wait),
+        ends(lambda: move(rows.src, out=rows.out, timeout=np.complex64(20))),
     ]
+    dist.destroy_process_group(group)
+    return said
 
 
 class Unspeakable(str):

@@ -17,6 +17,7 @@ from torch import nn
 import shardmath as sm
 import shardmath_vllm as sv
 from shardmath import ExchangeError
+from shardmath_torch.groups import compat
 from shardmath_vllm.calls import GRACE_S, Calls
 from shardmath_vllm.meeting import _check_alike
 from shardmath_vllm.trainer import _check_ranks
@@ -255,6 +256,19 @@ def test_an_engine_hears_of_a_ctrl_c_between_two_steps(
     assert time.monotonic() - start < TIMEOUT_S / 4
     pair.sender.send_weights()
     assert pair.is_equal()
+
+
+def test_a_forked_process_tells_engines_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would begin to receive what that process cannot send."""
+    told: list[str] = []
+    pair.sender._clients[:] = [Other(told)]
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "_forked", {pair.sender.link.group})
+        with pytest.raises(ExchangeError, match="this process was forked from a rank"):
+            pair.sender.send_weights()
+    assert not told
 
 
 class Unprintable(Exception):

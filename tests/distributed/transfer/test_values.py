@@ -92,6 +92,7 @@ def test_a_torn_model(kind: type[nn.Module]) -> None:
             "is not a number of workers, 1 or more, per engine; pass",
         ),
         ({"timeout": 0}, ValueError, "is not a time to wait"),
+        ({"timeout": np.complex64(5)}, ValueError, "is not a time to wait"),
         ({"own": 5}, ValueError, "globs in own are 5; give a tuple"),
         ({"own": (5,)}, ValueError, "a glob in own is 5"),
         ({"max_inflight_bytes": "x"}, ValueError, "max_inflight_bytes is 'x'; give an integer"),
@@ -125,7 +126,16 @@ def test_infos_are_plain_and_cannot_be_changed() -> None:
     """What workers are told is JSON."""
     sizes: Any = [np.int64(2), 1]
     globs: Any = ["*.k_scale"]
-    info = sv.TrainerInfo("a:1", 1, workers=sizes, rank=0, own=globs)
+    seconds: Any = np.float32(5)
+    info = sv.TrainerInfo("a:1", 1, workers=sizes, rank=0, own=globs, timeout=seconds)
     assert info.workers == (2, 1) and info.own == ("*.k_scale",)
     assert hash(info) == hash(info)
-    assert json.loads(json.dumps(info.tell(1, "meeting")))["workers"] == 1
+    told = json.loads(json.dumps(info.tell(1, "meeting")))
+    assert told["workers"] == 1 and told["timeout"] == 5.0
+
+
+def test_a_client_waits_for_seconds_of_numpy() -> None:
+    """TypeError before: a lock takes no such number."""
+    client = sv.HTTPClient("http://127.0.0.1:1", timeout=np.float32(5))  # type: ignore[arg-type]
+    with pytest.raises(ExchangeError, match="gave no answer"):
+        client.start_weight_update()

@@ -81,12 +81,16 @@ def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) ->
     """Return the rank of `ranks` that failed first, judged from `blamed` (rank that reported -> rank that it blames);
     None if no rank is suspect.
 
-    `blamed` maps each rank that reported to the rank it blames; `ranks` are all of the group.
+    `blamed` maps each rank that reported to the rank it blames, in the order of their reports; `ranks` are all of the
+    group. If all have reported, of ranks blamed equally often the one blamed first is returned: a rank that was late
+    blames those that had stopped waiting for it.
 
     >>> find_first_failed({0: 3, 3: 2, 1: 0}, range(4))
     2
     >>> find_first_failed({0: None, 1: None, 3: None}, range(4))
     2
+    >>> find_first_failed({0: 1, 1: 0}, range(2)), find_first_failed({1: 0, 0: 1}, range(2))
+    (1, 0)
     """
     times_blamed = Counter(rank for rank in blamed.values() if rank is not None)
     silent = [rank for rank in ranks if rank not in blamed]
@@ -94,7 +98,8 @@ def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) ->
     # A rank that saw only that something broke may mean any silent rank.
     if not suspects and None in blamed.values():
         suspects = silent
-    return min(suspects or times_blamed, key=lambda r: (-times_blamed[r], r), default=None)
+    # Of equals the first: the first of the silent, or the one that was blamed first.
+    return max(suspects or times_blamed, key=times_blamed.__getitem__, default=None)
 
 
 @dataclass(slots=True)

@@ -49,10 +49,13 @@ Describe: TypeAlias = Callable[[PeerFailure, int | None], str]
 
 
 def is_time(timeout: object) -> TypeGuard[float]:
-    """Whether `timeout` is a time to wait: seconds above 0 and at most LONGEST_S."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
+    """Whether `timeout` is a time to wait: seconds above 0 and at most LONGEST_S. A number of numpy may be one: make it
+    a float, since timedelta and locks take no other, and sums with the clock would have numpy's precision."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.integer | np.floating):
         return False
-    return bool(0 < timeout <= LONGEST_S)
+    # A float16 cannot be compared with LONGEST_S, nor an int of any size become a float.
+    seconds = float(timeout) if isinstance(timeout, np.floating) else timeout
+    return bool(0 < seconds <= LONGEST_S)
 
 
 def word_bad_time(timeout: object) -> str:

@@ -209,7 +209,7 @@ def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Ite
 
 def _join(group: compat.Group, block: CommitBlock, timeout: float | None) -> Party:
     """Join the group for the block's end."""
-    return join_within(group, block.timeout if timeout is None else timeout)
+    return join_within(group, block.timeout if timeout is None else float(timeout))
 
 
 def _read(what: tuple[HasMember | compat.Group, ...]) -> tuple[compat.Group, dict[str, Member]]:

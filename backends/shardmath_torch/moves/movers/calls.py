@@ -82,7 +82,7 @@ class Call(NamedTuple):
     def patience(self) -> float | None:
         """The seconds to wait until all ranks have made the call; None (use the mover's timeout) if `timeout` was not
         given or is invalid."""
-        return self.timeout if is_time(self.timeout) else None
+        return float(self.timeout) if is_time(self.timeout) else None
 
     def keep(self) -> Call:
         """Return the call with copies of its mappings of tensors (not of the tensors), so that the caller can change

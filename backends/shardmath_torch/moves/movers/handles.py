@@ -80,7 +80,7 @@ class Handle:
         if self._errand.is_mine:
             what = "handle.wait() was called inside of the move that it would wait for"
             raise ExchangeError(f"{what}; call it in the thread that started the move")
-        if not self._errand.wait(timeout):
+        if not self._errand.wait(None if timeout is None else float(timeout)):
             what = f"the move is still in flight after {shown(timeout)} s"
             raise ExchangeError(f"{what}; wait again, and do not touch its tensors until then")
         if not self.done():
