@@ -97,9 +97,10 @@ class SavePlanner(theirs.SavePlanner):
     def __init__(
         self, layouts: Layouts, *, rank: int | None = None, paths: Paths | None = None
     ) -> None:
-        held = {name: layout for name, layout in layouts.items() if layout is not None}
-        self._windows = read_windows(held, CheckpointError)
-        _check_bytes_apart(self._windows, [name for name in layouts if name not in held])
+        tensors = {name: layout for name, layout in layouts.items() if layout is not None}
+        self._windows = read_windows(tensors, CheckpointError)
+        # The others are bytes, stored per rank, whose names must not be those of a tensor's windows.
+        _check_bytes_apart(self._windows, [name for name in layouts if name not in tensors])
         self._names = frozenset(layouts)
         self._paths = paths or {}
         self._rank = compat.rank_or_0() if rank is None else rank

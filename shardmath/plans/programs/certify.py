@@ -101,7 +101,8 @@ def list_blocks(plan: Plan) -> Iterator[Block]:
     # Without the topology: it would divide one set of receivers into near and far lines, but the
     # bound counts what must move, whichever rank is asked for it.
     demands = plan.lines if plan.topology is None else gather_lines(plan.batches)
-    folded = _find_folded(plan, demands).tolist()
+    # Two groups, since tensors whose addends are reduced have other elements than the rest.
+    groups = _find_reduced(plan, demands).tolist()
     addend = demands.addend.tolist()
     nbytes = _count_bytes(plan, demands).tolist()
     owners = demands.blocks.owners().tolist()
@@ -111,11 +112,11 @@ def list_blocks(plan: Plan) -> Iterator[Block]:
         held = demands.held_by(line)
         asked = demands.asked_by(block)
         amount = nbytes[block]
-        yield Block(held, asked, amount, addend[block], folded[block])
+        yield Block(held, asked, amount, addend[block], groups[block])
 
 
-def _find_folded(plan: Plan, demands: Demands) -> Ints:
-    """1 for each block with a folded batch, 0 for others."""
+def _find_reduced(plan: Plan, demands: Demands) -> Ints:
+    """1 for each block with bytes of tensors whose addends are reduced, 0 for others."""
     is_folded = [bool(batch.template.reduction.folded) for batch in plan.batches]
     by_batch = np.array(is_folded, np.int64)
     by_row = by_batch[demands.batch]

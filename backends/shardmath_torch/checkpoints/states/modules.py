@@ -373,8 +373,10 @@ def check_one_value(model: Model, found: Mapping[str, Tensor], prefix: str = "")
     firsts: dict[MemorySpot, str] = {}
     for name, slot in model.slots.items():
         spot = spot_of(slot.local)
+        # No memory, as of an empty tensor, is shared with nothing.
         if spot is None or prefix + name not in found:
             continue
+        # Two parameters of one memory are two slots, unlike one parameter of two names.
         first = firsts.setdefault(spot, name)
         if first == name:
             continue

@@ -167,8 +167,8 @@ _placed_modules: WeakSet[nn.Module] = WeakSet()
 """Modules with a record. Not parameters: `to_empty` swaps those, and torch cannot swap tensors with weak references."""
 
 _labels: dict[tuple[str, int], bool] = {}
-"""Labels of fused weights so far, by axis and split factor: whether the label alone expresses the division. They stay
-when the modules are gone, since copies of weights may be left."""
+"""The `_StridedShard`s that have labeled fused weights so far, as (axis, split factor): whether the label is right if no
+other axis divides the dimension. They stay when the modules are gone, since copies of weights may be left."""
 
 
 def recorded(tensor: DTensor) -> Layout | None:
@@ -194,16 +194,20 @@ def check_said(mesh: Mesh, placements: Iterable[theirs.Placement]) -> None:
 
 
 def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:
-    """Whether the placements label a fused weight whose layout they do not express."""
+    """Whether the placements may belong to a fused weight whose layout they do not say."""
     if not _labels:
         return False
     by_axis = dict(zip(mesh.shape, placements, strict=False))
-    dims = [p.dim for p in by_axis.values() if isinstance(p, theirs.Shard | theirs._StridedShard)]
+    divided = [
+        p.dim for p in by_axis.values() if isinstance(p, theirs.Shard | theirs._StridedShard)
+    ]
     for axis, p in by_axis.items():
-        if isinstance(p, theirs._StridedShard) and (axis, int(p.split_factor)) in _labels:
-            says_all = _labels[axis, int(p.split_factor)] and dims.count(p.dim) == 1
-            if not says_all:
-                return True
+        if not isinstance(p, theirs._StridedShard):
+            continue
+        is_right_alone = _labels.get((axis, int(p.split_factor)))
+        is_of_fused = is_right_alone is not None
+        if is_of_fused and not (is_right_alone and divided.count(p.dim) == 1):
+            return True
     return False
 
 
