@@ -167,7 +167,7 @@ _placed_modules: WeakSet[nn.Module] = WeakSet()
 """Modules with a record. Not parameters: `to_empty` swaps those, and torch cannot swap tensors with weak references."""
 
 _labels: dict[tuple[str, int], bool] = {}
-"""The `_StridedShard`s that have labeled fused weights so far, as (axis, split factor): whether the label is right if no
+"""The `_StridedShard`s that have labeled fused weights so far, as (axis, split factor): whether it is right if no
 other axis divides the dimension. They stay when the modules are gone, since copies of weights may be left."""
 
 
