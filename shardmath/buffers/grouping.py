@@ -103,8 +103,8 @@ def full_layout(
     **options: object,
 ) -> FullParamLayout:
     """Return the layout of each flat buffer of a model (or of one virtual stage), by BufferKey. `rule` is a function,
-    such as `zero`, that returns the layout of one buffer; `beside` is the function for buffers of parameters whose
-    `is_managed` is False.
+    such as `zero`, that lays out one buffer; `beside` is used instead for parameters that a layer-wise optimizer such
+    as Muon does not update.
 
     `params` are in forward order. `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters
     that `rule` does not manage; for `layer_wise`, even with options bound by functools.partial, it is

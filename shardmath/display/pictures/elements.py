@@ -218,7 +218,8 @@ class Scale(NamedTuple):
 
 
 def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
-    """A Scale that draws the ranges `spans` in about `room` pixels or less, with gaps where positions are left out.
+    """A Scale that draws the ranges `spans`, with gaps where positions are left out. `room` is the largest width in
+    pixels, not counting the gaps and the widening of tiny ranges.
 
     Tiny ranges are widened so that they can be seen.
     """

@@ -38,8 +38,8 @@ __all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A range of `size` positions of a dimension, in the order in which they are stored and including padding. `stages`
-    are the cuts, one after another, that divide these positions among ranks.
+    """A range of `size` consecutive positions in storage along one dimension, including padding. `stages` are the cuts,
+    one after another, that divide these positions among ranks.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.

@@ -206,7 +206,8 @@ def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
 
 
 def stage_cells(stage: Stage, length: int) -> list[Runs]:
-    """Return a list of Runs: the positions of 0..length-1 kept at each coordinate of the axes of `stage`, row-major."""
+    """Return, for each combination of coordinates on the mesh axes of `stage`, the positions of 0..length-1 that ranks
+    there keep, as Runs (ranges). The list is in row-major order of the coordinates."""
     if len(stage) == 1:
         digit = stage[0]
         cut = digit.cut
