@@ -60,8 +60,8 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the memory of a cached call, the estimated bytes of its `arguments` and `result`, to the total of all
-        caches. `seconds` is how long the call took: slower calls leave more time for estimates.
+        """Add the estimated bytes of a cached call's `arguments` and `result` to the total of all caches. After a call
+        of few `seconds`, an earlier call's estimate can be used instead, to save time.
 
         If the total would exceed the limit, all caches are emptied first. Weighing takes a share of `seconds`; a call
         for which no time is left counts as the last one weighed.

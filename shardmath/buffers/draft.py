@@ -61,8 +61,8 @@ class Draft:
         self, params: Sequence[Param], *, ranks: int, shards: int | None = None
     ) -> PerBufferParamLayout:
         """Return the layout of the finished buffer for `ranks` data-parallel ranks; `params` are the buffer's
-        parameters in forward order. Pass `shards`, the number of equal ranges into which ranks divide each bucket, only
-        if every parameter lies within one range."""
+        parameters in forward order. Pass `shards`, equal to `ranks`, only if each parameter lies whole in one rank's
+        share of a bucket; the layout records this."""
         shape_of = {param.name: param.shape for param in params}
         kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
         return PerBufferParamLayout(

@@ -114,12 +114,13 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """Return one layout of all buckets in which Megatron-FSDP keeps `params`, end to end; a bucket ends as soon as it
-    has at least `bucket_size` elements. Parameters of at least `chunk_size_factor` elements begin or end at its
-    multiples; `sharded` says whether ranks divide each bucket.
+    """Return one layout for all buckets in which Megatron-FSDP keeps `params`; ranks divide each bucket if `sharded`. A
+    bucket ends once it has `bucket_size` elements; large parameters begin (or, to fill a gap, end) at a multiple of
+    `chunk_size_factor` elements.
 
-    Each bucket is a separate flat buffer; multiples of the factor count from its start. A divided bucket is padded at
-    the end. With `bucket_size` None, buckets have no limit.
+    Each bucket is a separate flat buffer, which follows the one before in the layout; multiples of the factor count
+    from its start. Large parameters have at least as many elements as the factor. A divided bucket is padded at the
+    end. With `bucket_size` None, buckets have no limit.
 
     `params` are the parameters of one FSDP unit, or all outside units; for a unit, leave `bucket_size` at None. Without
     a `chunk_size_factor` parameters are sorted by the length of their rows, longest first, and the factor of each

@@ -103,9 +103,12 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Return whether a parameter of `numel` elements can be added to the bucket. A bucket smaller than
-        `bucket_size`, or than 0.9 * shards * its largest parameter, takes any parameter; a larger bucket takes only one
-        that does not change its size, with shards padded to multiples of `divisor`."""
+        """Return whether the bucket can take one more parameter, of `numel` elements. A full bucket takes only a
+        parameter that fits in the padding at the end of one rank's share of it.
+
+        A bucket is full if it has at least `bucket_size` elements, and 0.9 times its largest parameter's elements for
+        each rank. Shares are padded to a multiple of `divisor`.
+        """
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
             return True
@@ -187,8 +190,11 @@ class _Shards:
 
     def add(self, param: Param, least: int) -> None:
         """Assign `param` to the shard with the least optimizer work among those with room for it, or to the emptiest
-        shard if none has room. `least` is the size of the smallest parameter from `param` on; shards too full even for
-        this one are no longer compared by work."""
+        shard if none has room. `least`, the size of the smallest parameter among `param` and those still to be added,
+        only saves time.
+
+        Shards without room for `least` elements are no longer compared by work.
+        """
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:

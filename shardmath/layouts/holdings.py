@@ -170,9 +170,8 @@ class Windows(tuple[Layout, ...]):
 
     @property
     def is_single(self) -> bool:
-        """Whether this tuple has one layout and never had more, so that the local tensor has the same name as the
-        tensor. Otherwise, local tensors are called `name[i]`, where i is the layout's index before `keep`, a method
-        that selects layouts, removed any."""
+        """Whether this tuple has one layout and no other was removed from it, so that the local tensor has the tensor's
+        name. Otherwise, local tensors are called `name[i]`, where i is the layout's original index."""
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:

@@ -219,9 +219,9 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """Return the ranks (Holders) of each cell of a two-dimensional slice, one tuple per row. A rank holds a cell if
-        its flag is True in `held`, an array with one flag per rank, and in the arrays of such flags that `rows` has for
-        the cell's row and `columns` for its column."""
+        """Return the ranks (Holders) of each cell of a two-dimensional slice of the tensor, one tuple per row. `held`
+        flags the ranks that hold the slice's indices in the leading dimensions; `rows` and `columns` have such flags
+        for each row and column."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held

@@ -206,8 +206,9 @@ def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
 
 
 def stage_cells(stage: Stage, length: int) -> list[Runs]:
-    """Return, for each combination of coordinates on the mesh axes of `stage`, the positions of 0..length-1 that ranks
-    there keep, as Runs (ranges). The list is in row-major order of the coordinates."""
+    """Return the positions, out of 0..length-1, that ranks have after `stage` (a sequence of cuts) divides these
+    positions among them. The list has one Runs (ranges) for each combination of coordinates on the mesh axes of the
+    cuts, in row-major order."""
     if len(stage) == 1:
         digit = stage[0]
         cut = digit.cut
