@@ -72,8 +72,8 @@ def listed(value: object, what: str, error: type[ValueError]) -> tuple[Any, ...]
 
 
 def mapping(value: object, what: str, of: str, error: type[ValueError]) -> Mapping[Any, Any]:
-    """Return `value` if it is a mapping, or else raise `error`. The message starts with the text `what` and ends with
-    "; give a mapping from " and the text `of`, such as "name to Layout"."""
+    """Return `value` if it is a mapping, or else raise `error`. With `what` "layouts are " and `of` "name to Layout",
+    the message is, for example, "layouts are 5; give a mapping from name to Layout"."""
     if isinstance(value, Mapping):
         return value
     raise error(f"{what}{shown(value)}; give a mapping from {of}")

@@ -76,7 +76,8 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
     """Number the distinct tuples among (keys[0][i], keys[1][i], ...) from 0, in sorted order. Return two arrays: the
-    first index i of each distinct tuple, in that order, and the tuple number for each i.
+    first has, for each distinct tuple, the lowest i at which it occurs; the second has, for each i, the number of the
+    tuple there.
 
     >>> number_alike([np.array([1, 0, 1, 1]), np.array([5, 9, 5, 4])])
     (array([1, 3, 0]), array([2, 0, 2, 1]))
@@ -112,7 +113,8 @@ def pick(columns: Sequence[Ints], which: Ints, place: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Offsets:
-    """A grouping of numbered items by owner: owner i has the items first[i] .. first[i + 1] - 1.
+    """A division of items, numbered from 0, among owners: owner i has the items first[i] to first[i + 1] - 1. The array
+    `first` has the number of each owner's first item and, at the end, the number of all items.
 
     `first` has one number more than there are owners: it begins with 0 and ends with the number of
     items. An owner may have no items.

@@ -24,7 +24,7 @@ class _Digested(Protocol):
 
     @property
     def digest(self) -> str:
-        """The value's digest, a text; equal values have equal digests."""
+        """A hash of this object's content, as a hexadecimal str; equal objects have equal hashes."""
         ...
 
 
@@ -59,8 +59,8 @@ def names_digest(names: Sequence[str]) -> str:
 
 
 def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) -> T:
-    """Return the value that `read` makes of the JSON in `text`. Raises StoreError unless the entries "format" and
-    "version" of the JSON equal `name` and `version`, and its entry "digest" equals the attribute `digest` of the value.
+    """Parse the JSON `text` to a dict and return the object that `read` makes of the dict. Raises StoreError unless the
+    dict's "format" is `name`, its "version" is `version`, and its "digest" equals the object's attribute `digest`.
 
     Raises NotationError if `read` does.
     """

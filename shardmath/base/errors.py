@@ -122,7 +122,8 @@ class PlanError(ShardError):
 
 @public
 class DigestError(ShardError):
-    """Error for arrays that do not fit their layouts or cannot be compared by digest, and for replicas that differ."""
+    """Error of functions that compare tensors by digests of their elements: an array does not fit its layout, replicas
+    differ, or the tensors have different names, shapes or dtypes, for example."""
 
 
 @public

@@ -60,8 +60,8 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the estimated bytes of a call's `arguments` and `result` to the total of all caches. `seconds` is how
-        long the call took, and limits the time spent on the estimate.
+        """Add the estimated bytes of a cached call's `arguments` and `result` to the total of all caches. After a call
+        of few `seconds`, an earlier call's estimate can be used instead, to save time.
 
         If the total would exceed the limit, all caches are emptied first. Weighing takes a share of `seconds`; a call
         for which no time is left counts as the last one weighed.
@@ -124,7 +124,8 @@ def clear_caches() -> None:
 
 
 def weight(value: object) -> int:
-    """Estimate the bytes in memory of `value`, with the items of containers and the fields of dataclasses in it.
+    """Estimate the bytes that `value` takes in memory, including the items of containers and the fields of dataclasses
+    at every level of nesting.
 
     A dataclass object counts once. Of a container with more than three items, at most three are weighed.
     """

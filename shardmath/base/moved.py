@@ -135,9 +135,9 @@ class _PresentLoader(Loader):
         self._now = now
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import a renamed module by its new name, with which this loader was made, and return it; `spec` has the
-        former name. The module's own `__spec__`, which importlib overwrites next, is saved for `exec_module` to
-        restore."""
+        """Import a renamed module by the new name that this loader was given, and return it; `spec`, with the former
+        name, is not read. The module's `__spec__` is saved, because importlib overwrites that attribute before
+        `exec_module` runs."""
         module = import_module(self._now)
         self._spec = module.__spec__
         return module

@@ -45,8 +45,9 @@ def flat_parameter(
     use_orig_params: bool = True,
     forward_dtype: object = None,
 ) -> PerBufferParamLayout:
-    """Return the layout of an FSDP1 unit's FlatParameter; `params` have one dtype, in the order of the unit's modules.
-    With `use_orig_params`, they start at multiples of 16 bytes in `forward_dtype`.
+    """Return the layout of the FlatParameter of an FSDP1 unit that has `params`, which are of one dtype, in module
+    order. With `use_orig_params`, each parameter begins at a multiple of n elements, where n elements of
+    `forward_dtype` (the dtype in the forward pass) take 16 bytes.
 
     `forward_dtype` is the parameters' dtype in the forward: MixedPrecision's `param_dtype`, or their own if not given.
     Raises ParamLayoutError for several dtypes and for scalars, as FSDP1 does, for a parameter given twice, and for
@@ -113,11 +114,13 @@ def megatron_fsdp(
     chunk_size_factor: int | None = None,
     sharded: bool = True,
 ) -> PerBufferParamLayout:
-    """Return one layout of all buckets in which Megatron-FSDP keeps `params`, end to end, although each bucket is a
-    separate flat buffer. The parameter that brings a bucket to `bucket_size` elements ends it (None: no limit);
-    `chunk_size_factor` aligns large parameters; `sharded` says whether ranks divide each bucket.
+    """Return one layout for all buckets in which Megatron-FSDP keeps `params`; ranks divide each bucket if `sharded`. A
+    bucket ends once it has `bucket_size` elements; large parameters begin (or, to fill a gap, end) at a multiple of
+    `chunk_size_factor` elements.
 
-    Large parameters begin or end at multiples of the factor in the bucket. A divided bucket is padded at the end.
+    Each bucket is a separate flat buffer, which follows the one before in the layout; multiples of the factor count
+    from its start. Large parameters have at least as many elements as the factor. A divided bucket is padded at the
+    end. With `bucket_size` None, buckets have no limit.
 
     `params` are the parameters of one FSDP unit, or all outside units; for a unit, leave `bucket_size` at None. Without
     a `chunk_size_factor` parameters are sorted by the length of their rows, longest first, and the factor of each

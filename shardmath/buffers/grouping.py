@@ -102,14 +102,14 @@ def full_layout(
     expert_data_parallel_world_size: int | None = None,
     **options: object,
 ) -> FullParamLayout:
-    """Return the layout of each flat buffer of a model (or of one virtual stage), by BufferKey. `rule` is a function,
-    such as `zero`, that returns the layout of one buffer; `beside` is the function for buffers of parameters whose
-    `is_managed` is False.
+    """Return a mapping from BufferKey (the dtypes and kind, such as expert-parallel, of parameters) to the layout of
+    the flat buffer of these parameters. `rule` is a function, such as `zero`, that lays out one buffer; `beside` is
+    used instead for parameters that a layer-wise optimizer such as Muon does not update.
 
-    `params` are in forward order. `rule` lays out each buffer with `options`. The rule `beside` lays out the parameters
-    that `rule` does not manage; for `layer_wise`, even with options bound by functools.partial, it is
-    `distributed_optimizer` if not given. `expert_data_parallel_world_size` replaces `data_parallel_world_size` for
-    experts.
+    `params` are the parameters of a model, or of one virtual stage, in forward order. `rule` lays out each buffer with
+    `options`. The rule `beside` lays out the parameters that `rule` does not manage; for `layer_wise`, even with
+    options bound by functools.partial, it is `distributed_optimizer` if not given. `expert_data_parallel_world_size`
+    replaces `data_parallel_world_size` for experts.
 
     Raises ParamLayoutError for a parameter given twice, and any error of the rule.
     """

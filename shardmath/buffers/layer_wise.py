@@ -103,9 +103,12 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Return whether a parameter of `numel` elements can be added to the bucket: always below a threshold,
-        otherwise only if the bucket's padded size stays the same. The threshold is `bucket_size`, or 0.9 * shards *
-        largest parameter if that is greater; shards are padded to multiples of `divisor`."""
+        """Return whether the bucket can take one more parameter, of `numel` elements. A full bucket takes only a
+        parameter that fits in the padding at the end of one rank's share of it.
+
+        A bucket is full if it has at least `bucket_size` elements, and 0.9 times its largest parameter's elements for
+        each rank. Shares are padded to a multiple of `divisor`.
+        """
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
             return True
@@ -186,9 +189,12 @@ class _Shards:
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:
-        """Assign `param` to the shard with the least optimizer work among those with enough free space for it, or to
-        the emptiest shard if no shard has enough. `least` is the size of the smallest parameter still to come; shards
-        with less free space are not tried again."""
+        """Assign `param` to the shard with the least optimizer work among those with room for it, or to the emptiest
+        shard if none has room. `least`, the size of the smallest parameter among `param` and those still to be added,
+        only saves time.
+
+        Shards without room for `least` elements are no longer compared by work.
+        """
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:

@@ -108,7 +108,8 @@ def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: b
 
 
 def read_bucket_size(bucket_size: object) -> int | None:
-    """Return `bucket_size` as an int; None means one bucket. Raises ParamLayoutError unless it is 1 or more."""
+    """Return `bucket_size` as an int, or None (one bucket for all parameters) if it is None. Raises ParamLayoutError
+    for anything but None and integers of 1 or more."""
     if bucket_size is None:
         return None
     return read_positive(bucket_size, "bucket_size (None is one bucket)")

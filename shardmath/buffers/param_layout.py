@@ -145,8 +145,9 @@ class PerBufferParamLayout:
         return self.padding / self.numel if self.numel else 0.0
 
     def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
-        """Return a copy of the layout in which `param_indices` gives each parameter's index, from 0, among the
-        parameters of its dtype. The indices are listed in forward order of the buffer's parameters."""
+        """Return a copy of the layout with other `param_indices`: one index per parameter of the buffer, in forward
+        order. Each is the parameter's index, from 0, among all parameters of its dtype, which can be in several
+        buffers."""
         numbers = _read_integers(param_indices, "a number of param_indices")
         copy = object.__new__(PerBufferParamLayout)
         for name in self.__slots__:

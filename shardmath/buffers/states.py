@@ -88,9 +88,9 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """Return, by parameter name, the layouts of one optimizer state in a flat buffer that ranks along `axis` divide:
-    1-D ones if `shape` is "flat", tuples of layouts of slices if "nd". With "nd", a Store is also returned: the slices'
-    offsets in each rank's flat array. `buffer` is the array's name; `ranks` limits only the Store (None: all ranks).
+    """Return, by parameter name, the layouts of one optimizer state in a flat buffer that ranks along `axis` divide.
+    With `shape="flat"` each value is a 1-D layout; with "nd" it is a tuple of layouts of slices, and a Store is also
+    returned: the slices' offsets in the flat array `buffer` of each rank in `ranks` (None: all).
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
     `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
@@ -208,9 +208,9 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return, by name, the layouts of the slices of one optimizer state on all ranks, and a Store: the slices' offsets
-    in each rank's flat array. `layouts` give each rank's part of `params`, which the function `rule` then divides along
-    `axis`. `buffer` is the array's name; `ranks` limits only the Store (None: all ranks).
+    """Return, by parameter name, layouts of the slices of one optimizer state, and a Store: the slices' offsets in the
+    flat array `buffer` of each rank in `ranks` (None: all). `layouts` give the part of each parameter that
+    model-parallel ranks have; the function `rule` divides this part further, among the ranks along `axis`.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

@@ -44,8 +44,8 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window (a slice of a tensor). `cut` is the rank's range of elements in the part of the tensor
-    that its data-parallel group has; `within` is the window's offset from the start of that range."""
+    """A rank that holds a window (a slice of a tensor). `cut` is the rank's range of elements in its data-parallel
+    group's part of the tensor, flattened; the window begins `within` elements after the start of this range."""
 
     window: int
     group: int
@@ -81,9 +81,9 @@ def make_windows(
     ranks: Container[int] | None,
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return, by name, the layouts of each tensor's slices on all ranks, and a Store: the slices' offsets in each
-    rank's flat array. `held` lists each tensor's data-parallel groups with their parts; `buffer` is the array's name;
-    `ranks` limits only the Store (None: all ranks).
+    """Return, by tensor name, one layout for each slice that ranks hold, and a Store: the slices' offsets in the flat
+    array `buffer` of each rank in `ranks` (None: all). `held` gives the range of elements that each rank of each
+    data-parallel group holds, which can be several slices.
 
     Without `ranks`, the Store is for all. Raises ParamLayoutError for a tensor that no rank holds, and if a window has
     the name of a tensor.

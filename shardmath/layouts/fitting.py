@@ -64,9 +64,9 @@ class Trim(NamedTuple):
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """Return the strided view (offset, step, length) of a local dimension without the padding at its ends, and the map
-    from positions in this view to global positions. `runs` is the map for the local dimension; the step is above 1 if
-    equal gaps of padding separate single elements."""
+    """Return the slice (offset, step, length) of a local dimension without the padding at its ends, and a map from
+    positions in the slice to global positions. `runs` maps all local positions; if single elements are separated by
+    equal amounts of padding, the slice's step skips this padding, too."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)
@@ -99,8 +99,8 @@ def _find_step(runs: Runs) -> int:
 
 
 def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
-    """Find a Dimension (how mesh axes divide `n` positions) in which the ranks at the i-th coordinates on `axes`, in
-    row-major order, hold the positions `held[i]`."""
+    """Find a Dimension (how mesh axes divide `n` positions) in which ranks hold given positions. The list `held` has
+    the positions for each combination of coordinates on `axes`, in row-major order."""
     used, parts = _drop_axes(dict(axes), list(held))
     if not used:
         (runs,) = parts

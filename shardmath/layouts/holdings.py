@@ -67,8 +67,8 @@ def equivalent(a: Layout, b: Layout) -> bool:
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Return two digests: of the elements that ranks hold, listed by ascending rank, and of the rank numbers.
-    Equivalent layouts (of the same shape and dtype, with the same elements in the same order on each rank) have equal
+    """Return two digests: the first identifies the shape, the dtype and the elements on each rank, by ascending rank,
+    and the second identifies the rank numbers. Layouts with the same elements in the same order on each rank have equal
     pairs of digests."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
@@ -170,8 +170,8 @@ class Windows(tuple[Layout, ...]):
 
     @property
     def is_single(self) -> bool:
-        """Whether this tuple has one layout, and `keep` dropped no others, so that the local tensor is called `name`.
-        Otherwise, local tensors are called `name[i]`, with the index i from before `keep`."""
+        """Whether this tuple has one layout and no other was removed from it, so that the local tensor has the tensor's
+        name. Otherwise, local tensors are called `name[i]`, where i is the layout's original index."""
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:

@@ -222,8 +222,8 @@ def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
 def intern(
     shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials
 ) -> Layout:
-    """Return the Layout with these fields, which the caller passes in canonical form. Calls with equal fields return
-    the same object.
+    """Return the Layout with these fields; calls with equal fields return the same object. The fields must be
+    normalized as in an existing Layout, with the dtype's full name and without cuts that change nothing.
 
     Raises LayoutError if the fields contradict each other.
     """

@@ -78,7 +78,8 @@ class Replicate:
 @public
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A placement: each rank along the mesh axis holds an addend; their reduction by `op` is the tensor's value.
+    """A placement: each rank along the mesh axis holds partial values, and their reduction by `op`, such as "sum" or
+    "max", over these ranks is the tensor.
 
     `op` is "sum", "avg", "max", "min" or "product". Addends are reduced in the order of the mesh.
     Raises PlacementError for any other `op`.
@@ -147,7 +148,8 @@ class Shard:
 @public
 @dataclass(frozen=True, slots=True)
 class Balanced:
-    """A placement: dimension `dim` is cut into parts equal up to one element, larger first, as by numpy.array_split."""
+    """A placement: dimension `dim` is cut into parts whose sizes differ by at most one element, larger parts first, as
+    by numpy.array_split."""
 
     dim: int
 
@@ -295,7 +297,8 @@ class BlockCyclic:
         return tuple(from_ranges(blocks[part::parts]) for part in range(parts))
 
     def digits(self, parts: int) -> tuple[FixedBlock, FixedBlock]:
-        """Return the placement's two cuts: into groups of `parts` blocks, and each group into blocks, one per rank."""
+        """Return the placement's two cuts: first into groups of consecutive blocks, then each group into single blocks,
+        one per rank. `parts` is the number of ranks, which is also the number of blocks in a group."""
         return FixedBlock(self.block * parts), FixedBlock(self.block)
 
 

@@ -113,8 +113,8 @@ class Bucket(NamedTuple):
         return str(first) if first == last else f"{first}-{last}"
 
     def at(self, span: BucketSpan) -> int:
-        """The position at which `span` begins in a rank's flat array, which has the rank's shares of all buckets, one
-        after another. The rank is the first that holds elements of the span."""
+        """Return the position at which `span` begins in the flat array of the first rank that holds some of the span.
+        Each rank's array consists of the rank's shares of all buckets, one after another."""
         size = max(self.numel // self.ranks, 1)
         return self.start // self.ranks + span.start % size
 

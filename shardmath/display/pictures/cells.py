@@ -89,9 +89,9 @@ _Owned: TypeAlias = tuple[Stretch, tuple[int, ...]]
 
 
 def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
-    """Return Panels: grids that show which ranks hold which elements, for the first 6 two-dimensional slices of the
-    tensor. `most` limits the cells of all grids together, but each grid has at least one; rows and columns in the
-    middle are left out for this."""
+    """Return Panels: grids that show which ranks hold which elements, one grid for each of the first 6 two-dimensional
+    slices of the tensor. If all grids together would have more than `most` cells, rows and columns in their middle are
+    left out, but at least one cell per grid is kept."""
     owned = [_divide_dimension(dim) for dim in layout.dims]
     slices = math.prod(map(len, owned[:-2]))
     shown = _keep_shown(owned, slices, most)
@@ -219,9 +219,9 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """Return the Holders (ranks) of each cell of a two-dimensional slice, one tuple per row. `held` has one flag
-        per rank for the slice; `rows` and `columns` have one per rank for each row and column. Ranks hold a cell if all
-        three flags are True."""
+        """Return the ranks (Holders) of each cell of a two-dimensional slice of the tensor, one tuple per row. `held`
+        flags the ranks that hold the slice's indices in the leading dimensions; `rows` and `columns` have such flags
+        for each row and column."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held
@@ -230,8 +230,8 @@ class _HolderFinder:
         return tuple(panel)
 
     def of_cell(self, held: Bools) -> Holders:
-        """Return the ranks whose flags in `held` are True, in groups. Ranks in different groups hold different partial
-        values, which a Partial layout still has to reduce; otherwise there is one group."""
+        """Return the ranks whose flags in `held` are True. If the layout is Partial, there is a tuple of ranks for each
+        partial value that they hold; otherwise all ranks are in one tuple."""
         key = np.packbits(held).tobytes()
         if key not in self.known:
             self.known[key] = self._by_addend(held)
@@ -300,9 +300,9 @@ def write_holders(holders: Holders, op: str | None) -> str:
 
 
 def write_label(holders: Holders, op: str | None, letters: int) -> str:
-    """Return text with the ranks that hold a cell, or with their number; "" if no such text fits in `letters`
-    characters. `op` is the reduction of a Partial layout, otherwise None; ranks with different partial values are
-    joined by it, as in "0 + 1" for "sum"."""
+    """Return text with the ranks that hold a cell, or with only their number if the ranks do not fit in `letters`
+    characters; "" if neither fits. In a Partial layout, the reduction `op` joins ranks with different partial values,
+    as in "0 + 1" for "sum"; for other layouts pass None."""
     if not holders:
         return ""
     count = sum(map(len, holders))

@@ -218,7 +218,8 @@ class Scale(NamedTuple):
 
 
 def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
-    """A Scale that draws the ranges `spans` in about `room` pixels or less, with gaps where positions are left out.
+    """Return the positions and sizes, in pixels, at which to draw `spans` (ranges of a dimension) in a row, with a gap
+    between ranges that do not meet. `room` limits the total size before gaps are added and tiny ranges are widened.
 
     Tiny ranges are widened so that they can be seen.
     """

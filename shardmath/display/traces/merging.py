@@ -30,7 +30,8 @@ _Votes: TypeAlias = Mapping[str, Sequence[int]]
 
 
 def merge(traces: Iterable[Trace]) -> Trace:
-    """Merge the traces of several ranks into one with aligned clocks, in which the first span begins at 0 s.
+    """Merge the traces of several ranks into one with aligned clocks. Time 0 is when the earliest span (timed
+    operation) of any rank begins.
 
     Raises ShardError for a trace without a clock, such as a merged trace, and for two traces of one rank.
     """

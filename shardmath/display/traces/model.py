@@ -50,8 +50,8 @@ _Times: TypeAlias = NDArray[np.float64]
 def model(
     plan: Plan | Program, *, topology: Topology | None = None, ranks: Iterable[int] | None = None
 ) -> Trace:
-    """Return a modeled Trace (timeline) of `ranks` (default: all) that run `plan` on `topology`, with times from the
-    start of the first round.
+    """Return a modeled Trace (timeline) of `ranks` (default: all) that run `plan` on `topology`. Times count from the
+    start of the run.
 
     A program runs on its own topology; a plan runs on `topology`, by default its own. Raises PlanError as `certify`
     does, and for anything but ranks.

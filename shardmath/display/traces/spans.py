@@ -133,7 +133,9 @@ def name_track(message: Message, rank: int) -> str:
 
 
 def name_step(step: Step) -> str:
-    """Return text for `step`, the numbers (phase, slot, turn) of a round of a program: "phase 0, slot 1, turn 2"."""
+    """Return text such as "phase 0, slot 1, turn 2" for `step`, which numbers a group of messages sent at the same
+    time. A phase is for one partial value of a sum, a slot for one slice of the data, a turn for some of a rank's
+    peers."""
     phase, slot, turn = step
     return f"phase {phase}, slot {slot}, turn {turn}"
 

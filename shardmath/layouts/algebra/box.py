@@ -62,8 +62,8 @@ def from_slices(index: Sequence[slice]) -> Box:
 
 
 def row_size(dims: Sequence[int]) -> int:
-    """Return the product of the sizes in `dims` that come after the first size above 1; 1 if all sizes are 1. This is
-    the number of elements at each index of the dimension with that first size."""
+    """Return the number of elements in a row of a tensor of shape `dims`: the elements at one index of the first
+    dimension longer than 1. If all sizes are 1, this number is 1."""
     for d, n in enumerate(dims):
         if n > 1:
             return math.prod(dims[d + 1 :])

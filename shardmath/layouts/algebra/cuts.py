@@ -247,8 +247,8 @@ def _shorten(value: object) -> str:
 
 
 def parts_to_visit(cut: Cut, size: int) -> int:
-    """Return an upper bound n for the parts that are not empty when `cut` divides `size` positions: all parts after the
-    first n are empty."""
+    """Return how many parts, counted from the first, a caller has to visit when `cut` divides `size` positions: all
+    parts after these are empty."""
     count = cut.count(size)
     if isinstance(cut, Chunks | BalancedChunks):
         return min(count, size)

@@ -38,8 +38,10 @@ __all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A range of `size` positions of a dimension, in the order in which they are stored and including padding. `stages`
-    are the cuts, one after another, that divide these positions among ranks.
+    """All positions of one dimension, or a range of them, and the cuts (`stages`, one after another) that divide these
+    positions among ranks. `size` is the number of positions, including padding.
+
+    Positions are in the order in which the dimension is stored.
 
     Raises PlacementError if a cut of given sizes, or a user's rule, meets a piece that it does
     not fit.

@@ -44,8 +44,8 @@ class Partition:
 
 @memo()
 def partition(dimension: Dimension) -> Partition:
-    """Return the Partition of `dimension`: the distinct sets of positions that ranks hold, and, for each mesh
-    coordinate, the index of the set held there."""
+    """Return the Partition of `dimension`: the distinct sets of positions that ranks hold, and the index of such a set
+    for each combination of coordinates on the mesh axes that divide the dimension."""
     number: dict[Runs, int] = {}
     cell = []
     for runs in cells(dimension):

@@ -206,7 +206,9 @@ def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
 
 
 def stage_cells(stage: Stage, length: int) -> list[Runs]:
-    """Return a list of Runs: the positions of 0..length-1 kept at each coordinate of the axes of `stage`, row-major."""
+    """Return the positions, out of 0..length-1, that ranks have after `stage` (a sequence of cuts) divides these
+    positions among them. The list has one Runs (ranges) for each combination of coordinates on the mesh axes of the
+    cuts, in row-major order."""
     if len(stage) == 1:
         digit = stage[0]
         cut = digit.cut
