@@ -36,8 +36,8 @@ __all__ = [
 
 
 def measure_lines(demands: Demands) -> Ints:
-    """Return an array with the length of each line (bytes with equal holders): its bytes, counted once per receiver
-    that lacks them."""
+    """Return an array: for each line of `demands` (elements that the same ranks hold), the number of bytes to send.
+    Each byte counts once for every rank that needs and lacks it."""
     return demands.blocks.sums(demands.nbytes * demands.count)
 
 
@@ -79,9 +79,9 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide each line (bytes that the same ranks hold) among its ranks, so that all ranks send about equally much.
-    With `nodes` (rank -> node), nodes send about equally much too. Line i has `length[i]` bytes. Returns (first, cuts):
-    line i is cut at bytes cuts[first[i]:first[i+1]].
+    """Divide the bytes of each line (bytes that the same ranks hold) among these ranks, so that all ranks, and with
+    `nodes` (rank -> node) all nodes, send about equally much. Return (first, cuts): shares of line i end at the byte
+    offsets cuts[first[i]:first[i+1]], which go from 0 to `length[i]`.
 
     The cuts of line i include 0 and its length.
     """
@@ -143,7 +143,8 @@ class Cutter:
     batches: tuple[Batch, ...]
 
     def of_line(self, line: int, at: int) -> int:
-        """Return the last byte, not after `at`, at which line number `line` (bytes with equal holders) may be cut."""
+        """Return the last byte offset, up to `at`, at which messages can divide line number `line` (bytes that the same
+        ranks hold). Both offsets count from the start of the line."""
         block = block_at(self.demands, line, at)
         inside = at - int(self.demands.start[block])
         if not inside:
@@ -152,7 +153,8 @@ class Cutter:
         return at - content + self.of_block(block, content)
 
     def of_block(self, block: int, at: int) -> int:
-        """Return the last byte, not after `at`, at which block number `block` (bytes with equal receivers) may be cut.
+        """Return the last byte offset, up to `at`, at which messages can divide block number `block` (bytes that the
+        same ranks need). Both offsets count from the start of the block.
 
         `at` counts in the bytes of one receiver.
         """
@@ -182,8 +184,8 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """A finder of the bytes at which messages can be cut. Given arrays of blocks (bytes that the same ranks need) and
-    of offsets in them, it returns an array with the last such byte up to each offset.
+    """A finder of the byte offsets at which messages can divide a block (bytes that the same ranks need). For arrays of
+    blocks and of offsets in them, it returns for each pair the last such offset that is not greater.
 
     It is fast if the elements between two ranks form one box.
 
@@ -200,7 +202,8 @@ class Grid:
     rows: Ints
 
     def snapped(self, block: Ints, at: Ints) -> Ints:
-        """Return, for each i, the last byte up to `at[i]` where block `block[i]` (with equal receivers) may be cut."""
+        """Return an array: for each i, the last byte offset, up to `at[i]`, at which messages can divide block number
+        `block[i]`. A block is bytes that the same ranks need; offsets count from its start."""
         row, inside = self._find_rows(block, at)
         begin = at - inside
         snapped = begin + self._snap_in_box(row, inside)
@@ -289,10 +292,11 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """Return an array: for each entry of `demands`, the size in bytes of its largest piece that no message divides,
-    such as a slice of up to 64 KiB; 0 if unknown. `batches` are the groups of tensors in `demands`, with their layouts.
+    """Return an array: for each range of elements listed in `demands`, the size in bytes of its largest piece that no
+    message divides, such as a slice of up to 64 KiB. It is 0 for a range cut from a larger one; `batches` are the
+    groups of tensors in `demands`, with their layouts.
 
-    It is unknown if the entry is a stripe of a unit.
+    Such a range is a stripe of a unit.
     """
     size = _look_up_units(demands, batches, lambda template: template.unit_size)
     grain = _look_up_units(demands, batches, unit_grains)

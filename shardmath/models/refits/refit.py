@@ -246,8 +246,8 @@ def refit(
     rules: Mapping[str, Transform] | None = None,
 ) -> Refit:
     """Return a Refit: a plan that moves weights from a trainer to one engine, or to several by name. `shapes` has the
-    shape and dtype of each weight; if the transforms `rules` change weights, `served` has their shapes and dtypes in
-    engines. Engines can lack tensors that match a glob in `unused`.
+    shape and dtype of every weight; `served` has the shapes and dtypes of all weights in engines, if transforms in
+    `rules` (keys: names or globs) change any.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` returns for a module
     under FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Shapes in a Vocabulary are

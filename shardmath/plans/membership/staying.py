@@ -40,7 +40,8 @@ class _Shorter(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The windows (layouts that hold a tensor) with ranks that stay, and the new index of each by its old index."""
+    """The layouts (windows) of a tensor that still have ranks after other ranks left. `places` maps a layout's index
+    before that to its index in `windows`."""
 
     windows: Windows
     places: dict[int, int]
