@@ -73,11 +73,11 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """Return the dimensions and the Partial axes that the layout text `spec` describes; `rules` maps names in it to
-    placements. Raises LayoutError if `stored` (padded lengths) has entries, because such padding is written in the
-    text.
+    """Return the dimensions and the Partial axes that the layout text `spec` describes. An `@name` in the text stands
+    for the placement `rules[name]`.
 
-    Raises LayoutError, PlacementError or NotationError.
+    Raises LayoutError, PlacementError or NotationError. It is a LayoutError if `stored` (padded lengths) has entries:
+    such padding belongs in the text, as in (n)=8.
     """
     if stored is not None and len(_check_stored(stored)):
         raise LayoutError(

@@ -42,11 +42,11 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """Return how `n` positions of a dimension are divided among ranks, as a Field. Each of `stages` has the items of a
-    parenthesized group, such as tp and n in (tp n), and divides the parts that the stage before left; `reader` supplies
-    the mesh and reports errors.
+    """Return how a dimension of length `n` is divided among ranks, as a Field. Each of `stages` has the items of one
+    parenthesized group of a layout text, such as tp and heads in (tp heads); it divides the parts that the stage before
+    left.
 
-    Raises NotationError if the stages cannot divide the positions.
+    `reader` supplies the mesh and reports errors. Raises NotationError if the stages cannot divide the positions.
     """
     first = stages[0][0]
     if first.sizes is not None and sum(first.sizes) != n:

@@ -79,11 +79,12 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide the bytes of each line (bytes that the same ranks hold) among these ranks, so that all ranks, and with
-    `nodes` (rank -> node) all nodes, send about equally much. Return (first, cuts): shares of line i end at the byte
-    offsets cuts[first[i]:first[i+1]], which go from 0 to `length[i]`.
+    """Divide the bytes of each line (bytes that the same ranks hold) among these ranks, so that all ranks send about
+    equally much. Return (first, cuts): the h-th rank that holds line i sends its bytes from offset cuts[first[i] + h]
+    up to cuts[first[i] + h + 1].
 
-    The cuts of line i include 0 and its length.
+    With `nodes` (rank -> node), all nodes also send about equally much. The cuts of line i include 0 and its length,
+    `length[i]`.
     """
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
@@ -143,8 +144,9 @@ class Cutter:
     batches: tuple[Batch, ...]
 
     def of_line(self, line: int, at: int) -> int:
-        """Return the last byte offset, up to `at`, at which messages can divide line number `line` (bytes that the same
-        ranks hold). Both offsets count from the start of the line."""
+        """Return the last byte offset, not after `at`, where a message can begin: the start of a rectangular slice of a
+        tensor, or of a row in a slice of over 64 KiB. Offsets count from the start of line number `line` (bytes that
+        the same ranks hold)."""
         block = block_at(self.demands, line, at)
         inside = at - int(self.demands.start[block])
         if not inside:
@@ -153,8 +155,9 @@ class Cutter:
         return at - content + self.of_block(block, content)
 
     def of_block(self, block: int, at: int) -> int:
-        """Return the last byte offset, up to `at`, at which messages can divide block number `block` (bytes that the
-        same ranks need). Both offsets count from the start of the block.
+        """Return the last byte offset, not after `at`, where a message can begin: the start of a rectangular slice of a
+        tensor, or of a row in a slice of over 64 KiB. Offsets count from the start of block number `block` (bytes that
+        the same ranks need).
 
         `at` counts in the bytes of one receiver.
         """
@@ -184,10 +187,11 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """A finder of the byte offsets at which messages can divide a block (bytes that the same ranks need). For arrays of
-    blocks and of offsets in them, it returns for each pair the last such offset that is not greater.
+    """A finder of the byte offsets in blocks (bytes that the same ranks need) where a message can begin. These are the
+    starts of rectangular slices of tensors, and of rows in slices of over 64 KiB.
 
-    It is fast if the elements between two ranks form one box.
+    For arrays of blocks and of offsets in them, it returns for each pair the last such offset that is not greater. It
+    is fast if the elements between two ranks form one box.
 
     With all contents laid end to end, row r of the lines begins at byte `begin[r]`, and the content of block b
     at `base[b]`. `rows[r]` is the number of elements in a row of the only box of its unit: 0 if the box stays
@@ -202,8 +206,9 @@ class Grid:
     rows: Ints
 
     def snapped(self, block: Ints, at: Ints) -> Ints:
-        """Return an array: for each i, the last byte offset, up to `at[i]`, at which messages can divide block number
-        `block[i]`. A block is bytes that the same ranks need; offsets count from its start."""
+        """Return an array: for each i, the last byte offset, not after `at[i]`, where a message can begin. This is the
+        start of a rectangular slice, or of a row in a slice of over 64 KiB; offsets count from the start of block
+        number `block[i]` (bytes that the same ranks need)."""
         row, inside = self._find_rows(block, at)
         begin = at - inside
         snapped = begin + self._snap_in_box(row, inside)
@@ -292,11 +297,11 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """Return an array: for each range of elements listed in `demands`, the size in bytes of its largest piece that no
-    message divides, such as a slice of up to 64 KiB. It is 0 for a range cut from a larger one; `batches` are the
-    groups of tensors in `demands`, with their layouts.
+    """Return an array: for each range of elements listed in `demands`, the size in bytes of the largest piece that must
+    be in one message. Such a piece is a rectangular slice of up to 64 KiB, or a row of a larger slice.
 
-    Such a range is a stripe of a unit.
+    It is 0 for a range cut from a larger one. Such a range is a stripe of a unit; `batches` are the groups of tensors
+    in `demands`, with their layouts.
     """
     size = _look_up_units(demands, batches, lambda template: template.unit_size)
     grain = _look_up_units(demands, batches, unit_grains)

@@ -137,8 +137,8 @@ class BoundRecorded:
         return dict(self._holdings(rank).shapes)
 
     def row_of(self, native: _Key, rank: int) -> str:
-        """Return a text for messages that says how `rank` stores a tensor; `native` is the pair (chunk index, stored
-        name). Raises StoreError if `rank` lacks this tensor."""
+        """Return a text for error messages that says how `rank` stores the tensor `native`: a pair (virtual pipeline
+        stage, stored name). Raises StoreError if `rank` lacks this tensor."""
         self._holdings(rank)
         for recorded in self.side.ranks[rank].natives:
             if (recorded.chunk, recorded.name) == native and recorded.pieces:

@@ -33,9 +33,9 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """Group the engines that store all tensors in the same way on different ranks, and join their layouts; `held[i]`
-    has engine i's layouts, one per tensor. Return (joined, groups): for each tensor, a tuple with one layout per group;
-    for each engine, the index of its group."""
+    """Group the engines whose layouts differ only in ranks; `held[i]` has engine i's layouts, one per tensor. Return
+    (joined, groups): joined has, per tensor, one layout for each group over all ranks of its engines; `groups[i]` is
+    the index of engine i's group."""
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:

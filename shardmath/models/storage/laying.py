@@ -77,9 +77,8 @@ class _StoredDim:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """How a stored tensor is divided among ranks, and the logical tensors in it (components), such as q, k and v in
-    qkv. `stored` has the local sizes for each dimension of the stored tensor; `dims` maps a component to how each of
-    its dimensions is divided."""
+    """How a stored tensor, such as qkv, is divided among ranks. `stored` gives, for each of its dimensions, the local
+    length at each mesh coordinate; `dims` says how each logical tensor in it, such as q, is divided."""
 
     order: tuple[int, ...]
     stored: tuple[Stack | _StoredDim, ...]

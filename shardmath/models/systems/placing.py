@@ -41,8 +41,9 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """Return the Spot (stage, chunk, number) of each layer of a model; `layers` is the number of layers in all. Stage s
+    """Return the Spot (pipeline stage, chunk, number of the layer) of each of the `layers` layers of a model. Stage s
     has `counts[c * pp + s]` layers in chunk (virtual stage) c; with `renumber`, layer numbers begin at 0 in each chunk.
+    `fix` is advice for the error message.
 
     Raises StoreError, with `fix` as advice, when `counts` have another length than pp times `chunks`, another sum than
     `layers`, or a negative number.

@@ -54,7 +54,7 @@ class Subnetwork(NamedTuple):
 
 class Leaf(NamedTuple):
     """Groups of ranks that together send `nbytes` bytes, each in proportion to its weight; `weight` is the sum of the
-    weights. `sent[s][l]` is an integer: `weight` times the number of bytes with id l that group s sends."""
+    weights. Group s sends `sent[s][l] / weight` bytes of line l, which is bytes that the same groups can send."""
 
     nbytes: int
     weight: int

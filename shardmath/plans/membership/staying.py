@@ -40,8 +40,8 @@ class _Shorter(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The layouts (windows) of a tensor that still have ranks after other ranks left. `places` maps a layout's index
-    before that to its index in `windows`."""
+    """The layouts of a tensor after ranks have left: `windows` has those layouts that still have ranks. `places` maps a
+    layout's index before the ranks left to its index in `windows`."""
 
     windows: Windows
     places: dict[int, int]
