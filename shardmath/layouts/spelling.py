@@ -73,10 +73,11 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """Return the dimensions and the Partial axes that the layout text `spec` describes. `rules` maps names in the text
-    to placements; `stored` (padding of dimensions) must be None or empty, since a text has its own notation for it.
+    """Return the dimensions and the Partial axes that the layout text `spec` describes. An `@name` in the text stands
+    for the placement `rules[name]`.
 
-    Raises LayoutError, PlacementError or NotationError.
+    Raises LayoutError, PlacementError or NotationError. It is a LayoutError if `stored` (padded lengths) has entries:
+    such padding belongs in the text, as in (n)=8.
     """
     if stored is not None and len(_check_stored(stored)):
         raise LayoutError(
@@ -116,10 +117,11 @@ def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """Return how the placements `spec` divide each dimension of `shape`, and the Partial axes. `stored` maps a
-    dimension to its padded length, or to Runs that give each stored position's index in the tensor. A StridedShard
-    divides what earlier placements left if `reading` is "placement"; if "order", it encodes the order in which mesh
-    axes split, as in DTensor.
+    """Return how the placements `spec` divide each dimension of `shape`, padded as `stored` says, and the Partial axes.
+    If `reading` is "placement", each placement divides the parts that earlier ones left; if "order", the split factors
+    of StridedShard give the order of mesh axes, as in DTensor.
+
+    `stored` maps a dimension to its padded length, or to Runs that give each stored position's index in the tensor.
 
     Raises LayoutError or PlacementError.
     """

@@ -312,9 +312,9 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """Describe a tensor whose row-major elements start..stop-1 lie in a flat array of rank r, for each `ranges[r]` =
-    (start, stop). Return layouts, one per rectangular slice of a range, and a Store: each slice's offset in the array,
-    which is named `buffer` (default: `name`).
+    """Describe a tensor of which each rank r has the row-major elements start..stop-1 in a local 1-d array, where
+    `ranges[r]` = (start, stop). Return a layout for each rectangular slice of each rank's elements, and a Store with
+    the offset of each such slice in the rank's array.
 
     A range is (lo, hi) of the tensor's row-major elements. Windows are listed rank by rank and in order. They lie in a
     flat buffer per rank, called `buffer` (`name`, if not given), whose element 0 is the rank's element lo. Raises

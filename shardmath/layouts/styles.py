@@ -123,8 +123,8 @@ def _kind_of_tail(tail: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return whether the tensor `name` matches `pattern`: a glob for names, or one of "column", "row", "vocab" and
-    "replicate". These four match tensors that tensor parallelism divides in this way, judged by the name.
+    """Return whether the tensor `name` matches `pattern`, a glob or one of the kinds that a name implies under tensor
+    parallelism. The kinds are "column", "row", "vocab" (divided by vocabulary) and "replicate" (not divided).
 
     None of these four is ever read as a glob.
     """

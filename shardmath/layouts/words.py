@@ -42,11 +42,11 @@ class WrittenDigit(NamedTuple):
 
 
 def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -> Field:
-    """Return a Field: how `n` positions of a dimension are divided among ranks, as `stages` say. A stage lists the
-    items of one parenthesized group in the layout's text, such as tp and n in (tp n); `reader` supplies the mesh and
-    reports errors in the text.
+    """Return how a dimension of length `n` is divided among ranks, as a Field. Each of `stages` has the items of one
+    parenthesized group of a layout text, such as tp and heads in (tp heads); it divides the parts that the stage before
+    left.
 
-    Raises NotationError if they cannot divide it.
+    `reader` supplies the mesh and reports errors. Raises NotationError if the stages cannot divide the positions.
     """
     first = stages[0][0]
     if first.sizes is not None and sum(first.sizes) != n:

@@ -39,8 +39,8 @@ __all__ = ["Flip", "Transposed", "adjoint", "flip_digest", "flip_of", "swap_ends
 
 
 def swap_ends(t: Transfer) -> Transfer:
-    """Return the transfer `t` with source and destination swapped. Its operation, such as "sum", and the number of the
-    partial value that it carries stay the same."""
+    """Return the transfer `t` with source and destination swapped. Its operation, such as "sum", and `addend`, its
+    place in the order of summation, stay the same."""
     return t._replace(
         src_rank=t.dst_rank,
         dst_rank=t.src_rank,
@@ -57,15 +57,16 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A callable that turns a transfer of a plan into a transfer of the adjoint (backward) plan. It swaps source and
-    destination, and sets the operation, "copy" or "sum", and the partial value's number to those that the adjoint
-    has."""
+    """A callable that turns a transfer of a plan into a transfer of the adjoint (backward) plan: it swaps source and
+    destination. The operation becomes "sum" where the adjoint adds values of several ranks, otherwise "copy"; `addend`
+    becomes the place in the order of summation."""
 
     entries: Mapping[str, Entry]
 
     def entry(self, local: str, rank: int) -> tuple[str, int]:
-        """Return (operation, number of the partial value) for the adjoint's transfers that read the tensor `local` of
-        `rank`; the operation is "copy" or "sum". In the original plan, `local` is a destination."""
+        """Return (operation, addend) for the adjoint's transfers from the tensor `local` on `rank`: "copy" or "sum",
+        and the place in the order of summation. The adjoint runs backward, so that `local` is a tensor into which the
+        original plan writes."""
         op, addends = self.entries[local]
         return op, addends[rank]
 
@@ -102,8 +103,9 @@ class Transposed:
         return describe("adjoint plan", self)
 
     def svg(self, *, topology: Topology | None = None, tensor: str | None = None) -> str:
-        """Draw the adjoint as an SVG document: `tensor` (default: the first) before and after, and bytes by sender and
-        receiver, with nodes marked by `topology`."""
+        """Draw the adjoint as an SVG document: a tensor's layouts before and after the move, and the bytes that each
+        rank sends to each other rank. `tensor` is the first by default; `topology` adds gaps between nodes and a color
+        for bytes that cross them."""
         return svg(self, topology=topology, tensor=tensor)
 
     def _repr_html_(self) -> str:

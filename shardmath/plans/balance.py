@@ -36,8 +36,8 @@ __all__ = [
 
 
 def measure_lines(demands: Demands) -> Ints:
-    """Return an array with the length of each line (bytes with equal holders): its bytes, counted once per receiver
-    that lacks them."""
+    """Return an array: for each line of `demands` (elements that the same ranks hold), the number of bytes to send.
+    Each byte counts once for every rank that needs and lacks it."""
     return demands.blocks.sums(demands.nbytes * demands.count)
 
 
@@ -79,11 +79,12 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide each line (bytes that the same ranks hold) among its ranks, so that all ranks send about equally much.
-    With `nodes` (rank -> node), nodes send about equally much too. Line i has `length[i]` bytes. Returns (first, cuts):
-    line i is cut at bytes cuts[first[i]:first[i+1]].
+    """Divide the bytes of each line (bytes that the same ranks hold) among these ranks, so that all ranks send about
+    equally much. Return (first, cuts): the h-th rank that holds line i sends its bytes from offset cuts[first[i] + h]
+    up to cuts[first[i] + h + 1].
 
-    The cuts of line i include 0 and its length.
+    With `nodes` (rank -> node), all nodes also send about equally much. The cuts of line i include 0 and its length,
+    `length[i]`.
     """
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
@@ -143,7 +144,9 @@ class Cutter:
     batches: tuple[Batch, ...]
 
     def of_line(self, line: int, at: int) -> int:
-        """Return the last byte, not after `at`, at which line number `line` (bytes with equal holders) may be cut."""
+        """Return the last byte offset, not after `at`, where a message can begin: the start of a rectangular slice of a
+        tensor, or of a row in a slice of over 64 KiB. Offsets count from the start of line number `line` (bytes that
+        the same ranks hold)."""
         block = block_at(self.demands, line, at)
         inside = at - int(self.demands.start[block])
         if not inside:
@@ -152,7 +155,9 @@ class Cutter:
         return at - content + self.of_block(block, content)
 
     def of_block(self, block: int, at: int) -> int:
-        """Return the last byte, not after `at`, at which block number `block` (bytes with equal receivers) may be cut.
+        """Return the last byte offset, not after `at`, where a message can begin: the start of a rectangular slice of a
+        tensor, or of a row in a slice of over 64 KiB. Offsets count from the start of block number `block` (bytes that
+        the same ranks need).
 
         `at` counts in the bytes of one receiver.
         """
@@ -182,10 +187,11 @@ class Cutter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grid:
-    """A finder of the bytes at which messages can be cut. Given arrays of blocks (bytes that the same ranks need) and
-    of offsets in them, it returns an array with the last such byte up to each offset.
+    """A finder of the byte offsets in blocks (bytes that the same ranks need) where a message can begin. These are the
+    starts of rectangular slices of tensors, and of rows in slices of over 64 KiB.
 
-    It is fast if the elements between two ranks form one box.
+    For arrays of blocks and of offsets in them, it returns for each pair the last such offset that is not greater. It
+    is fast if the elements between two ranks form one box.
 
     With all contents laid end to end, row r of the lines begins at byte `begin[r]`, and the content of block b
     at `base[b]`. `rows[r]` is the number of elements in a row of the only box of its unit: 0 if the box stays
@@ -200,7 +206,9 @@ class Grid:
     rows: Ints
 
     def snapped(self, block: Ints, at: Ints) -> Ints:
-        """Return, for each i, the last byte up to `at[i]` where block `block[i]` (with equal receivers) may be cut."""
+        """Return an array: for each i, the last byte offset, not after `at[i]`, where a message can begin. This is the
+        start of a rectangular slice, or of a row in a slice of over 64 KiB; offsets count from the start of block
+        number `block[i]` (bytes that the same ranks need)."""
         row, inside = self._find_rows(block, at)
         begin = at - inside
         snapped = begin + self._snap_in_box(row, inside)
@@ -289,10 +297,11 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """Return an array: for each entry of `demands`, the size in bytes of its largest piece that no message divides,
-    such as a slice of up to 64 KiB; 0 if unknown. `batches` are the groups of tensors in `demands`, with their layouts.
+    """Return an array: for each range of elements listed in `demands`, the size in bytes of the largest piece that must
+    be in one message. Such a piece is a rectangular slice of up to 64 KiB, or a row of a larger slice.
 
-    It is unknown if the entry is a stripe of a unit.
+    It is 0 for a range cut from a larger one. Such a range is a stripe of a unit; `batches` are the groups of tensors
+    in `demands`, with their layouts.
     """
     size = _look_up_units(demands, batches, lambda template: template.unit_size)
     grain = _look_up_units(demands, batches, unit_grains)

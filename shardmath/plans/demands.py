@@ -67,14 +67,16 @@ class Demands:
 
     @property
     def blocks(self) -> Offsets:
-        """Offsets that give each line (bytes with equal holders) its blocks (bytes with equal receivers): line i has
-        the blocks first[i]..first[i+1]-1."""
+        """The list of blocks of each line, as offsets: line i has the blocks `blocks.first[i]` up to `blocks.first[i +
+        1]`, exclusive. A line is bytes that the same ranks hold; a block is the part of a line that the same ranks
+        need."""
         return Offsets(self.first)
 
     @property
     def rows(self) -> Offsets:
-        """Offsets of the rows of each block: block i has the rows `rows.first[i]` up to `rows.first[i + 1]`, exclusive.
-        A block is bytes that the same ranks need, a row one range of elements in each of several tensors."""
+        """The list of rows of each block, as offsets: block i has the rows `rows.first[i]` up to `rows.first[i + 1]`,
+        exclusive. A block is bytes that the same ranks need; a row is a range of element indices that applies to
+        several tensors."""
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:
@@ -117,8 +119,9 @@ class _Requests(NamedTuple):
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """Return a number for each request (elements that some ranks hold and others need): twice the number of its set
-        of holders, plus 1 if holders and receivers are on one node."""
+        """Return an array with a key for each request, by which requests are grouped: twice the index of the set of
+        holders, plus 1 if holders and receivers are on one node. A request is elements that some ranks hold and others
+        need."""
         return self.holders * 2 + self.near
 
 

@@ -289,8 +289,8 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """Return the names, ascending, of tensors of which the destination lacks some elements. Raises PlanError for such a
-    tensor if `window` is false and its destination, `given[name]`, is not a tuple of layouts."""
+    """Return the names, ascending, of tensors of which the destination holds only some elements. Raises PlanError
+    unless this is permitted: by `window` for all tensors, by a tuple of layouts in `given[name]` for one."""
     in_part: list[str] = []
     for group in groups:
         if holds_all(group.dst):
@@ -326,8 +326,8 @@ def _join_alike(alike: list[Group]) -> Group:
 
 
 def make_batches(groups: Iterable[Group]) -> tuple[Batch, ...]:
-    """Make a Batch of the tensors of each group for each pair of a source and a destination layout whose bounding boxes
-    overlap.
+    """Make Batches for moving the tensors of each group. One Batch is for one source layout and one destination layout
+    of the group, whose bounding boxes overlap.
 
     A destination layout that overlaps no source layout is paired with the first one.
     """

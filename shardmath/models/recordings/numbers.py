@@ -23,7 +23,8 @@ _Flat: TypeAlias = NDArray[np.int64]
 
 
 def find_pieces(tensor: str, cells: _Flat, elements: _Flat) -> list[Piece]:
-    """Group elements of the logical `tensor` into strided Pieces: `elements[i]` is stored at position `cells[i]`."""
+    """Group elements of the logical `tensor` into strided Pieces. `elements[i]` is the flat index of an element in
+    `tensor`, and `cells[i]` its flat index in the one stored tensor that holds them all."""
     if not len(cells):
         return []
     groups = _group_neighbors(cells, elements)
@@ -48,7 +49,8 @@ class _Groups:
         self.shapes = shapes
 
     def grouped(self) -> _Groups:
-        """Return the pieces, with each series of equally shaped pieces at equal distances merged into one."""
+        """Return the pieces after one merge: successive pieces of equal shape, at equal distances in the stored and in
+        the logical tensor, become one strided piece."""
         cells = np.diff(self.cells).tolist()
         elements = np.diff(self.elements).tolist()
         steps = list(zip(cells, elements, strict=True))

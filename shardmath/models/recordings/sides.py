@@ -137,7 +137,8 @@ class BoundRecorded:
         return dict(self._holdings(rank).shapes)
 
     def row_of(self, native: _Key, rank: int) -> str:
-        """A text on how `rank` stores the tensor `native`, for messages. Raises StoreError if `rank` lacks `native`."""
+        """Return a text for error messages that says how `rank` stores the tensor `native`: a pair (virtual pipeline
+        stage, stored name). Raises StoreError if `rank` lacks this tensor."""
         self._holdings(rank)
         for recorded in self.side.ranks[rank].natives:
             if (recorded.chunk, recorded.name) == native and recorded.pieces:
@@ -284,9 +285,9 @@ class _LayoutFinder:
         self._layouts_by_key: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Find the layout over all ranks of the tensor `name`, of shape and dtype `entry`, and add it to `layouts`. If
-        no rank stores the tensor, add `name` to `missing`; if the ranks' parts do not fit one layout, add a message to
-        `faults`."""
+        """Find one layout of the tensor `name` over all ranks, for the shape and dtype `entry`, and add it to the dict
+        `self.layouts`. Otherwise, add the name to the list `self.missing` if no rank stores the tensor, or a message to
+        the list `self.faults` if no layout fits."""
         parts = {}
         for rank, on_rank in self.held.items():
             if name in on_rank.parts:

@@ -35,7 +35,8 @@ NO_PRODUCT = (
 
 
 class RecordedView:
-    """Pieces of a logical tensor as one view (a slice per dimension) of a stored tensor.
+    """A view of a stored tensor: an index or a slice per dimension. The view has exactly the elements of a logical
+    tensor that the constructor's argument `pieces` lists.
 
     Raises StoreError if the pieces do not form a view. `missing` is the number of dimensions of 1 that the stored
     tensor lacks; `cut` and `order` are as in a Slot; `runs` are the positions in each dimension of the view.

@@ -61,8 +61,8 @@ class _Renamer:
         self.meshes: dict[tuple[Mesh, ...], tuple[Mesh, ...]] = {}
 
     def rename(self, held: Held) -> Held:
-        """Return a copy of `held`, a declaration of stored tensors, with new rank numbers: those to which the dict
-        `ranks`, an attribute of this object, maps the old ones."""
+        """Return a copy of `held`, a declaration of stored tensors, in which every rank r is replaced by
+        `self.ranks[r]`."""
         blocks = map(self._rename_block, held.blocks)
         return dataclasses.replace(held, blocks=tuple(blocks))
 

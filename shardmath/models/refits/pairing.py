@@ -25,9 +25,9 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """Return two dicts of layouts by tensor name, for the source and the destination of a plan. The source has the
-    trainer's tensors that engines or the transforms `rules` use; the destination has all tensors of the engines, with
-    one layout each, or with a tuple of layouts if there are several engines.
+    """Return (source, destination) for a plan: dicts of the trainer's and of the engines' layouts, by tensor name. A
+    destination value is one layout for one engine, and a tuple of layouts for several; the source has only tensors that
+    the engines or the transforms `rules` need.
 
     The second has one layout per tensor for one engine, else a tuple of layouts (windows). Raises PlanError if an
     engine stores only a part of a tensor.
@@ -75,7 +75,8 @@ def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, lis
 def group_tensors(
     names: Collection[str], companions: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield groups of `names`, each a tensor followed by its companions in `names` (such as its scales)."""
+    """Divide `names` into groups and yield each as a tuple: a tensor's name, then the names of its companions, such as
+    its scales. `companions` maps a tensor's name to the names of its companions; those not in `names` are left out."""
     taken = set(itertools.chain.from_iterable(companions.values()))
     for name in names:
         if name not in taken:

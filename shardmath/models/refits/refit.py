@@ -246,8 +246,7 @@ def refit(
     rules: Mapping[str, Transform] | None = None,
 ) -> Refit:
     """Return a Refit: a plan that moves weights from a trainer to one engine, or to several by name. `shapes` has the
-    shape and dtype of each weight; if the transforms `rules` change weights, `served` has their shapes and dtypes in
-    engines. Engines can lack tensors that match a glob in `unused`.
+    shape and dtype of every weight; `unused` has globs of weights that an engine does not have to store.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` returns for a module
     under FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Shapes in a Vocabulary are

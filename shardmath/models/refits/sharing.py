@@ -33,9 +33,9 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """Join the layouts of engines that store all tensors in the same way on different ranks; `held` has one tuple per
-    engine, with a layout per tensor. Return two tuples: per tensor, a tuple of joined layouts, one for each group of
-    such engines; per engine, the index of its group."""
+    """Group the engines whose layouts differ only in ranks; `held[i]` has engine i's layouts, one per tensor. Return
+    (joined, groups): joined has, per tensor, one layout for each group over all ranks of its engines; `groups[i]` is
+    the index of engine i's group."""
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:

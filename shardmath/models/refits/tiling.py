@@ -90,9 +90,9 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Raise StoreError if, in an engine's storage, a quantized tensor begins at another offset than the block size
-    times the offset of its scales. Both are offsets in the fused tensors that the engine stores; `of` has the shapes
-    and dtypes of all tensors, and `rules` the transforms that make scales."""
+    """Check in each engine that every quantized tensor begins at the block size times the index at which its scales
+    begin; raise StoreError if not. Both are indices in stored (fused) tensors; `of` has the shapes and dtypes of all
+    tensors, and `rules` the transforms that make scales."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

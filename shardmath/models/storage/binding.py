@@ -47,8 +47,8 @@ SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The stored tensors that one row declares; a row is a line of text that says how ranks store tensors. A `*` in the
-    row's names stands for "weight" or "bias": `star` is the one meant here, or "" for a row without `*`."""
+    """The stored tensors that one row declares; a row is a line of text that says how ranks store tensors. `star` is
+    the word, "weight" or "bias", that replaces `*` in the row's names, or "" if they have no `*`."""
 
     row: Row
     star: str
@@ -57,7 +57,7 @@ class Held:
 
     @property
     def names(self) -> set[str]:
-        """The names of all logical tensors in these stored tensors."""
+        """The names of all logical (checkpoint) tensors that are in the stored tensors of this object, its `blocks`."""
         by_component = itertools.chain.from_iterable(block.names for block in self.blocks)
         return set(itertools.chain.from_iterable(by_component))
 

@@ -30,8 +30,8 @@ FEW = 1 << 12
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The values of the names in a text that says how ranks store a tensor. The names are mesh axes (values: sizes),
-    components such as q (values: lengths), and named integers such as a head size hd=64.
+    """The integer value of each name in a text that says how ranks store a tensor. A mesh axis has its size, a part of
+    a fused tensor (such as q of qkv) its length, and a named number (such as hd=64, a head size) its value.
 
     With `exact`, axes and numbers must divide what they cut; otherwise parts are ceil-chunks, as in torch.chunk.
     """
@@ -81,8 +81,9 @@ _Piece: TypeAlias = tuple[int, int]
 
 
 def lay_out(group: GroupedDim, frame: Frame, coords: Mapping[str, int]) -> Runs:
-    """Return, as Runs, the positions of a dimension that ranks at the mesh coordinates `coords` store. `group` is the
-    dimension as a text in parentheses describes it, such as (tp n); `frame` has the values of names in the text.
+    """Return which indices of a dimension are on the ranks at the mesh coordinates `coords`, as Runs: a sequence of
+    index ranges. `group` is the parsed notation for the dimension, such as (tp n), and `frame` has the values of names
+    in it.
 
     Positions count the components (q, k, v), one after the other. Raises LayoutError for unknown words, and if an axis
     or a number does not divide what it cuts.
@@ -109,8 +110,8 @@ class _GroupLayer:
         self.before: list[_Piece] | None = None  # the pieces of the stages laid so far
 
     def lay(self, group: GroupedDim) -> Runs:
-        """Return, as Runs (ranges), the positions that ranks store of a dimension, whose division is declared by
-        `group`. The ranks are those at the mesh coordinates `coords`, an attribute of this object.
+        """Return which indices of a dimension are on the ranks at this object's mesh coordinates, as Runs: a sequence
+        of index ranges. `group` is the parsed notation for the dimension, such as (tp n).
 
         Each stage cuts what the last left.
         """

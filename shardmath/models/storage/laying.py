@@ -51,7 +51,8 @@ class Stack:
     held: Mapping[_Point, Runs]
 
     def at(self, coords: Coords) -> Runs:
-        """Return the numbers of the stacked tensors held at the mesh coordinates `coords`, as Runs (ranges)."""
+        """Return which of the stacked tensors, such as experts, are on the ranks at the mesh coordinates `coords`:
+        their indices in the stack, as Runs (index ranges)."""
         return self.held[tuple(coords[axis] for axis in self.axes)]
 
     def list_holders(self) -> list[tuple[_Point, ...]]:
@@ -76,8 +77,8 @@ class _StoredDim:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """The layout of a stored tensor that has one or more logical tensors (components), as qkv has q, k and v. `stored`
-    lists the dimensions of the stored tensor; `dims` has the dimensions of each component, by name."""
+    """How a stored tensor, such as qkv, is divided among ranks. `stored` gives, for each of its dimensions, the local
+    length at each mesh coordinate; `dims` says how each logical tensor in it, such as q, is divided."""
 
     order: tuple[int, ...]
     stored: tuple[Stack | _StoredDim, ...]
@@ -96,9 +97,9 @@ class Laid:
     def cuts(
         self, component: str, coords: Coords, numbers: Iterable[int] = (0,)
     ) -> list[tuple[int | slice, ...]]:
-        """List the index tuples that cut `component`, such as q, out of the stored tensor of ranks at `coords`, one per
-        item of `numbers`. The items are positions in the stack if the stored tensor is a stack, such as of experts;
-        otherwise, all tuples are equal.
+        """List the index tuples that select `component`, such as q, from the stored tensor on the ranks at `coords`:
+        one tuple for each of `numbers`. A number is an index into stacked tensors, such as experts, and has no effect
+        if nothing is stacked.
 
         `coords` are the mesh coordinates of ranks that store the tensor. If the stored tensor is a stack, a tuple has
         the position in the stack instead of a slice.
@@ -129,8 +130,9 @@ def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
 
 
 def stack_names(row: Row) -> dict[int, str]:
-    """Return a dict from each dimension along which a stored tensor stacks other tensors to the name of their index. It
-    is {0: "e"} if the storage rule `row` is `w = x.{e}.w : e n h`."""
+    """Return a dict from each dimension along which tensors, such as experts, are stacked to the placeholder that
+    numbers them in their names. For the storage rule `row` = `w = x.{e}.w : e n h`, this is {0: "e"}: dimension 0
+    stacks x.0.w, x.1.w and so on."""
     indices = {index.name for index in row.logical.indices}
     stacks: dict[int, str] = {}
     for i, dim in enumerate(row.dims or ()):
@@ -200,8 +202,9 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """List a pair for each dimension of a stored tensor: the parsed notation of the storage rule `row` for it, such as
-    (tp n), and the index, such as "e", of tensors that are stacked along it, or None.
+    """List a pair (notation, index) for each dimension of a stored tensor. The notation is parsed from the storage rule
+    `row`, such as (tp n); the index is the placeholder, such as "e", that numbers tensors stacked along the dimension,
+    or None without a stack.
 
     `ndim` is the number of dimensions that are not stacks.
     """

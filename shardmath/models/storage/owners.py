@@ -52,8 +52,9 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List the stored names of the experts whose numbers on their rank, counted from 0, are `local`. A name is the
-        pattern of the storage rule `row`, with `star` for `*` and local numbers for placeholders such as {ep e}."""
+        """List the stored names of those experts of a rank whose indices on the rank, counted from 0, are `local`. In
+        the names of the storage rule `row`, `star` replaces `*`, and the expert's index replaces a placeholder such as
+        {ep e}."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -68,8 +69,8 @@ class Owner(NamedTuple):
         return names
 
     def list_names(self, row: Row, star: str) -> list[str]:
-        """List, without repetition, the names under which ranks store the tensor of the storage rule `row`; if experts
-        are stored one by one, the names of all. The word `star` replaces `*` in the rule's pattern of names."""
+        """List, without repetition, all names that the tensor of the storage rule `row` has on any rank: if experts are
+        separate tensors, one name for each expert index on a rank. The word `star` replaces `*` in the rule's names."""
         most = max(map(len, self.stack.held.values())) if self.stack else 1
         named = self.name(row, star, range(most))
         return list(dict.fromkeys(named))
@@ -314,7 +315,8 @@ def pile(meshes: Sequence[Mesh]) -> Mesh:
 
 
 class OwnedTensor(NamedTuple):
-    """A stored tensor: the logical names and location of each component (such as q) in it, and the ranks it is on."""
+    """A stored tensor: which logical tensors it contains, where they are in it, and which ranks have it. `names` has a
+    list for each component, such as q: one logical name, or one for each stacked expert."""
 
     names: tuple[list[str], ...]
     laid: Laid
@@ -343,9 +345,9 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """Return one stored tensor and its layouts: a tuple per part, such as gate and up, with a layout for each
-        stacked expert. `numbers` are the numbers in its logical names except the expert's; `names[i]` maps expert
-        numbers to part i's logical names.
+        """Return one stored tensor and the layouts of its logical tensors: layouts[i][j] is for component i, such as
+        gate or up, and stacked expert j. `names[i]` maps expert numbers to logical names of component i, and `numbers`
+        are the other numbers in these names, such as the layer.
 
         Layouts are in order of expert number. Raises StoreError if
         numbers of a stack are missing, or differ in shape or dtype.

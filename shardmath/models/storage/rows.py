@@ -92,8 +92,8 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The placeholder in the rule's pattern of stored names for the local number of an expert on its rank, such as
-        {ep e}, where ep is a mesh axis; None without such a placeholder."""
+        """The placeholder in the stored names, such as {ep e}, that an expert's index on its rank replaces; None
+        without such a placeholder. Here, ep is the mesh axis that divides the experts e."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index

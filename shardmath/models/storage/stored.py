@@ -175,8 +175,8 @@ class Stored:
         return read_digested(text, FORMAT, VERSION, _read)
 
     def extended(self, text: str, **numbers: int) -> Stored:
-        """Return a copy of this Stored with the storage rules in `text` put before its present rules. Keyword arguments
-        are added to its named sizes, such as head_dim=128."""
+        """Return a copy of this Stored with the storage rules in `text` added before the present ones, so that the new
+        rules win. Keyword arguments are added to its named sizes, such as head_dim=128."""
         all_rows = rows.parse(text) + self.rows
         all_numbers = {**self.numbers, **numbers}
         return Stored(all_rows, self.meshes, self.indices, all_numbers, self.exact)
@@ -255,7 +255,8 @@ def _read_spot(coords: Mapping[str, int], chunk: int, number: int) -> Spot:
 
 
 def replicates(unknown: str) -> bool:
-    """True if `unknown` is "replicate" (tensors without a row are whole on each rank), False if it is "refuse".
+    """Return True if `unknown` is "replicate": tensors without a storage rule are whole on each rank. Return False if
+    it is "refuse": such tensors are an error.
 
     Raises StoreError for another word.
     """
@@ -324,9 +325,9 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """Return the tensor names that fit `template` as a dict of dicts: found[others][number] is a name. Its number
-        at position `stacked`, such as the expert, is the inner key (0 if `stacked` is None); its other numbers, as a
-        tuple, are the outer key.
+        """Return the tensor names that become `template` when each integer in them is replaced by `{}`. The result is
+        nested dicts: found[others][number] is a name, where number is the name's integer at index `stacked`, such as
+        the expert's, and others is the tuple of the other integers.
 
         If `stacked` is None, the others are all numbers of a name, and the inner number is 0.
         """

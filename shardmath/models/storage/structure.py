@@ -57,8 +57,8 @@ class Word:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A term in the notation for a dimension of a stored tensor, such as `tp q` or `tp (q + k)`: a part (q), or parts
-    in parentheses, after the mesh axes and numbers that divide each of them."""
+    """A term in the notation for a dimension of a stored tensor, such as `tp q`: first mesh axes or numbers (tp), and
+    then the part that they divide (q). In `tp (q + k)`, tp divides each of the parts in parentheses."""
 
     words: tuple[Word, ...]
     group: tuple[Term, ...] = ()

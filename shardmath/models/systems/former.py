@@ -260,8 +260,9 @@ class _Engine:
     vocab_multiple: int
 
     def place(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
-        """Return the mesh, layout text and shape of the tensor `name`. Raises LayoutError if a dimension that is
-        divided over tp or kv is not a multiple of the axis size."""
+        """Return the mesh, layout text and shape of the tensor `name`. Raises LayoutError if a dimension is not a
+        multiple of the size of the mesh axis that divides it: tp, or kv (key-value heads) for weights that compute keys
+        and values."""
         module = name.rsplit(".", 2)[-2] if "." in name else ""
         if self.kv is not None and module in KV:
             heads = self.kv.axis_size("kv")

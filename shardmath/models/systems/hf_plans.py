@@ -33,7 +33,8 @@ __all__ = ["STYLES", "HFStyle", "ep_plan", "hf_parallel", "tp_plan"]
 
 
 class HFStyle(NamedTuple):
-    """A parallel style of transformers, such as "colwise": the dimension of a parameter that it divides, or None.
+    """A parallel style of transformers, such as "colwise", for a parameter. `dim` is the dimension in which the
+    parameter is divided among ranks, or None if each rank has the whole parameter.
 
     `halves` divides each half. `biases` and `vectors` say whether tensors named `bias` and tensors of one dimension are
     divided too; halves of vectors never are. With `even` it is an error if the axis does not divide the dimension.

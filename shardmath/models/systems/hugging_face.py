@@ -58,7 +58,8 @@ def _is_among(row: Row, templates: set[str]) -> bool:
 
 
 def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
-    """Return the shape and dtype of each logical tensor (fused ones split), by name, from the shapes in `checkpoint`.
+    """Return the shape and dtype of each logical tensor, by name: this function splits fused tensors in `checkpoint`,
+    such as qkv. `config`, the model's Hugging Face configuration, has the sizes of their parts.
 
     Raises StoreError for shapes that do not fit the configuration's numbers.
     """

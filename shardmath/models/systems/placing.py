@@ -21,8 +21,8 @@ __all__ = ["divide_layers", "fill_sizes", "place_layers"]
 
 
 def divide_layers(layers: int, pp: int, *, spared: int = 0) -> list[int]:
-    """List the number of layers on each of `pp` stages. If `pp` does not divide `layers`, one extra layer each goes to
-    the last stages, not counting `spared` stages at the end.
+    """List the number of layers on each of `pp` pipeline stages. If layers remain after an even division, the stages
+    just before the last `spared` stages get one more layer each.
 
     >>> divide_layers(7, 4), divide_layers(7, 4, spared=1)
     ([1, 2, 2, 2], [2, 2, 2, 1])
@@ -41,9 +41,9 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """Return the Spot (stage, chunk, number) of each layer; stage s has `counts[c * pp + s]` of the `layers` layers in
-    its chunk (virtual stage) c. With `renumber`, numbers begin at 0 in each chunk; `fix` is advice for the error
-    message.
+    """Return the Spot (pipeline stage, chunk, number of the layer) of each of the `layers` layers of a model. Stage s
+    has `counts[c * pp + s]` layers in chunk (virtual stage) c; with `renumber`, layer numbers begin at 0 in each chunk.
+    `fix` is advice for the error message.
 
     Raises StoreError, with `fix` as advice, when `counts` have another length than pp times `chunks`, another sum than
     `layers`, or a negative number.

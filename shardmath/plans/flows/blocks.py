@@ -27,7 +27,8 @@ MOST_BYTES = 1 << 62
 
 
 class Block(NamedTuple):
-    """`nbytes` bytes of distinct elements that `holders` hold before a move and all `receivers` need after it.
+    """`nbytes` bytes of distinct elements: before a move, each of `holders` has all these bytes; after the move, each
+    of `receivers` needs all of them.
 
     Exactly the holders have them before the move. Ranks may be in any order and repeat; a receiver
     that is a holder asks for nothing. Blocks are disjoint sets of elements unless they are of one
@@ -59,7 +60,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberedSets:
-    """The distinct sets of ranks that hold, or need, blocks of bytes; block i has set number `of[i]`.
+    """The distinct sets of ranks that hold blocks of bytes; block i has the set with index `of[i]`. A second object of
+    this class has the sets of ranks that need the blocks.
 
     Members are listed for all `count` sets in one table: set `owner[j]` has the rank at position
     `member[j]`.

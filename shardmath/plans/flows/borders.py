@@ -45,13 +45,15 @@ class TouchedLabels:
         return np.where(single, self.labels[first], -1)
 
     def labels_of(self, i: int) -> tuple[int, ...]:
-        """Return the labels of the ranks in set number `i`, ascending."""
+        """Return, ascending, the labels (such as node numbers) of one set of ranks; `i` is the index of the set in the
+        field `sets`."""
         first = self.sets.first[i]
         stop = self.sets.first[i + 1]
         return tuple(self.labels[first:stop].tolist())
 
     def expand(self, sets: Ints) -> tuple[Ints, Ints]:
-        """Return all labels of the sets numbered `sets`, end to end, and for each the index of its set in `sets`."""
+        """Return (labels, owner): the labels, such as node numbers, of the sets of ranks with the indices `sets`, end
+        to end. Label k belongs to the set with index `sets[owner[k]]`."""
         first = self.sets.first[sets]
         stop = self.sets.first[sets + 1]
         at, owner = ranges(first, stop)

@@ -28,8 +28,9 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Divide the bytes of `network` evenly among its sinks (groups of ranks, or nodes, that can send them); yield
-    (line, sink, bytes). A line is the id of bytes that the same sinks can send.
+    """Divide the bytes of `network` evenly among its sinks, the groups of ranks (or nodes) that will send them. Yield
+    (line, sink, count): the sink sends `count` bytes of the line, which is the id of bytes that the same sinks can
+    send.
 
     Bytes are whole. Uses the network up.
     """

@@ -27,8 +27,8 @@ SPREAD = 7919
 
 
 class Network(NamedTuple):
-    """Bytes to be sent, and the sinks (groups of ranks, or nodes) that can send them. Bytes that the same sinks can
-    send are a line; lines have ids below `first`, and sinks have ids from `first` on.
+    """A flow network that decides who sends which bytes: bytes flow to sinks, the groups of ranks (or nodes) that will
+    send them. Bytes that the same sinks can send have one id, below `first`; ids of sinks begin at `first`.
 
     At a level, a sink takes level x `weight` - `base` bytes. `reach` (the sinks of each line) and
     `base` change as lines lose sinks: a line with one sink left becomes part of that sink's base.
@@ -53,9 +53,8 @@ class Subnetwork(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Groups of ranks, `sinks`, that send `nbytes` bytes, each group in proportion to its weight, such as its number of
-    ranks; `weight` is the sum. Group s sends `sent[s][l] / weight` bytes of byte set l: `sent` is scaled by `weight` to
-    be whole."""
+    """Groups of ranks that together send `nbytes` bytes, each in proportion to its weight; `weight` is the sum of the
+    weights. Group s sends `sent[s][l] / weight` bytes of line l, which is bytes that the same groups can send."""
 
     nbytes: int
     weight: int

@@ -33,8 +33,9 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """List how many bytes other ranks must send instead of the ranks `held[i]`, for each i, so that no rank sends much
-    more than `target`. The ranks `held[i]` together have `copies[i]` bytes to send and keep at least `once[i]`.
+    """List, for each i, how many bytes other ranks must send in place of the ranks `held[i]`, so that no rank sends
+    much more than `target`. Without help, these ranks send `copies[i]` bytes in all; they always send at least
+    `once[i]` themselves.
 
     A holder can send more if its lines cannot be shortened.
     """

@@ -40,7 +40,8 @@ class _Shorter(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The windows (layouts that hold a tensor) with ranks that stay, and the new index of each by its old index."""
+    """The layouts of a tensor after ranks have left: `windows` has those layouts that still have ranks. `places` maps a
+    layout's index before the ranks left to its index in `windows`."""
 
     windows: Windows
     places: dict[int, int]
