@@ -135,8 +135,8 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Check `found`, which tells where a checkpoint has the bytes that ranks saved without a layout:
-    `found[name][rank]` is a key of `tensors`. Return the same nested dict, with ranks as ints.
+    """Check `found`, and return the same nested dict with ranks as ints. `found[name][rank]` is the key, in `tensors`,
+    of the bytes that a rank saved under a name without a layout.
 
     Raises CheckpointError, naming the checkpoint's `path`, if a key is not in `tensors`, or if no rank saved bytes
     under a name.

@@ -102,8 +102,8 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """Return the order in which `swizzle` arranges scales of this `shape`, as Runs, which map each position of its
-    result to the row-major position of a scale. Positions of padding are mapped to no scale."""
+    """Return a map from each index in the flat result of `swizzle` to the row-major index of the scale found there, as
+    Runs (ranges of indices). The scales have this `shape`; padding is mapped to no index."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return _make_runs(_swizzle_numbers(numbers))
 
