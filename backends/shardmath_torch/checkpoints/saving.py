@@ -192,8 +192,8 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Keep this rank's bytes for each item of `new_plan` that is a name without a layout; `resolve_data` will
-        return them. Return the plan unchanged."""
+        """Keep the bytes that this rank writes under `new_plan`, so that `resolve_data` can return them; return the
+        plan unchanged. They are this rank's values for names without a layout."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan

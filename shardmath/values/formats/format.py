@@ -178,10 +178,10 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return the layouts of the arrays (data, scales and any others) that quantizing makes from a tensor with this
-        `layout`. A block divided between ranks raises FormatError, unless `duplicated`: then each of these ranks has
-        the block's scale. Dtypes are torch's, such as "float8_e4m3fn", if `kinds` is set, else numpy's, such as
-        "uint8".
+        """Return the layouts of the arrays that quantizing makes from a tensor with this `layout`: data, scales and any
+        others. If ranks divide numbers that share a scale, each gets the scale if `duplicated`; otherwise FormatError
+        is raised, with the tensor's `name`. Dtypes are torch's, such as "float8_e4m3fn", if `kinds` is set, else
+        numpy's.
 
         The layouts come in the order of `parts`. Local arrays have no unused positions, even if the tensor's local
         arrays have some.
@@ -206,9 +206,9 @@ class Format(ABC):
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """Return the layout of the scales that quantizing makes from a tensor with this `layout`. A block divided
-        between ranks raises FormatError, unless `duplicated`: then each of these ranks has the block's scale. The dtype
-        is torch's, such as "float8_e8m0fnu", if `kinds` is set, else numpy's, such as "uint8".
+        """Return the layout of the scales that quantizing makes from a tensor with this `layout`. If ranks divide
+        numbers that share a scale, each gets the scale if `duplicated`; otherwise FormatError is raised, with the
+        tensor's `name`. The dtype is torch's, such as "float8_e8m0fnu", if `kinds` is set, else numpy's.
 
         The layout has no holes.
 

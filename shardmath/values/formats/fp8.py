@@ -158,7 +158,8 @@ class FP8(_Scaled):
     @property
     def name(self) -> str:
         """The format's name for people, such as "FP8 e4m3 per channel". It states the element type, what shares a
-        scale, whether scales are powers of two, and `tensor_amax` if given."""
+        scale, whether scales are powers of two, and the tensor's largest magnitude if the format was created with
+        it."""
         kind = " powers of two" if self.power_of_two else ""
         known = "" if self.tensor_amax is None else f" of {self.tensor_amax:g}"
         return f"FP8 {self.data} per {self.per}{kind}{known}"

@@ -42,9 +42,9 @@ class Paired(NamedTuple):
 
 
 def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
-    """Choose transforms for tensors by `rules` (name pattern to transform), and return them as a Paired, with the
-    layouts before (`src`) and after (`dst`) the move. There, the layout of a companion, such as a tensor's scales,
-    follows the tensor's layout in a tuple under the tensor's name.
+    """Choose transforms for tensors by `rules` (name pattern to transform), and group the layouts in `src` (before a
+    move) and in `dst` (after it). The returned Paired has, per tensor, one tuple before and one after the move: the
+    tensor's layout, then its companions' layouts, such as its scales'.
 
     Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that only one side has.
     """

@@ -105,9 +105,9 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Return, as Blocks, how many elements of a tensor, per dimension, one element of this component stands for. A
-        component is an array sent in place of a tensor, such as its scales; `end` selects the tensor at the source or
-        the one at the destination, and `ndim` is its number of dimensions.
+        """Return how many elements of a tensor one element of this component stands for, as Blocks: a count per
+        dimension. A component is an array sent in place of a tensor, such as its scales; `end` selects the source's or
+        the destination's tensor, and `ndim` is its number of dimensions.
 
         Raises PlanError if the Blocks have more dimensions than the tensor.
         """
@@ -237,9 +237,12 @@ class Transform(Protocol):
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Compute from `array` the arrays to send, one for each item that `components` returns. `array` is a part of
-        the source's tensor, made of whole blocks (elements that are computed together); `src` and `dst` are the
-        tensor's shape and dtype before and after the move."""
+        """Compute from `array`, a part of the source's tensor, the arrays to send in its place, such as quantized data
+        and their scales. The part divides no elements that are computed together; `src` and `dst` are the tensor's
+        shape and dtype before and after the move.
+
+        The result has an array for each item that `components` returns, in that order.
+        """
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:

@@ -198,9 +198,9 @@ class Quantize:
         return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags: whether the tensor is sent unchanged, and whether it is kept as it arrives. The first is
-        True if the destination quantizes and the source's dtype equals `wire`, the dtype in which numbers are sent; the
-        second, if the source quantizes."""
+        """Return two flags: whether the source sends the tensor unchanged, and whether the destination keeps it as it
+        arrives. If this transform quantizes at the source, they are False and True. If it quantizes at the destination,
+        the first is True if the source's dtype equals `wire`, the dtype of sent numbers; the second is False."""
         if self.at == "source":
             return AsHeld(False, True)
         return AsHeld(src.dtype == self.wire, False)

@@ -43,8 +43,8 @@ TIED = "names to names of tensors"
 
 class ExportSource(NamedTuple):
     """Tensors to export, by name: this rank's local tensors, and all ranks' layouts. `tied` maps further names of a
-    tensor to the name under which it is stored; `shapes` has the stored shapes of tensors that are only a part of a
-    module's larger tensor."""
+    tensor to the name under which it is stored. `shapes` has the shape in the file of each tensor that is a slice of a
+    module's tensor; other tensors are not in it."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -66,8 +66,9 @@ def check_source(
     tied: object,
     mesh: object,
 ) -> None:
-    """Check these four arguments of `export`. Raises CheckpointError for a wrong type, such as a list instead of a
-    tensor, and for a tensor that cannot be exported, such as a nested one."""
+    """Check arguments of `export`; `tensors` is its argument `source`, a module or a dict of tensors by name. Raises
+    CheckpointError for a wrong type, such as a list instead of a tensor, and for a tensor that cannot be exported, such
+    as a nested one."""
     if not isinstance(mesh, Mesh | None):
         what = f"mesh= is {shown(mesh)}, not a shardmath.Mesh"
         raise CheckpointError(f"{what}; give mesh=shardmath.Mesh(...), or leave it out")
@@ -111,9 +112,9 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return a dict of texts about `source`, which ranks compare to check that they agree. The key "the source" has the
-    kind of `source`, such as "a module"; if `source` is a dict, the quoted name of each sharded tensor has a
-    description of the tensor."""
+    """Return texts about `source` that must be equal on all ranks, as a dict. The text at the key "the source" is its
+    kind, such as "a module". If `source` is a dict, each of its sharded tensors has a text, too, at the key
+    `repr(name)`."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}

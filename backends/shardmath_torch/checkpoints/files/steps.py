@@ -74,9 +74,9 @@ def on_all(
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
     """Call `act` on every rank of `group`, and return this rank's result. Every rank raises CheckpointError, which
-    names the `step`, if `act` fails on any rank, or if `claim(result)` differs between ranks. `claim` describes a
-    result for this comparison; `fix` is the advice if descriptions differ: a text, or a function that returns one,
-    given the differing item's name.
+    names the `step`, if `act` fails on any rank, or if `claim(result)` (a text, or a dict of texts) differs between
+    ranks. If results differ, `fix` ends the message: a text, or a function that makes one, given the difference in
+    words.
 
     `act` must not communicate. `fix`, or what it returns for what differs, ends the message about different claims. A
     rank that is interrupted in `act` raises the interrupt.
