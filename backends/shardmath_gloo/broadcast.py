@@ -61,15 +61,16 @@ class Broadcast:
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
     ) -> None:
-        """Do nothing: this engine makes no memory before a move."""
+        """Do nothing, and ignore all arguments: unlike other engines, this one allocates no staging memory before a
+        move."""
 
     def let_go(self) -> None:
         """Do nothing: this engine holds no tensor between moves."""
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The plan's messages of this rank, grouped into rounds. They are for reports, which count planned messages and
-        bytes; this engine broadcasts tensors instead of sending these messages."""
+        """The messages that the plan has for this rank, grouped into rounds: messages posted together and completed
+        before the next round. They serve only reports, as this engine broadcasts whole tensors instead."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:
@@ -78,8 +79,8 @@ class Broadcast:
         return Broadcast(task)
 
     def move(self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], watch: Stopwatch) -> None:
-        """Send tensors of `src`, and fill tensors of `dst` in place, as the plan says; both are this rank's local
-        tensors by name. `watch` records the time when all are filled. Raises PeerFailure if a message fails or is
+        """Copy elements of all ranks' `src` into this rank's `dst`, in place, as the plan says; both are dicts of local
+        tensors by name. `watch` records the time when `dst` is complete. Raises PeerFailure if a message fails or is
         late."""
         # Not known: tensors arrive in another order than in the part's steps.
         self.begun = None

@@ -91,8 +91,8 @@ class _Long(NamedTuple):
     answer: Callable[[], _Pending] | None = None
 
     def wait(self) -> None:
-        """Wait until this long message (1 MiB or more) has been transferred, and until the byte with which its receiver
-        confirms it has been transferred too. Raises PeerFailure if either transfer fails or is late."""
+        """Wait for this long message (1 MiB or more), and for the one-byte message by which its receiver confirms the
+        arrival. Raises PeerFailure if one of the two fails or is late."""
         for part in self.parts:
             part.wait()
         if self.answer is not None:
@@ -127,8 +127,9 @@ class GlooWire:
         self._tag = OURS
 
     def begin(self, turn: int, patience: float | None = None) -> None:
-        """Give all messages from now on the tag of operation number `turn`, and wait at most `patience` seconds for
-        each of them. If `patience` is None, the limit is the one passed to the constructor."""
+        """Begin operation number `turn`: tag all later messages with this number, so that they are not mistaken for
+        another operation's. Each is waited for at most `patience` seconds; None means the limit passed to the
+        constructor."""
         self._tag = OURS + turn % TURNS * STEPS
         self._patience = self._default_patience if patience is None else patience
         self._is_late = patience is not None

@@ -70,8 +70,9 @@ def save(
     progress: Progress | None = None,
 ) -> None:
     """Save this rank's `tensors` (local tensors and bytes by name), together with all other ranks', as one checkpoint
-    at `path`, a folder or URL; replaces an older one. `layouts` maps each name to the tensor's layout, or to None for
-    bytes that differ per rank; `paths` maps names to keys in nested dicts, for torch's own loaders.
+    at `path`, a folder or URL; an older one is replaced. `layouts` maps each name to the tensor's layout, or to None
+    for bytes that differ per rank. `paths` maps a name to the tuple of keys under which torch's own loaders put the
+    tensor into nested dicts.
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of
@@ -310,8 +311,8 @@ def _fill(
 
 def check_layouts(layouts: object) -> dict[str, Windows]:
     """Check the `layouts` of a save or load, and return a dict from each tensor's name to its Windows: a tuple of one
-    layout, or of several that each hold some of its elements. Names with None, for bytes that differ per rank, are left
-    out.
+    layout, or of several that each cover only some of the tensor's elements. Names with None, for bytes that differ per
+    rank, are left out.
 
     Raises CheckpointError unless `layouts` maps names to Layouts, tuples of them, or None.
     """

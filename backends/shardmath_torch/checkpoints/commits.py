@@ -59,8 +59,8 @@ FILE = re.compile(rf"{OURS}(?P<save>[0-9a-f]{{{DIGITS}}})({_DATA}|{_DRAFT})")
 
 
 def name_draft(save: str) -> str:
-    """Return the file name of the draft of `.metadata` that the save with identifier `save` has until it is
-    committed."""
+    """Return the name of the file that a running save keeps until its commit renames this file to `.metadata`. The
+    argument `save` is the save's identifier."""
     return f"{OURS}{save}{METADATA}{UNFINISHED}"
 
 

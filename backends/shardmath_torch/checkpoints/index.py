@@ -135,12 +135,9 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Check `found`, which tells where a checkpoint has the bytes that ranks saved without a layout:
-    `found[name][rank]` is a key of `tensors`. Return the same nested dict, with ranks as ints.
-
-    Raises CheckpointError, naming the checkpoint's `path`, if a key is not in `tensors`, or if no rank saved bytes
-    under a name.
-    """
+    """Return `found`, the dict in which a checkpoint lists saved bytes, with ranks as ints: it maps a name to a dict
+    from each rank to the bytes' key in `tensors`. Raises CheckpointError, which names the checkpoint's `path`, if
+    `tensors` lacks such a key, or if a name has no rank."""
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():

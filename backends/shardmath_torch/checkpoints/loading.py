@@ -45,8 +45,8 @@ def has_same_bytes(dtype: str, other: str) -> bool:
 
 
 def local_layouts(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
-    """Yield (tensor name, local tensor's name, layout) for each layout in `side`, a dict from tensor names to layouts,
-    that has `rank`. A tensor with several layouts (windows) has several local tensors."""
+    """Yield (tensor name, local tensor's name, layout) for each layout in `side` whose mesh has `rank`. `side` maps
+    tensor names to tuples of layouts; for each layout of a tensor, a rank has a separate local tensor."""
     for name, windows in side.items():
         for key, layout in windows.locals(name, rank):
             yield name, key, layout
@@ -92,7 +92,8 @@ class LoadPlanner(theirs.LoadPlanner):
         self._metadata = metadata.state_dict_metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Return a plan with a read for each overlap of a stored box with a box of elements that this rank holds."""
+        """Return a plan of the reads that fill this rank's local tensors. Each read copies the overlap of a stored box
+        (a slice per dimension of the global tensor) with a box that this rank holds."""
         items: list[ReadItem] = []
         tables: dict[str, _BoxTable] = {}
         for name, key, layout in local_layouts(self._windows, self._rank):
@@ -130,7 +131,8 @@ class LoadPlanner(theirs.LoadPlanner):
         raise CheckpointError(f"{what}; {fix}")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the view of a local tensor that the content of `read_item` fills."""
+        """Return the slice of this rank's local tensor into which the content of `read_item` is read, as a view in the
+        stored dtype."""
         local = self._tensors[read_item.dest_index.fqn].detach()
         stored = self._find_stored(read_item.storage_index.fqn)
         # in the stored dtype, or copying into the cells would convert

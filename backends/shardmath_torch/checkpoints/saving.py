@@ -68,8 +68,8 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
     """Raise CheckpointError if two tensors have a local tensor of the same name; `keys` maps each tensor's name to its
-    local names, and `fix` is advice in the message. For example, a tensor `w` with several layouts has local tensors
-    `w[0]`, `w[1]`, ..., so that no other tensor can be named `w[0]`."""
+    local tensors' names. For example, a tensor `w` with several layouts has local tensors `w[0]`, `w[1]`, ..., which
+    another tensor might be named, too. `fix` is advice in the message."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
@@ -193,8 +193,8 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Note, for `resolve_data`, the content of each item of `new_plan` that is a value without a layout: bytes from
-        this rank's state dict, which differ per rank. Return the plan unchanged."""
+        """Keep the bytes that this rank writes under `new_plan`, so that `resolve_data` can return them; return the
+        plan unchanged. They are this rank's values for names without a layout."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan
@@ -358,9 +358,9 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError unless `paths` maps names in `names` to tuples of keys of nested dicts (str) and lists
-    (int), which give the name when joined with dots. Also raise it if two paths would put one tensor inside another, or
-    make one container both a list and a dict."""
+    """Raise CheckpointError unless `paths` maps names in `names` to tuples of dict keys (str) and list indices (int)
+    that spell the name, as ("a", 0) spells "a.0". Also raise it if one path begins with another, or if two paths need a
+    dict and a list in the same place."""
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)

@@ -178,12 +178,13 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return the layouts of the data, scales and any other arrays of a tensor quantized with this `layout`. By
-        default, a block divided between ranks raises FormatError; with `duplicated`, each of these ranks has the scale.
-        `kinds` selects torch's dtypes ("float8_e4m3fn") instead of the arrays' ("uint8").
+        """Return the layouts of the arrays that quantizing makes from a tensor with this `layout`: data, scales and any
+        others. If ranks divide numbers that share a scale, each gets the scale if `duplicated`; otherwise FormatError
+        is raised, with the tensor's `name`. Dtypes are torch's, such as "float8_e4m3fn", if `kinds` is set, else
+        numpy's.
 
-        They come in the order of `parts`. Local arrays have no unused positions, even if the tensor's local arrays have
-        some.
+        The layouts come in the order of `parts`. Local arrays have no unused positions, even if the tensor's local
+        arrays have some.
 
         Raises FormatError, with the tensor's `name`, if a rank cuts a block, as `check_shape` does, and for a Partial
         layout: quantized addends do not add up to the quantized sum. If `duplicated`, ranks may cut blocks: the scale
@@ -205,9 +206,9 @@ class Format(ABC):
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """Return the layout of the scales of a tensor quantized with this `layout`. By default, a block divided between
-        ranks raises FormatError; with `duplicated`, each of these ranks has the scale. `kinds` selects torch's dtype
-        ("float8_e4m3fn") instead of the array's ("uint8").
+        """Return the layout of the scales that quantizing makes from a tensor with this `layout`. If ranks divide
+        numbers that share a scale, each gets the scale if `duplicated`; otherwise FormatError is raised, with the
+        tensor's `name`. The dtype is torch's, such as "float8_e8m0fnu", if `kinds` is set, else numpy's.
 
         The layout has no holes.
 
@@ -236,8 +237,9 @@ class Format(ABC):
         return self._window(where, shape).straddles()
 
     def amax(self, x: Floats, where: Index = ..., shape: tuple[int, ...] | None = None) -> Floats:
-        """Return an array of the largest magnitude in each block with numbers in `x`. `x` is the box at the index
-        `where` of a tensor of this `shape`; by default, `x` is the whole tensor.
+        """Return an array with the largest magnitude of each block (numbers that share a scale), found only among the
+        block's numbers in `x`. The array `x` is the part at the index `where` of a tensor of this `shape`; by default,
+        it is the whole tensor.
 
         Raises FormatError.
         """
@@ -253,9 +255,9 @@ class Format(ABC):
         where: Index = ...,
         shape: tuple[int, ...] | None = None,
     ) -> tuple[Array, ...]:
-        """Quantize the float32 array `x`, and return a tuple of data, scales of all blocks with numbers in `x`, and any
-        other parts. `x` is the box at the index `where` of a tensor of this `shape`, by default the whole tensor;
-        `amax` has the largest magnitude of each block, if known.
+        """Quantize the float32 array `x`; return its data, the scales of the blocks that it overlaps, and any other
+        parts, as a tuple. The array is the part at the index `where` of a tensor of this `shape`, by default the whole
+        tensor. If it has only some numbers of a block, pass `amax`, each whole block's largest magnitude.
 
         Raises FormatError if the box cuts blocks and `amax` is not given, and for arrays that do not fit.
         """
@@ -351,8 +353,8 @@ def read_array(given: object, dtype: str, what: str) -> Array:
 
 
 def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
-    """Replace the attribute `field` of the format `value` by the equal item of `choices`, so that a subclass of str
-    becomes a str. Raises FormatError if the attribute equals no item."""
+    """Check that the attribute `field` of the format `value` equals an item of `choices`, and set it to that item: a
+    plain str, even if it was an instance of a subclass. Raises FormatError if the attribute equals no item."""
     given = getattr(value, field)
     choice = known(given, choices)
     if choice is None:

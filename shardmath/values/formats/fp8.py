@@ -122,7 +122,8 @@ class FP8Blocks(_Scaled):
 
     @property
     def name(self) -> str:
-        """The format's name for people, with its elements and its scales."""
+        """The format's name for people, which states the element type, the block size, and whether scales are powers of
+        two, such as "FP8 e4m3 per 128 x 128"."""
         kind = " powers of two" if self.power_of_two else ""
         return f"FP8 {self.data} per {self.blocks}{kind}"
 
@@ -156,7 +157,9 @@ class FP8(_Scaled):
 
     @property
     def name(self) -> str:
-        """The format's name for people, with its elements, its scales and, if given, `tensor_amax`."""
+        """The format's name for people, such as "FP8 e4m3 per channel". It states the element type, what shares a
+        scale, whether scales are powers of two, and the tensor's largest magnitude if the format was created with
+        it."""
         kind = " powers of two" if self.power_of_two else ""
         known = "" if self.tensor_amax is None else f" of {self.tensor_amax:g}"
         return f"FP8 {self.data} per {self.per}{kind}{known}"

@@ -66,7 +66,8 @@ class MXFP8(Format):
 
     @property
     def name(self) -> str:
-        """The format's name for people, with its elements, its rounding and its axis."""
+        """The format's name for people, such as "MXFP8 e4m3 rceil rowwise". It states the element type, the rounding of
+        scales, and the direction of the blocks."""
         along = "rowwise" if self.axis == -1 else "columnwise"
         return f"MXFP8 {self.data} {self.rounding} {along}"
 
@@ -93,7 +94,8 @@ class MXFP8(Format):
 
     @property
     def nan_magnitude(self) -> float:
-        """The magnitude of NaN in amaxes: infinite if scales round by "floor", so that NaN spoils its block; else 0."""
+        """The magnitude that a NaN counts as when a block's largest magnitude is found: infinity if `rounding` is
+        "floor", else 0. Infinity makes the scale NaN, and so all numbers of the block."""
         return 0 if self.rounding == "rceil" else np.inf
 
     @property

@@ -55,11 +55,12 @@ def lay_blocks(
     *,
     duplicated: bool = False,
 ) -> Layout:
-    """Return the layout of an array, such as scales, with one element of `dtype` for each of the `blocks` of a tensor
-    with this `layout`. By default, a block divided between ranks raises FormatError, which names the array `what` and
-    the tensor `name`; with `duplicated`, each of these ranks has the element.
+    """Return the layout of an array, such as scales, that has one element of `dtype` per block of a tensor with this
+    `layout`; `blocks` is the block size. A block divided between ranks raises FormatError, unless `duplicated`: then
+    each of these ranks has the element. In the message, `what` names the array and `name` the tensor.
 
-    It has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless `duplicated`.
+    The layout has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless
+    `duplicated`.
     """
     sizes = blocks.per_dimension(layout.ndim, name)
     shape = blocks.count(layout.shape)

@@ -102,8 +102,11 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """Return the order in which `swizzle` arranges scales of this `shape`, as Runs, which map each position of its
-    result to the row-major position of a scale. Positions of padding are mapped to no scale."""
+    """Return where each scale is after `swizzle`, which reorders scales of this `shape` into a flat array for tensor
+    cores. Each range in the Runs maps consecutive indices of the flat array to consecutive row-major indices of scales.
+
+    Padding is in no range.
+    """
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return _make_runs(_swizzle_numbers(numbers))
 

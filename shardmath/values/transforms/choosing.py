@@ -32,8 +32,9 @@ __all__ = ["Paired", "choose", "pair"]
 
 
 class Paired(NamedTuple):
-    """Three dicts by tensor name. `src` and `dst` have the layouts of the tensor and its companions (such as scales)
-    before and after a move; `chosen` has the transform that converts the tensor during the move."""
+    """Three dicts by tensor name. In `src` (before a move) and `dst` (after it), a value is a tuple: the tensor's
+    layout, then the layouts of its companions (further tensors that belong to it, such as scales). In `chosen`, a value
+    is the transform that converts the tensor."""
 
     src: Mapping[str, Held]
     dst: Mapping[str, Held]
@@ -41,9 +42,9 @@ class Paired(NamedTuple):
 
 
 def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
-    """Choose a transform for each tensor by `rules` (name pattern to transform), and return the transforms with the
-    tensors' layouts as a Paired. `src` and `dst` are the layouts before and after the move; companions, such as scales,
-    are put under their tensor's name.
+    """Choose transforms for tensors by `rules` (name pattern to transform), and group the layouts in `src` (before a
+    move) and in `dst` (after it). The returned Paired has, per tensor, one tuple before and one after the move: the
+    tensor's layout, then its companions' layouts, such as its scales'.
 
     Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that only one side has.
     """

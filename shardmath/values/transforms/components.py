@@ -105,9 +105,9 @@ class Component:
         return f"{self.name} {self.dtype}{suffix}"
 
     def blocks(self, ndim: int, end: End) -> Blocks:
-        """Return the size of the block of a tensor that one element of this component stands for; a component, such as
-        scales, is an array that is sent instead of the tensor. The tensor has `ndim` dimensions, and `end` selects the
-        one before ("source") or after the move.
+        """Return how many elements of a tensor one element of this component stands for, as Blocks: a count per
+        dimension. A component is an array sent in place of a tensor, such as its scales; `end` selects the source's or
+        the destination's tensor, and `ndim` is its number of dimensions.
 
         Raises PlanError if the Blocks have more dimensions than the tensor.
         """
@@ -121,13 +121,14 @@ class Component:
         return blocks
 
     def block(self, ndim: int, end: End) -> tuple[int | None, ...]:
-        """Return the block size, per dimension, that one element of this component stands for (None: the whole
-        dimension); a component, such as scales, is sent instead of a tensor. The tensor has `ndim` dimensions, and
-        `end` selects the one before ("source") or after the move."""
+        """Return how many elements of a tensor, in each dimension, one element of this component stands for (None: the
+        whole dimension). A component is an array sent in place of a tensor, such as its scales; `end` selects the
+        tensor at the source or the one at the destination, and `ndim` is its number of dimensions."""
         return self.blocks(ndim, end).per_dimension(ndim)
 
     def shape(self, form: Form, end: End) -> tuple[int, ...]:
-        """Return the global shape of the component for a tensor that has this `form` at `end`."""
+        """Return the global shape of this component, an array sent in place of a tensor, such as its scales. The tensor
+        has the shape and dtype `form` at `end`, the source or the destination of the move."""
         count = self.blocks(len(form.shape), end).count(form.shape)
         spread = self.spread_at(end)
         if spread == 1:
@@ -191,8 +192,8 @@ class Companion:
 
 @runtime_checkable
 class HasConditions(Protocol):
-    """The protocol of transforms with a method `check_layout`, which rejects layouts on which they cannot compute, at
-    the source or the destination."""
+    """The protocol of transforms that cannot compute if ranks divide certain data, such as all numbers that share a
+    scale. Their method `check_layout` rejects layouts that divide such data, at the source or at the destination."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
         """Raise PlanError if ranks cannot compute the transform at `end` ("source" or "destination") when each has only
@@ -201,7 +202,8 @@ class HasConditions(Protocol):
 
 
 def list_companions(transform: object, end: End) -> tuple[Companion, ...]:
-    """Return the companions, such as scales, that a tensor with this `transform` has at `end`."""
+    """Return the companions (further tensors, such as scales) of a tensor that `transform` converts; `end` selects
+    those at the source or those at the destination of the move."""
     # A runtime protocol instead of getattr takes 40 us, once for each expert of each layer.
     companions = getattr(transform, "companions", None)
     return tuple(companions(end)) if callable(companions) else ()
@@ -230,14 +232,17 @@ class Transform(Protocol):
         ...
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags: whether a tensor of these forms is sent exactly as the source holds it, and arrives exactly
-        as the destination holds it."""
+        """Return two flags: whether the source sends a tensor unchanged, and whether the destination keeps it as it
+        arrives. `src` and `dst` are the tensor's shape and dtype before and after the move."""
         ...
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return the arrays to send, one per tensor that `components` lists, computed from `array`. This is a part of
-        the source's tensor, and divides no block (elements that are computed together); `src` and `dst` are the
-        tensor's shape and dtype at the source and the destination."""
+        """Compute from `array`, a part of the source's tensor, the arrays to send in its place, such as quantized data
+        and their scales. The part divides no elements that are computed together; `src` and `dst` are the tensor's
+        shape and dtype before and after the move.
+
+        The result has an array for each item that `components` returns, in that order.
+        """
         ...
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:

@@ -31,9 +31,9 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 class WireJob(NamedTuple):
-    """A rank's task at one end of a move: `held` lists a tensor and its companions, such as scales, and `wires` lists
-    the tensors that are sent or received instead. Both are tuples of pairs: the name of a local tensor on the rank, and
-    its layout.
+    """A rank's task for one tensor at the source or destination of a move. `held` lists the tensor and its companions,
+    such as scales; `wires` lists the tensors that are sent in their place (at the source) or received (at the
+    destination). Both are tuples of pairs: a local tensor's name and its layout.
 
     `wired` is None if the tensor travels as it is, under the same name.
     """
@@ -55,8 +55,8 @@ class WireJob(NamedTuple):
 
 
 def find_array(arrays: Arrays, key: str, rank: int) -> Array:
-    """Return the local array named `key` from `arrays`, a dict by name, or a single array, whose name is "". Raises
-    PlanError, which names the `rank`, if there is no such array."""
+    """Return the local array named `key` from `arrays`, a dict of arrays by name; a single array instead of a dict has
+    the name "". Raises PlanError, which names the `rank`, if no array has this name."""
     if not isinstance(arrays, Mapping):
         arrays = {"": arrays}
     if key not in arrays:
@@ -66,8 +66,8 @@ def find_array(arrays: Arrays, key: str, rank: int) -> Array:
 
 
 def prepare(job: WireJob, rank: int, given: tuple[Array, ...]) -> dict[str, Array]:
-    """Return a dict from the names in `job.wires` to the arrays that `rank` sends, made from `given`: the arrays of a
-    tensor and its companions."""
+    """Return a dict from the names in `job.wires` to the arrays that `rank` sends, made from `given`. The arrays
+    `given` are the rank's parts of a tensor and its companions, such as scales, in the order of `job.held`."""
     wired = job.wired
     names = [key for key, _ in job.wires]
     made = given
@@ -135,8 +135,9 @@ def _read_local(given: object, key: str, layout: Layout, rank: int) -> Array:
 def finalize(
     job: WireJob, rank: int, given: Sequence[Array], into: Sequence[Array | None]
 ) -> dict[str, Array]:
-    """Return a dict from the names in `job.held` (a tensor and its companions) to their arrays, made from the received
-    arrays `given`. Each is written to its item of `into`, unless that is None."""
+    """Return a dict from the names in `job.held` (a tensor and its companions) to arrays made from `given`, the arrays
+    that `rank` received, in the order of `job.wires`. `into` has an item per name: the array in which to write and
+    return the result, or None for a result in other memory."""
     wired = job.wired
     made = {}
     if wired is None or wired.as_held.destination:

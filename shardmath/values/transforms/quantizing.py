@@ -198,8 +198,9 @@ class Quantize:
         return _list_numbers(self.format, self.wire, (False, True))
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
-        """Return two flags: whether the tensor is sent unchanged (the destination quantizes, and the source's dtype is
-        already `wire`, the dtype of sent numbers), and whether it is kept as it arrives (the source quantizes)."""
+        """Return two flags: whether the source sends the tensor unchanged, and whether the destination keeps it as it
+        arrives. If this transform quantizes at the source, they are False and True. If it quantizes at the destination,
+        the first is True if the source's dtype equals `wire`, the dtype of sent numbers; the second is False."""
         if self.at == "source":
             return AsHeld(False, True)
         return AsHeld(src.dtype == self.wire, False)

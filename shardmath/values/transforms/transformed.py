@@ -108,8 +108,8 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """Return a list of the names of source tensors for which `wires`, the names of sent tensors, has the tensor
-        itself or the first of the tensors sent in its place. Companions, such as scales, are left out."""
+        """Return the names of the source's tensors that are sent under a name in `wires`. A transformed tensor counts
+        if `wires` has the first of the tensors sent in its place; companions, such as scales, are left out."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)
@@ -119,8 +119,8 @@ class Transformed:
         return names
 
     def jobs(self, rank: int, end: End) -> Iterator[WireJob]:
-        """Yield a WireJob for each local tensor of `rank` at `end`: the tensor, its companions, such as scales, and the
-        wire tensors sent or received for it."""
+        """Yield a WireJob for each local tensor that `rank` has at `end`, the source or the destination of the move. It
+        lists the tensor, its companions (such as scales), and the tensors that are sent or received in their place."""
         held, wires, number = self.held_src, self.src, 0
         if end == "destination":
             held, wires, number = self.held_dst, self.dst, 1
@@ -172,8 +172,9 @@ class Transformed:
 
 
 def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transformed:
-    """Find the tensors to send so that `rules` (name pattern to transform) turn the tensors of `src` into the tensors
-    of `dst`; return their layouts as a Transformed. `src` and `dst` are the layouts before and after the move, by name.
+    """Find which tensors to send so that the transforms in `rules`, by name pattern, can convert tensors with the
+    layouts `src` into tensors with the layouts `dst`. The returned Transformed has these layouts and the layouts of the
+    tensors to send.
 
     Sides are two layouts, or two mappings from name to a layout or a tuple of them, as `plan` takes them. Dtypes may
     differ between them, and so may shapes and companions if a transform says so. Plan the wire tensors with

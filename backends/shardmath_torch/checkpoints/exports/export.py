@@ -98,8 +98,8 @@ def export(
     progress: Progress | None = None,
 ) -> None:
     """Write the model `source` to the folder `path` as safetensors files, which transformers and inference engines can
-    load. Each file has whole tensors, up to `max_shard_size` (more for one larger tensor); `tied` maps additional names
-    to names of tensors.
+    load. Pass `layouts` if `source` is a dict of local tensors; `mesh` has the ranks on which plain (not sharded)
+    tensors are equal. `tied` maps further names of a tensor, which share its stored copy, to its name.
 
     `source` is a module (its parameters and persistent buffers under its own names; for transformers' models, named and
     split as by `save_pretrained`); or this rank's local tensors with the `layouts` of all ranks, as `save` takes them;

@@ -42,8 +42,9 @@ TIED = "names to names of tensors"
 
 
 class ExportSource(NamedTuple):
-    """Tensors to export, in dicts by name: this rank's local tensors, all layouts, tied names, and shapes in the files
-    if they differ from the layouts' shapes."""
+    """Tensors to export, by name: this rank's local tensors, and all ranks' layouts. `tied` maps further names of a
+    tensor to the name under which it is stored. `shapes` has the shape in the file of each tensor that is a slice of a
+    module's tensor; other tensors are not in it."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -65,8 +66,9 @@ def check_source(
     tied: object,
     mesh: object,
 ) -> None:
-    """Raise CheckpointError if one of these arguments of `export` is of a wrong type (a list instead of a tensor) or
-    cannot be exported (a nested tensor)."""
+    """Check arguments of `export`; `tensors` is its argument `source`, a module or a dict of tensors by name. Raises
+    CheckpointError for a wrong type, such as a list instead of a tensor, and for a tensor that cannot be exported, such
+    as a nested one."""
     if not isinstance(mesh, Mesh | None):
         what = f"mesh= is {shown(mesh)}, not a shardmath.Mesh"
         raise CheckpointError(f"{what}; give mesh=shardmath.Mesh(...), or leave it out")
@@ -110,9 +112,9 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return descriptions of `source`, which ranks compare to check that they agree. The key "the source" has its kind;
-    if `source` is a dict, the quoted name of each sharded tensor (DTensor, or one that `checkpointable` marked) has
-    that tensor's description."""
+    """Return texts about `source` that must be equal on all ranks, as a dict. The text at the key "the source" is its
+    kind, such as "a module". If `source` is a dict, each of its sharded tensors has a text, too, at the key
+    `repr(name)`."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}
@@ -140,8 +142,9 @@ def lay_out(
     mesh: Mesh | None,
     group: Group | None,
 ) -> ExportSource:
-    """Return this rank's tensors of `source`, and their layouts on all ranks, as an ExportSource. Collective, as ranks
-    may exchange local shapes, unless `source` is a mapping with `layouts`."""
+    """Return this rank's tensors of `source`, and their layouts on all ranks, as an ExportSource. The call is
+    collective if `source` is a module or `layouts` is None; `mesh` has the ranks on which plain (not sharded) tensors
+    are equal."""
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:

@@ -261,8 +261,8 @@ def _place_of_url(url: str, scheme: str) -> Place:
 
 
 def opened(file: Place, buffering: int = -1) -> BinaryIO:
-    """Open `file` to read its bytes, and return the stream. Raises OSError if it is a local pipe, device or folder;
-    opening a pipe does not wait for a writer."""
+    """Open `file` to read its bytes, and return the stream. Raises OSError at once, without a wait for a
+    pipe's writer, if a local file is a pipe, device or folder."""
     if isinstance(file, Remote):
         return file.open("rb")
     # With an opener, a handle is closed once, whenever Ctrl-C comes.
@@ -326,8 +326,9 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
 def check_length(
     file: Place, size_of: Callable[[Place], int], end: int, expected: int | None
 ) -> None:
-    """Raise CheckpointError if `file` cannot be read, has another length than `expected` bytes (None: any length), or
-    is shorter than the `end` of the last bytes to read from it. `size_of` returns a file's size."""
+    """Raise CheckpointError if `file` cannot be read, is shorter than `end` bytes, or has another length than
+    `expected` (None: any length). `end` is the position after the last byte to be read; `size_of` returns a file's
+    size."""
     try:
         size = size_of(file)
     except OSError as error:
@@ -369,7 +370,8 @@ def synced(stream: BinaryIO) -> None:
 
 
 def sync(folder: Place) -> None:
-    """Flush the names in the local `folder` to disk, so that new and renamed files are still there after a crash."""
+    """Flush the directory entries of `folder` to disk (by fsync), so that new and renamed files are still there after a
+    crash. Nothing is done for a remote folder."""
     if isinstance(folder, Remote):
         return
     handle = os.open(folder, os.O_RDONLY)

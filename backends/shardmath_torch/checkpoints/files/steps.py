@@ -74,8 +74,9 @@ def on_all(
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
     """Call `act` on every rank of `group`, and return this rank's result. Every rank raises CheckpointError, which
-    names the `step`, if `act` fails on any rank, or if `claim(result)`, a description, differs between ranks; `fix`, or
-    `fix(difference)`, is then the advice in the message.
+    names the `step`, if `act` fails on any rank, or if `claim(result)` (a text, or a dict of texts) differs between
+    ranks. If results differ, `fix` ends the message: a text, or a function that makes one, given the difference in
+    words.
 
     `act` must not communicate. `fix`, or what it returns for what differs, ends the message about different claims. A
     rank that is interrupted in `act` raises the interrupt.
@@ -157,8 +158,9 @@ def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """Return a list of all ranks' objects `mine`, in the order of `group`; without a process group, `mine` is repeated
-    `count` times. Raises CheckpointError if a rank is lost, or calls this with another `step`, the operation's name."""
+    """Gather the objects `mine` of all ranks, and return them as a list in the order of `group`. Without a process
+    group, the list has `count` times this process's `mine`; otherwise `count` is not used. Raises CheckpointError if a
+    rank is lost, or calls this with another `step`, the operation's name."""
     if is_alone():
         return [mine] * count
     try:
@@ -176,7 +178,8 @@ def show_error(error: BaseException) -> str:
 
 
 def step_lost(step: str, error: ExchangeError) -> CheckpointError:
-    """Return the CheckpointError to raise for `error`: in `step`, ranks lost each other, or were in different steps."""
+    """Return a CheckpointError which says that ranks could not do the `step` together. Its message ends with `error`,
+    the cause: a rank was lost, or ranks were in different steps."""
     return CheckpointError(f"ranks could not {step} together: {error}")
 
 

@@ -41,8 +41,9 @@ ALIGNMENT = 64
 
 
 class Written(NamedTuple):
-    """A tensor's place in a file: the offset and length of its torch.save archive, the offset of its data, and the
-    hexadecimal checksums of the data's chunks, joined into one text."""
+    """A tensor's place in a safetensors file: the offset and length of its torch.save archive, the offset of the
+    tensor's bytes, which lie inside the archive, and the checksums of these bytes. Both offsets count from the start of
+    the file; `sums` joins one hexadecimal checksum per chunk."""
 
     archive: int
     length: int
@@ -62,8 +63,9 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 
 
 def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
-    """Write `tensors` to a safetensors `file`, each inside an archive that torch.load can read; return a dict from name
-    to the tensor's place (a Written). `tally` counts the bytes as they are written, for progress reports.
+    """Write `tensors` to a safetensors `file`, and return a dict from each name to the tensor's place (a Written).
+    Around each tensor's bytes, the file has an archive that torch.load can read; `tally` counts bytes as they are
+    written, for progress reports.
 
     The tensors are contiguous, on the CPU, and fill their storages.
     """

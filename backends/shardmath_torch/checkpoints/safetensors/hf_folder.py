@@ -129,8 +129,8 @@ def _create(file: Path) -> BinaryIO:
 
 
 def check_tied(tied: Iterable[str]) -> None:
-    """Raise CheckpointError if a name in `tied`, additional names of tensors, is reserved: they are written as keys of
-    the metadata in a safetensors header, where some keys have a fixed meaning."""
+    """Raise CheckpointError if one of `tied`, further names of tensors, is a reserved key, such as "format", of the
+    metadata in a safetensors header. The names are written there as keys."""
     for name in tied:
         if name in TAKEN:
             what = (
@@ -155,8 +155,8 @@ def _make_header(tensors: File, tied: Mapping[str, str]) -> bytes:
 
 
 def check_folder(folder: Path) -> None:
-    """Make `folder` unless it exists. Raises CheckpointError if that fails, or if the folder has a safetensors file, or
-    an index of safetensors files, that was not written by `export`."""
+    """Make `folder` unless it exists. Raises CheckpointError if that fails, or if the folder has files that `export`
+    did not write: safetensors files, or their index."""
     with told(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob("*.safetensors")):

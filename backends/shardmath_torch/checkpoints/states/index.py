@@ -96,8 +96,8 @@ class SavedGroup:
 @dataclass(frozen=True, slots=True)
 class Index:
     """The content of a saved training state except the tensors' elements. `names` maps the module's tensors to their
-    names in the checkpoint, `extra` maps extra states to their types, and `state` maps parameters to optimizer state:
-    values, and descriptions of tensors."""
+    names in the checkpoint; `extra` maps extra states to their types, such as "bytes"; `state` maps each parameter to
+    its optimizer state: a dict of plain values and descriptions of tensors."""
 
     names: Mapping[str, str]
     extra: Mapping[str, str]
@@ -154,8 +154,8 @@ def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
 
 
 def check_key(key: object, of: str) -> None:
-    """Raise CheckpointError unless `key`, a key of a dict, is exactly a str, as a key of a subclass would be loaded as
-    a str. The argument `of` is the text for the dict in the message, such as "a parameter group"."""
+    """Raise CheckpointError unless `key`, a key of a dict, is exactly a str: loading would turn an instance of a
+    subclass into a plain str. In the message, `of` names the dict, such as "a parameter group"."""
     if type(key) is not str:
         what = f"{of} has the key {shown(key)}, of type {type(key).__name__}"
         raise CheckpointError(f"{what}; use text as keys, of exactly the type str")

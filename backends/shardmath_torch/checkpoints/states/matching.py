@@ -81,7 +81,8 @@ class Unmatched(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """A parameter group of an optimizer, and the options and state of its parameters to restore into it."""
+    """A parameter group of an optimizer, with the saved values that a load puts there: the group's options, such as the
+    learning rate, and the state of each parameter by name."""
 
     group: ParameterGroup
     options: dict[str, Any]
@@ -115,11 +116,9 @@ def find_stored(model: Model, saved: Index) -> dict[str, str]:
 def find_unmatched(
     model: Model, saved: Index, stored: Mapping[str, str], groups: list[ParameterGroup] | None
 ) -> Unmatched:
-    """Return, as an Unmatched, the names of tensors and optimizer state that only the module or only the checkpoint
-    has; `stored` maps names in the module to names in the checkpoint.
-
-    If `groups` is None, optimizer state is left out.
-    """
+    """Return the names of tensors and optimizer state that only the module or only the checkpoint has. `stored` maps
+    names in the module to names in the checkpoint; `groups` has the optimizers' parameter groups, or is None to leave
+    out optimizer state."""
     here = {name: name for names in model.names.values() for name in names}
     unmatched = _compare_names("model", here, saved.names)
     if groups is None:

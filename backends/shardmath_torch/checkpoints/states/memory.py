@@ -98,7 +98,8 @@ def fill(local: Tensor, value: Tensor) -> None:
 
 
 def can_fill(held: Tensor) -> bool:
-    """Whether values can be copied into `held`, a tensor of an optimizer, and later steps can write to it."""
+    """Whether values can be copied into `held`, a tensor of an optimizer, and the optimizer's later steps can update it
+    in place. For example, an inference tensor could be filled, but not updated."""
     if held.is_nested or held.is_meta or held.is_inference():
         return False
     local = local_of(held).detach() if isinstance(held, DTensor) else held
@@ -162,9 +163,8 @@ def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
 
 
 def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
-    """Yield each pair of different `MemorySpot`s (address range, shape, strides, dtype) of `tensors` that share a byte;
-    another view of the same bytes is a different spot. A pair is yielded, too, if deciding whether its spots share a
-    byte takes too long."""
+    """Yield the `MemorySpot`s (address range, shape, strides, dtype) of any two of `tensors` that share a byte, unless
+    the two spots are equal. A pair is yielded, too, if it takes too long to decide whether they share one."""
     # By spot, so that a tensor that thousands of parameters share is compared once.
     by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
@@ -186,6 +186,6 @@ def _reaches(spot: MemorySpot, later: MemorySpot) -> bool:
 
 
 def find_crowded(tensors: Iterable[Tensor]) -> set[MemorySpot]:
-    """Return the `MemorySpot`s (address range, shape, strides, dtype) of `tensors` that share a byte with a different
-    one of them, such as another view of the same bytes."""
+    """Return the `MemorySpot`s (address range, shape, strides, dtype) of all `tensors` that share a byte with another
+    of them, unless the two spots are equal. For example, two different views of the same bytes are both included."""
     return {spot for pair in find_meetings(tensors) for spot in pair}
