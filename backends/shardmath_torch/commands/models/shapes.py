@@ -64,12 +64,11 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class Unstack(NamedTuple):
-    """A rule that replaces the suffix `stacked` of a tensor's name by the names in `parts`. If these contain {e}, index
-    e of dimension 0 is expert e, and dimension 1 is divided evenly among the names; otherwise the tensor is only
-    renamed.
+    """A rule to replace the suffix `stacked` of a tensor's name by each of `parts`: if these contain {e}, as "{e}.gate"
+    and "{e}.up" do, expert e's tensors are equal slices of `tensor[e]` along its first dimension. Parts without {e} are
+    other names for the unchanged tensor.
 
-    Dimension 0 is the expert {e}, and dimension 1 is divided evenly among the parts. A part without
-    {e} is another name for the unchanged tensor.
+    Dimension 0 of the tensor is the expert {e}, and dimension 1 is divided evenly among the parts.
     """
 
     stacked: str

@@ -37,8 +37,8 @@ class Standing:
 
 
 class Entry(NamedTuple):
-    """A move whose bytes have arrived and wait to be put in place: `claim` names it, `keys` are its destinations, and
-    `version` is the number of the mover's committed moves after it.
+    """A move whose bytes have arrived and wait to be put in place: `claim` names it, and `keys` are its destinations.
+    `version` is the number of moves that the mover has committed once this one is in place, itself included.
 
     `put` puts it in place, and may be repeated; `end` is called once all of the commit is in place. `find_lost` tells
     why the move can no longer be put in place; "" if it can.
