@@ -97,9 +97,9 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Of the ranks that read a chunk (range of bytes) of a file, select one to verify its checksum, and return a flag
-    for each chunk: whether that is `rank`. `packed` has each rank's flags of the `total` chunks, from `pack_marks`:
-    whether the rank reads the chunk.
+    """Return a flag for each chunk (range of bytes) of a file: whether `rank` is the rank selected to verify the
+    chunk's checksum. `packed` has each rank's flags, from `pack_marks`, for which of the `total` chunks that rank
+    reads.
 
     Raises CheckpointError for marks of another number of chunks.
 

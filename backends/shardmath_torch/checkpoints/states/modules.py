@@ -229,8 +229,9 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return the module's parameters and buffers on this rank, each with its layout; `described` lists them by name.
-    Plain tensors count as replicated on `mesh`, and `ask` looks up how ranks divide sharded tensors.
+    """Return the parameters and buffers listed in `described`, each as this rank's part with its layout. Plain tensors
+    count as replicated on `mesh`, by default the DTensors' mesh or the ranks of `group`; the function `ask` returns how
+    ranks divide sharded tensors.
 
     `ask` takes tensors by name, and returns local shapes of DTensors, index ranges of CheckpointableTensors. The
     default of `mesh` is the DTensors' largest mesh, or the ranks of `group`. Without `ask` the call is collective if

@@ -51,9 +51,9 @@ def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, A
 
 
 def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]:
-    """Return a dict from each optimizer state item (parameter name, key) whose value is the same object as another
-    item's, to the first such item. The first is given as (key,) if only one parameter has the object, else as
-    (parameter name, key)."""
+    """Find optimizer state values that are one object under several keys in `states` (parameter name -> key -> value),
+    and return a dict from each such (name, key) to the first one. If all are of the same parameter, the first is given
+    as (key,)."""
     # Kept, since a mapping may make its values at each access: no other value may get the id of one.
     kept = {name: dict(held) for name, held in states.items()}
     items_by_identity: dict[object, list[_Item]] = {}

@@ -172,9 +172,9 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """Return a dict from parameter name to a view of `array`, `rank`'s part of a flat buffer of optimizer state with
-    `buffer_layout`, divided along `axis` of `mesh`. Views are 1-d; with `shape` "nd" they have the parameter's number
-    of dimensions, and elements that form no rectangular slice become several views, `name[i]`.
+    """Return a dict from parameter name to a view of `array`, the flat tensor with `rank`'s part of an optimizer state
+    buffer, divided along `axis` of `mesh`. With `shape` "nd" a view has as many dimensions as the parameter; several
+    views of one parameter have the keys `name[0]`, `name[1]` ...
 
     They have the layouts that `buffers.state_layouts` gives, and the array's dtype. A rank outside the mesh has none.
 

@@ -64,9 +64,10 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class Unstack(NamedTuple):
-    """A rule to replace the suffix `stacked` of a tensor's name by each of `parts`: if these contain {e}, as "{e}.gate"
-    and "{e}.up" do, expert e's tensors are equal slices of `tensor[e]` along its first dimension. Parts without {e} are
-    other names for the unchanged tensor.
+    """A rule to replace the suffix `stacked` of a tensor's name by each of `parts`. Parts with {e}, such as "{e}.gate"
+    and "{e}.up", are slices of the tensor: index e of dimension 0, and one of the equal parts of dimension 1.
+
+    Parts without {e} are other names for the unchanged tensor.
 
     Dimension 0 of the tensor is the expert {e}, and dimension 1 is divided evenly among the parts.
     """

@@ -125,9 +125,9 @@ class FailureDetector:
         return self._judge(own_report)
 
     def report(self, own_report: Report, let_go: Callable[[], None]) -> threading.Thread:
-        """Start and return a thread that writes `own_report`, this rank's failure report, to the store and reads the
-        other ranks' reports. The call itself waits a short time for the write, then calls `let_go` to close
-        connections, whether or not the report is written."""
+        """Start and return a thread that writes `own_report` to the store, and collects the other ranks' failure
+        reports in this object. The call waits a short time for the write, and then calls `let_go` to close
+        connections."""
         reported = threading.Event()
         reporting = threads.start(lambda: self._exchange_reports(own_report, reported))
         if self.store is not None:

@@ -178,9 +178,8 @@ def mark_told(error: BaseException, group: Group | None) -> None:
 
 @contextmanager
 def in_step(group: Group | None) -> Iterator[None]:
-    """Mark the `with` block as one rank's work within a collective call, for whose result the other ranks wait. A call
-    of this thread that begins another operation on the group in the block, or another such block, raises
-    ExchangeError."""
+    """Mark the `with` block as this rank's local work in a collective call, while the other ranks wait. If this thread
+    begins an operation on the group in the block, or a second such block, ExchangeError is raised."""
     if compat.is_alone():
         yield
         return

@@ -118,9 +118,9 @@ class Goodbyes:
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Return a text that names the other ranks that left the group, or closed the mover `key` (an object that moves
-        tensors), before vote (agreement of all ranks) `number`; "" if there are none. The rank `blamed`, whose
-        connection ended, is also named if it closed any other mover after vote `number` - 1.
+        """Return a text that names the other ranks that left the group, or closed the mover `key`, before vote `number`
+        (an agreement of all ranks); "" if there are none. For `blamed`, a rank whose connection ended, closing any
+        mover since the previous vote is enough.
 
         The text has the lowest rank's reason.
         """

@@ -154,9 +154,9 @@ class Party:
         what: str = "group",
         patience: float = 0.0,
     ) -> _T:
-        """Run `act`, an operation of all ranks, while nothing else in this process uses the group, and return its
-        result. `patience` limits the wait for other threads, in seconds; errors call the group `what`, and describe the
-        work that a failed rank stopped by the text from `describe`.
+        """Run `act`, an operation of all ranks, and return its result; other threads cannot use the group meanwhile.
+        `patience` limits the wait for them, in seconds. In errors, `what` is the word for the group, and `describe`
+        returns the text about the work that a failed rank stopped.
 
         `act` begins with a vote, unless ranks agreed on such an operation before.
 

@@ -94,7 +94,7 @@ class _Seat:
         return holder is not None and holder.thread is threading.current_thread()
 
     def take(self, turn: _Turn, patience: float) -> None:
-        """Wait for this lock, and take it for `turn`, an object that exists as long as one call of one thread. Raises
+        """Wait until this lock is free, and take it for `turn`, which stands for one call of one thread. Raises
         ExchangeError if that takes longer than `patience` seconds."""
         until = time.monotonic() + patience
         while (blocker := self._claim(turn)) is not None:

@@ -41,8 +41,8 @@ class PeerFailure(Exception):
 
 
 def check_is_torchs(error: BaseException, *files: str) -> None:
-    """Raise `error` again unless torch raised it. An error counts as torch's if it was raised in torch's source files,
-    or in a file that the further arguments name (paths of source files that call torch).
+    """Raise `error` again unless it was raised in torch's source files or in `files`. These further arguments are the
+    paths of source files that call torch.
 
     Otherwise an error of a signal handler, raised during the call, would be taken for the network's.
     """

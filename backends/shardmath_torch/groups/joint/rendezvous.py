@@ -102,8 +102,8 @@ class _Log(NamedTuple):
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """Return the error text written into this log of a rendezvous by a process that objects because it has rank 0,
-        too; "" if no process objects."""
+        """Return the error text that a second process with rank 0 wrote into this log; "" if there is none. The log is
+        the text in the store by which the processes of a group meet."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))

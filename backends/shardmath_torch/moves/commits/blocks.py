@@ -124,9 +124,9 @@ class CommitBlock:
 
     @property
     def may_be_unheard(self) -> bool:
-        """Whether other ranks might not learn of an error in this rank's block, since they can be in another move
-        already. True if a mover has agree="once" (it moves without asking all ranks each time), unless movers were
-        named in `smt.commit` and all of them have moved."""
+        """Whether other ranks might not learn of an error in this rank's block, since a mover in it moves without
+        asking all ranks each time (agree="once"). If movers were named in `smt.commit`, this is False once all of them
+        have moved."""
         return self._agrees_once and (not self._named or bool(self._list_missing()))
 
     def _list_missing(self) -> list[str]:

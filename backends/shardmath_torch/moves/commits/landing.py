@@ -119,9 +119,9 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Return a context manager that adds to errors whether this rank's destinations are old, new, or perhaps partly
-        updated. It begins with the error after which `turns`, the state of the group, is broken, and also covers all
-        later errors.
+        """Return a context manager: if the group breaks in its block, the error also says whether this rank's
+        destinations are old, new, or perhaps partly updated. Later errors say so, too; `turns` tells whether the group
+        is broken.
 
         `turns` is the state of the group.
         """

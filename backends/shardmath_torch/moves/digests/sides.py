@@ -45,8 +45,8 @@ class DigestSide:
     seed: int = 0
 
     def list_shares(self) -> list[int]:
-        """Return a list of the numbers that this rank adds to the digests (checksums) of all tensors, tensor by tensor.
-        A tensor has one number here for each set of this rank's elements that the same ranks hold."""
+        """Return the numbers that this rank adds to the digests (checksums) of the tensors, tensor by tensor. This
+        rank's elements of a tensor are grouped by the set of ranks that hold them, and each group gives one number."""
         shares: list[int] = []
         with torch.inference_mode():
             for name, windows in self.windows.items():
