@@ -130,8 +130,8 @@ class Checkpoint:
         raise CheckpointError(f"{what}; it has {has}: {fix}")
 
     def find_blob(self, name: str, rank: int) -> str:
-        """Return the stored name of the bytes that `rank` saved as `name`; if it saved none, the stored name of the
-        bytes that the lowest rank saved. Returns `name` itself if it does not stand for per-rank bytes."""
+        """Return the name under which the checkpoint stores the bytes that `rank` saved as `name`, or if it saved none,
+        the bytes that the lowest rank saved. If ranks did not save `name` separately, the result is `name` itself."""
         by_rank = self.blobs.get(name)
         if not by_rank:
             return name
@@ -160,9 +160,9 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Check torch.save archives of the tensors `names` against the metadata; return a dict from each archive (one
-        stored part of a tensor) to the offset, shape and strides of its elements in the file. With `share` (i, n), only
-        archives i, i + n, i + 2n ... are checked and returned.
+        """Check the dtype and shape in torch.save archives of the tensors `names` against the checkpoint's metadata,
+        and return a dict from each archive (a stored part of a tensor) to the offset, shape and strides of its elements
+        in the file. Only archives i, i + n, i + 2n ... of `share` (i, n) are checked.
 
         Raises CheckpointError if an archive holds another tensor than the metadata says.
         """

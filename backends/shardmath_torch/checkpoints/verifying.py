@@ -97,9 +97,9 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Return a flag for each chunk (range of bytes) of a file: whether `rank` has to verify the chunk's checksum, so
-    that exactly one of the ranks that read a chunk does. `packed` has each rank's flags of the chunks that it reads,
-    packed by `pack_marks`; `total` is the number of chunks.
+    """Return a flag for each chunk (range of bytes) of a file: whether `rank` is the rank selected to verify the
+    chunk's checksum. `packed` has each rank's flags, from `pack_marks`, for which of the `total` chunks that rank
+    reads.
 
     Raises CheckpointError for marks of another number of chunks.
 
@@ -123,13 +123,15 @@ def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
 
 
 def chunk_ends(box: StoredBox, number: int) -> tuple[int, int]:
-    """Return the begin and the end of chunk `number` of `box`, as byte positions in the file."""
+    """Return the begin and the end of chunk `number` of `box` (a stored part of a tensor), as byte positions in its
+    file. A chunk is a range of 4 MiB, or less at the end, that has one checksum."""
     start = box.start + number * CHUNK
     return start, min(box.stop, start + CHUNK)
 
 
 def read_chunk(stream: io.FileIO, box: StoredBox, number: int, room: bytearray) -> memoryview:
-    """Read chunk `number` of `box` from `stream` into the buffer `room`, and return a view of its bytes there."""
+    """Read chunk `number` (a range of bytes with one checksum) of `box`, a stored part of a tensor in the file
+    `stream`. The bytes are written to the buffer `room`, and a view of them is returned."""
     start, stop = chunk_ends(box, number)
     stream.seek(start)
     chunk = memoryview(room)[: stop - start]

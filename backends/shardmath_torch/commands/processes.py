@@ -92,7 +92,8 @@ class _Failure:
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """A key to sort failures by: the smallest is nearest to the cause."""
+        """A key that sorts the ranks' failures, the likeliest cause of the others first: deaths without a report, then
+        errors other than the loss of another rank, then such losses. Among equals, the earliest is first."""
         return self.reported, isinstance(self.error, PeerLost), self.when
 
 

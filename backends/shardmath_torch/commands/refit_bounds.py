@@ -33,7 +33,8 @@ Holders: TypeAlias = tuple[int, ...]
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Lower bounds on the bytes that each rank receives and sends in a move in which no rank forwards bytes for others.
-    Only the ranks in `forced_by` hold certain bytes, so at least one of them has to send `busiest` bytes or more."""
+    At least one rank in `forced_by` sends `busiest` bytes or more, since only these ranks hold certain bytes that
+    others need."""
 
     received: dict[int, int]
     sent: dict[int, int]
@@ -42,8 +43,8 @@ class Bounds:
 
 
 def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
-    """Return lower bounds on the bytes of moving all tensors from the layouts `src` to the layouts `dst` (both by name)
-    without relays; no layout may be Partial."""
+    """Return lower bounds on the bytes that ranks receive and send when all tensors move from the layouts `src` to the
+    layouts `dst` (both by name), and no rank forwards bytes for others. No layout may be Partial."""
     received, demand = _sum_demands(src, dst)
     senders = _list_ranks(src)
     ranks = sorted({*senders, *_list_ranks(dst)})

@@ -194,9 +194,9 @@ def _count_phases(progress: Mapping[int, Progress]) -> float:
 
 
 def layouts_table(weights: Weights, src: Side, dst: Side) -> TextTable:
-    """Return a table of the layout rules (tensor name pattern -> layout) that apply to the weights in `src` and in
-    `dst`. A row is for all tensors with the same source rule and the same destination rule; rows with the most tensors
-    come first."""
+    """Return a table of the layout rules (tensor name pattern -> layout) that apply to the weights at the source and at
+    the destination; the Sides `src` and `dst` each have a mesh and such rules. A row is for all tensors with the same
+    two rules; rows with the most tensors come first."""
     groups = _group_by_rules(weights, src, dst)
     rows = []
     for rules in sorted(groups, key=lambda rules: -len(groups[rules])):

@@ -125,14 +125,14 @@ def ranks_of(group: Group) -> tuple[int, ...]:
 
 
 def rank_in(group: Group) -> int:
-    """Return this process's rank as plans on the group number it: its global rank, or its rank within a joint group (a
-    group across jobs)."""
+    """Return this process's rank as used in plans for the group: the global rank for a torch group, or the rank within
+    the group for a joint group (a group across jobs)."""
     return group.rank() if isinstance(group, JointGroup) else dist.get_rank()
 
 
 def channel_of(group: Group) -> Group:
     """Return the group to pass to torch's functions: `group` itself, or the torch group inside a joint group (a group
-    across jobs). Get it again for each call.
+    across jobs). Do not keep the result, since a joint group can be disconnected.
 
     Raises ExchangeError if a joint group is disconnected.
     """
@@ -236,7 +236,8 @@ def rank_or_0() -> int:
 
 
 def backend_of(group: Group) -> str:
-    """Return the group's backend: "nccl" if it has that, else "gloo" if it has that, else torch's name."""
+    """Return "nccl" if the group has that backend, else "gloo" if it has that one, else the name that torch gives the
+    group's backend."""
     if isinstance(group, JointGroup):
         return group.backend
     name = str(dist.get_backend(group))
@@ -261,8 +262,8 @@ def device_of(group: Group) -> torch.device:
 
 
 def allow_seconds(group: Group, seconds: float) -> None:
-    """Set the time limit of the group's next work on GPUs, after which torch's watchdog ends the process, to `seconds`
-    or the group's own limit, whichever is longer. Does nothing if this torch version cannot extend the limit.
+    """Extend the time limit of the group's next work on GPUs to `seconds`, unless the group's own limit is longer;
+    torch's watchdog ends the process at the limit. Does nothing if this torch version cannot extend the limit.
 
     Under TORCH_DISTRIBUTED_DEBUG=DETAIL this has no effect: the group's own limit holds.
     """
@@ -290,8 +291,8 @@ def find_missing(group: Group) -> tuple[str, list[str]]:
 
 @contextmanager
 def closing_group(group: Group, device: torch.device) -> Iterator[None]:
-    """End NCCL's open batch of the group's calls on `device` if an exception leaves the `with` block, since an open
-    batch would take in all later calls."""
+    """If an exception leaves the `with` block, end the batch of NCCL calls on `device` that torch has begun for the
+    group in the block. A batch left open would take in all later calls."""
     try:
         yield
     except BaseException:

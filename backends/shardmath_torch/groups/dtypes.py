@@ -111,8 +111,8 @@ def see_words(tensor: Tensor) -> NDArray[Any]:
 
 
 def fold(op: str, into: Tensor, piece: Tensor) -> None:
-    """Set `into` to op(into, piece), computed in their dtype, for a reduction `op` such as "sum" ("avg" only adds);
-    only complex products need temporary memory."""
+    """Set `into` to the reduction of `into` and `piece` by `op`, such as "sum", computed in their dtype. For "avg" they
+    are added, and not divided."""
     if op in ("sum", "product") and into.dtype in BORROWED:
         signed = BORROWED[into.dtype]
         into = into.view(signed)

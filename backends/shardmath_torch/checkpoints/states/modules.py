@@ -229,12 +229,13 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return the Model of a module: this rank's parameters and buffers in `described`, each with its layout. `ask`
-    looks up how ranks divide a tensor; with None, ranks communicate if needed.
+    """Return the parameters and buffers listed in `described`, each as this rank's part with its layout. Plain tensors
+    count as replicated on `mesh`, by default the DTensors' mesh or the ranks of `group`; the function `ask` returns how
+    ranks divide sharded tensors.
 
-    `ask` takes tensors by name, and returns local shapes of DTensors, index ranges of CheckpointableTensors. Plain
-    tensors count as replicated on `mesh` (default: the DTensors' largest mesh, or the ranks of `group`). Without `ask`
-    the call is collective if `layout_of` is.
+    `ask` takes tensors by name, and returns local shapes of DTensors, index ranges of CheckpointableTensors. The
+    default of `mesh` is the DTensors' largest mesh, or the ranks of `group`. Without `ask` the call is collective if
+    `layout_of` is.
 
     Raises CheckpointError for a plain tensor on a rank that is not on the mesh.
     """

@@ -72,8 +72,8 @@ UNVALUED = ("params", "param_names")
 
 
 class ParameterGroup(NamedTuple):
-    """A parameter group of an optimizer: its options, such as the learning rate, and its parameters by their (first)
-    name in the module."""
+    """A parameter group of an optimizer: its options, such as the learning rate, and its parameters by name in the
+    module. A parameter that the module has under several names is listed under the first."""
 
     optimizer: Optimizer
     options: dict[str, Any]
@@ -108,8 +108,8 @@ class Elsewhere(NamedTuple):
     groups: tuple[SavedGroup, ...]
 
     def options(self) -> dict[str, Mapping[str, object]]:
-        """Return a dict from the name of each reported parameter to the options, such as the learning rate, of its
-        parameter group."""
+        """Return a dict from parameter name to the options, such as the learning rate, of the parameter's group. The
+        keys are the parameters that some ranks hold and others lack."""
         found: dict[str, Mapping[str, object]] = {}
         for group in self.groups:
             found |= dict.fromkeys(group.parameters, group.options)
@@ -241,9 +241,9 @@ def is_here(model: Model, name: str) -> bool:
 def describe_optimizers(
     model: Model, optimizer: Optimizers, elsewhere: Elsewhere = NOWHERE
 ) -> OptimizerState:
-    """Return the state of `optimizer` (one or several) for the parameters of `model`: state tensors with layouts,
-    descriptions (entries) of state items, and parameter groups. Descriptions of state for parameters that this rank
-    lacks are taken from `elsewhere`, the other ranks' reports.
+    """Return the state of `optimizer` (one or several) for the parameters of `model`: tensors with layouts, the dtype
+    and shape (or plain value) of each state item, and parameter groups. `elsewhere` has the other ranks' reports on
+    parameters that this rank lacks.
 
     State of parameters that are not on this rank has empty tensors here.
 
@@ -347,9 +347,9 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if `parameter` is a DTensor or torch CheckpointableTensor and `entry`, the record of an
-    item of its optimizer state, leaves open how ranks divide the item. The error names the parameter by `name` and the
-    item by `key`, such as "exp_avg"."""
+    """Raise CheckpointError if nothing tells how ranks divide `entry`, an optimizer state item of a sharded `parameter`
+    (a DTensor or torch CheckpointableTensor). The error names the parameter by `name` and the item by `key`, such as
+    "exp_avg"."""
     match entry:
         case Own(shape=shape):
             is_known = not shape

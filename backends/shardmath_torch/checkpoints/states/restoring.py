@@ -406,10 +406,9 @@ def restore(
     options: OptionsPlan,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Write the loaded `tensors` and the planned `options` into the module and its optimizers, drop optimizer state
-    that the checkpoint lacks, then call the modules' `set_extra_state`, which may look at what is restored, and may
-    raise. `jobs` tell where each loaded tensor goes, and `goals` are the parameter groups to restore.
-    """
+    """Write the loaded `tensors` where `jobs` tell, restore the parameter groups in `goals` with the planned `options`,
+    and drop optimizer state that the checkpoint lacks. The modules' `set_extra_state` methods are called last, since
+    they can read the restored tensors."""
     # Not DTensors on a mesh without this rank.
     loaded = [job for job in jobs if job.here in tensors]
     with torch.no_grad():
@@ -504,8 +503,9 @@ def _share_state(model: Model, goals: Iterable[Goal]) -> None:
 
 
 def call_hooks(module: nn.Module, goals: Iterable[Goal], unmatched: Unmatched) -> None:
-    """Call the hooks that torch calls after `load_state_dict` of a module, and then of its optimizers, once for each;
-    the module's get the names in `unmatched`. `goals` are the parameter groups that were restored."""
+    """Call the hooks that torch calls after `load_state_dict`: first the hooks of the module and its submodules, then,
+    once for each optimizer in `goals` (the restored parameter groups), the optimizer's. The modules' hooks get the
+    missing and the unexpected names in `unmatched`."""
     kind = "model."
     missing, unexpected = (
         [name.removeprefix(kind) for name in names if name.startswith(kind)] for names in unmatched

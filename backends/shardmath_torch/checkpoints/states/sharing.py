@@ -51,9 +51,9 @@ def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, A
 
 
 def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]:
-    """Return a dict that tells which optimizer state items share one object as their value: from each such item,
-    (parameter name, key), to the first item with the same object. If all of them belong to one parameter, the first is
-    given as (key,)."""
+    """Find optimizer state values that are one object under several keys in `states` (parameter name -> key -> value),
+    and return a dict from each such (name, key) to the first one. If all are of the same parameter, the first is given
+    as (key,)."""
     # Kept, since a mapping may make its values at each access: no other value may get the id of one.
     kept = {name: dict(held) for name, held in states.items()}
     items_by_identity: dict[object, list[_Item]] = {}

@@ -59,8 +59,8 @@ def tell_state(model: Model, optimizer: Optimizers, group: ProcessGroup | None) 
 
 
 def tell_names(model: Model, optimizer: Optimizers, group: ProcessGroup | None) -> Elsewhere:
-    """Gather and return the names of the optimizers' parameters that only some ranks of `group` hold, as parameter
-    groups without options. The first rank that holds a parameter reports it."""
+    """Gather from all ranks the names of the optimizers' parameters that some ranks of `group` lack, and return an
+    Elsewhere with only these names, by parameter group. The first rank that holds a parameter sends its name."""
     ranks = (0,) if is_alone() else compat.ranks_of(compat.group_of(group))
     firsts = _find_firsts(model, ranks)
     return _gather_reports(firsts, partial(_report_names, model, optimizer, firsts), group)
@@ -177,9 +177,7 @@ BY_RANK = (
 
 
 def advise(what: str) -> str:
-    """Return the advice that ends an error about values (described by `what`) that differ among ranks: pass the same
-    arguments on all ranks. For optimizer state it is to give every rank the full state, or to use FSDP2.
-
-    The values are optimizer state if `what` begins with "the optimizer of " or "'optim.state.".
-    """
+    """Return advice to end an error about values (described by `what`) that differ among ranks: to pass the same
+    arguments on all ranks. If `what` begins with "the optimizer of " or "'optim.state.", the advice is to give every
+    rank the full optimizer state, or to use FSDP2."""
     return BY_RANK if what.startswith(("'optim.state.", "the optimizer of ")) else SAME

@@ -88,8 +88,8 @@ def plain_of(value: object) -> object:
 
 
 def check_depth(what: str, depth: int) -> None:
-    """Raise CheckpointError for the value called `what` if `depth`, the number of values that it is nested in, is more
-    than MOST_DEPTH. A value that contains itself is nested without end."""
+    """Raise CheckpointError if the value called `what` is nested in more than MOST_DEPTH other values; `depth` is their
+    number. A value that contains itself is rejected, too, since its depth grows without end."""
     if depth > MOST_DEPTH:
         fault = f"{what} is nested more than {MOST_DEPTH} deep, or contains itself"
         raise CheckpointError(f"{fault}; replace it by a flatter value")

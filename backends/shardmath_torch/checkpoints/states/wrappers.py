@@ -183,8 +183,8 @@ def _get_own_dict(value: object) -> dict[str, object]:
 
 
 def check_keeps_own(optimizer: Optimizer, given: Sequence[Optimizer]) -> None:
-    """Raise CheckpointError if `optimizer`, or one inside it, has state that a checkpoint of the optimizers in `given`
-    would lose or could not restore. The checkpoint has only `state` and `param_groups` of each; `given` includes
+    """Raise CheckpointError if a checkpoint of the optimizers in `given` cannot restore all state of `optimizer` and of
+    the optimizers inside it. The checkpoint has only each one's `state` and `param_groups`; `given` includes
     `optimizer`.
 
     It raises for an optimizer that has inner optimizers with separate state that are not `given`, for one that makes

@@ -94,8 +94,8 @@ def _local_shape(p: Tensor) -> tuple[int, ...]:
 
 
 class ParamLayout(NamedTuple):
-    """The layout of a flat buffer with parameters (not names) as keys, and with the fields and types of Megatron-Core's
-    `PerBufferParamLayout`.
+    """The layout of a flat buffer, with the fields and types of Megatron-Core's `PerBufferParamLayout`. The keys of
+    `param_index_map` are the parameters themselves, not their names.
 
     That one takes them as keywords: `PerBufferParamLayout(**by_parameter(layout,
     module)._asdict())`.
@@ -138,12 +138,12 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
 def by_name(
     layout: _LikeMegatron, module: nn.Module, *, data_parallel_world_size: int | None = None
 ) -> buffers.PerBufferParamLayout:
-    """Return a buffer layout like `layout`, but with the names of parameters in `module` as keys instead of the
-    parameters. `layout` is from Megatron-Core, or from `by_parameter`, which does the reverse.
+    """Return a buffer layout like `layout` (Megatron-Core's, or from `by_parameter`), but with the names of parameters
+    in `module` as keys instead of the parameters. `data_parallel_world_size` is the number of ranks to record in the
+    result; None stands for any number.
 
-    `data_parallel_world_size` is the number of ranks to record in the result, since a layout with parameters as keys
-    does not have it; None stands for any number. Raises ParamLayoutError if the module lacks a parameter, or if the
-    layout contradicts itself.
+    A layout with parameters as keys does not have the number of ranks. Raises ParamLayoutError if the module lacks a
+    parameter, or if the layout contradicts itself.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     placed = list(layout.param_index_map.items())
@@ -172,9 +172,9 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """Return views of `array`, the share that `rank` has of a flat buffer of optimizer state, as a dict from parameter
-    name (`name[i]` if the rank has several parts) to tensor. The buffer has `buffer_layout`, and is divided along
-    `axis` of `mesh`. Views are 1-d, or have the parameter's number of dimensions if `shape` is "nd".
+    """Return a dict from parameter name to a view of `array`, the flat tensor with `rank`'s part of an optimizer state
+    buffer, divided along `axis` of `mesh`. With `shape` "nd" a view has as many dimensions as the parameter; several
+    views of one parameter have the keys `name[0]`, `name[1]` ...
 
     They have the layouts that `buffers.state_layouts` gives, and the array's dtype. A rank outside the mesh has none.
 

@@ -64,12 +64,12 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class Unstack(NamedTuple):
-    """A rule that replaces the suffix `stacked` of a tensor's name by the names in `parts`. If these contain {e}, index
-    e of dimension 0 is expert e, and dimension 1 is divided evenly among the names; otherwise the tensor is only
-    renamed.
+    """A rule to replace the suffix `stacked` of a tensor's name by each of `parts`. Parts with {e}, such as "{e}.gate"
+    and "{e}.up", are slices of the tensor: index e of dimension 0, and one of the equal parts of dimension 1.
 
-    Dimension 0 is the expert {e}, and dimension 1 is divided evenly among the parts. A part without
-    {e} is another name for the unchanged tensor.
+    Parts without {e} are other names for the unchanged tensor.
+
+    Dimension 0 of the tensor is the expert {e}, and dimension 1 is divided evenly among the parts.
     """
 
     stacked: str

@@ -121,18 +121,18 @@ class FailureDetector:
     bell: threading.Event = field(default_factory=threads.make_bell)
 
     def detect(self, own_report: Report, let_go: Callable[[], None]) -> tuple[int | None, Report]:
-        """Exchange failure reports with the other ranks, and return (the rank that failed first, the report on it);
-        `let_go` closes connections after this rank has reported. The rank is None if the reports do not tell it, or if
-        they tell that a rank left the group without failing."""
+        """Exchange failure reports with the other ranks, and return (the rank that failed first, the report on it); the
+        rank is None if no rank is known to have failed. `let_go` closes this rank's connections after it has
+        reported."""
         deadline = time.monotonic() + self.grace
         reporting = self.report(own_report, let_go)
         reporting.join(max(0.0, deadline - time.monotonic()))
         return self._judge(own_report)
 
     def report(self, own_report: Report, let_go: Callable[[], None]) -> threading.Thread:
-        """Start and return a thread that writes this rank's failure report, `own_report`, to the store and reads the
-        other ranks' reports. Before it returns, this call waits a short time for the write, then calls `let_go`, which
-        closes connections, even if the report is not written yet."""
+        """Start and return a thread that writes `own_report` to the store, and collects the other ranks' failure
+        reports in this object. The call waits a short time for the write, and then calls `let_go` to close
+        connections."""
         reported = threading.Event()
         reporting = threads.start(lambda: self._exchange_reports(own_report, reported))
         if self.store is not None:

@@ -178,8 +178,8 @@ def mark_told(error: BaseException, group: Group | None) -> None:
 
 @contextmanager
 def in_step(group: Group | None) -> Iterator[None]:
-    """Mark the `with` block as local work within a collective call: no operation on the group may begin in it. Raises
-    ExchangeError inside another such block."""
+    """Mark the `with` block as this rank's local work in a collective call, while the other ranks wait. If this thread
+    begins an operation on the group in the block, or a second such block, ExchangeError is raised."""
     if compat.is_alone():
         yield
         return
@@ -193,8 +193,9 @@ def _is_relied_on(party: Party, votes_before: int) -> bool:
 
 
 def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError:
-    """Return the error to raise after a collective of torch failed with `error` in a call that `what` describes (such
-    as "make this call"). Marks the group as broken if this library has a transport for it."""
+    """Return the error to raise after a torch collective failed with `error`, and mark the group as broken if this
+    library has a transport for it. In the error's text, `what` follows "did not" or "were to", as in "ranks were to
+    save"."""
     party = party_of(compat.group_of(group))
     if party is None:
         lost = f"a rank is gone, or did not {what}: {message_of(error)}"

@@ -49,8 +49,8 @@ SOON_S = 0.01
 
 
 class Goodbye(NamedTuple):
-    """A notice that `rank` closed a mover (an object that moves tensors by a plan), or left the whole group, after
-    taking part in vote number `after`. The `key` identifies the mover, and is "" for the whole group."""
+    """A notice that `rank` closed the mover `key` (an object that moves tensors by a plan), or left the whole group if
+    `key` is "". `after` is the number of votes (agreements of all ranks) in the group until then."""
 
     rank: int
     key: str
@@ -118,11 +118,11 @@ class Goodbyes:
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Return a text that names the other ranks that left the group, or closed the mover `key` (an object that moves
-        tensors), before vote `number`; "" if there are none. The rank `blamed` is named, too, if it closed another
-        mover since the previous vote.
+        """Return a text that names the other ranks that left the group, or closed the mover `key`, before vote `number`
+        (an agreement of all ranks); "" if there are none. For `blamed`, a rank whose connection ended, closing any
+        mover since the previous vote is enough.
 
-        The text has the lowest rank's reason. `blamed` is a rank whose connection has ended.
+        The text has the lowest rank's reason.
         """
         reasons = {}
         for goodbye in list(self._by_number.values()):

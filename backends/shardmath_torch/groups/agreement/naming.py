@@ -50,9 +50,9 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Return words for an error message that tell which tensor the failed rank `rank` had to send or receive by the
-    plan `given`. This is `tensor`, or if that is None, the first one in the plan; if `given` is not a plan, no tensor
-    is named."""
+    """Return words for an error message: which tensor the failed rank `rank` had to send or receive by the plan
+    `given`. They name `tensor`; if it is None, they name the first tensor in the plan that `rank` exchanges with
+    others."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:

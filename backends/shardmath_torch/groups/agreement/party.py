@@ -83,22 +83,23 @@ class Party:
 
     @property
     def timeout(self) -> float:
-        """The most seconds until a call raises if another rank has failed: the time to wait for that rank, and then to
-        find out which rank failed first."""
+        """The most seconds from when a call begins to wait for a failed rank until the call raises. This is the sum of
+        the wait for that rank and of the time to find out which rank failed first."""
         # An extra fifth of the grace is for reporting the failure.
         return self.patience + 1.2 * self.grace
 
     def with_own_key(self) -> Party:
-        """Return a copy of this Party with a new `key`, for one mover (an object that moves tensors by a plan). The key
-        identifies the mover on all ranks: it is the number of the next vote."""
+        """Return a copy of this Party for one mover (an object that moves tensors by a plan), with a `key` that
+        identifies the mover in the group. The key is 1 + the number of votes (agreements of all ranks) so far, so it is
+        equal on all ranks."""
         return replace(self, key=str(self.turns.votes + 1))
 
     def vote(
         self, mine: Ballot, patience: float | None = None, event: Event = Event.VOTE
     ) -> tuple[Ballot, ...]:
-        """Send this rank's vote `mine` to all ranks, and return all ranks' votes in the order of the group's ranks.
-        `event` is VOTE, or PROMISE for a vote that promises that this rank has received all bytes; `patience` limits
-        the wait for votes, in seconds (None: the connections' default).
+        """Send this rank's vote `mine` on an operation to all ranks, and return all ranks' votes in the order of the
+        group's ranks. `event` is PROMISE for a vote after all bytes of a move have arrived on this rank, VOTE for any
+        other; `patience` limits the wait, in seconds.
 
         Raises Refused if any rank objects, PeerFailure if one does not vote.
         """
@@ -139,8 +140,11 @@ class Party:
         self.turns.host = next((rank for rank, ballot in voted if ballot.serves_store), None)
 
     def gather(self, record: bytes) -> list[bytes]:
-        """Return a list of every rank's `record`, bytes of the same length on all ranks. The call adds 1 to the group's
-        number of votes. Raises PeerFailure if a rank fails or does not answer in time."""
+        """Return a list of every rank's `record`, bytes of the same length on all ranks. Raises PeerFailure if a rank
+        fails or does not answer in time.
+
+        The call adds 1 to the group's number of votes.
+        """
         self._begin()
         records = self.wire.gather(record)
         self.turns.agreed()
@@ -153,9 +157,9 @@ class Party:
         what: str = "group",
         patience: float = 0.0,
     ) -> _T:
-        """Run `act`, an operation of all ranks, while nothing else in this process uses the group, and return its
-        result. `patience` limits the wait for other threads, in seconds; in errors, `what` names the group, and if a
-        rank fails, the text that `describe` returns says which work was stopped.
+        """Run `act`, an operation of all ranks, and return its result; other threads cannot use the group meanwhile.
+        `patience` limits the wait for them, in seconds. In errors, `what` is the word for the group, and `describe`
+        returns the text about the work that a failed rank stopped.
 
         `act` begins with a vote, unless ranks agreed on such an operation before.
 
@@ -285,8 +289,8 @@ class Party:
         self.give_up(f"it was left in the middle by {word_error(error)}")
 
     def give_up(self, cause: str) -> None:
-        """Make the group unusable because this rank has failed, and report the `cause` to the other ranks. Unlike after
-        a failure of another rank, the others' reports are not read."""
+        """Make the group unusable because this rank has failed, and report the `cause` to the other ranks. Their
+        reports are not needed, since the cause is known here."""
         # First of all: a second Ctrl-C during the report must find the group broken.
         self.turns.broken = f"rank {self.rank} (this one) failed: {_word_fix(cause)}"
         try:
@@ -302,7 +306,8 @@ class Party:
 
     def break_by(self, failure: PeerFailure, describe: Describe) -> ExchangeError:
         """Make the group unusable after a peer's `failure`, and return the error to raise. Its text tells which rank
-        failed first, and by the words that `describe` returns, which work was stopped."""
+        failed first, if that is known, and contains the text that `describe` returns about the work that was
+        stopped."""
         # Reading the reports takes seconds; meanwhile a signal handler or another thread may call.
         self.turns.broken = failure.cause
         try:

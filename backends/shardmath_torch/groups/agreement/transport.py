@@ -44,7 +44,9 @@ def join(group: compat.Group, patience: float, grace: float) -> Party:
 
 
 def join_within(group: compat.Group, limit: float) -> Party:
-    """Return this rank's connections in the group (`Party`) for calls of at most `limit` seconds."""
+    """Return this rank's connections in the group (`Party`), with timeouts such that a call raises within `limit`
+    seconds after it begins to wait for a failed rank. The limit includes the time to find out which rank failed
+    first."""
     grace = min(LONGEST_GRACE_S, limit / 5)
     # An extra fifth of the grace is for reporting the failure.
     return join(group, limit - 1.2 * grace, grace)

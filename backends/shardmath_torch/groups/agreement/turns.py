@@ -94,8 +94,8 @@ class _Seat:
         return holder is not None and holder.thread is threading.current_thread()
 
     def take(self, turn: _Turn, patience: float) -> None:
-        """Wait until `turn`, one thread's call, holds this seat (a lock). Raises ExchangeError if that takes longer
-        than `patience` seconds."""
+        """Wait until this lock is free, and take it for `turn`, which stands for one call of one thread. Raises
+        ExchangeError if that takes longer than `patience` seconds."""
         until = time.monotonic() + patience
         while (blocker := self._claim(turn)) is not None:
             left = until - time.monotonic()
@@ -287,9 +287,10 @@ class Turns:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Mark the `with` block as local work for which other ranks wait: no operation on the group may begin in it.
+        """Mark the `with` block as local work for whose result other ranks wait: if this thread begins an operation on
+        the group in the block, the operation raises ExchangeError.
 
-        Raises ExchangeError inside of another step of this thread.
+        Also raises ExchangeError inside of another step of this thread.
         """
         self._refuse_in_step()
         turn = _Turn(threading.current_thread())
@@ -314,8 +315,8 @@ class Turns:
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
     ) -> None:
         """Start to watch `store` for notices of ranks that leave the group, stored there under `name`; a second call
-        does nothing. `rank` is this rank, `ranks` are the group's, and if the store's server runs in this process
-        (`serves`), this rank waits before leaving until others have read its notice."""
+        does nothing. With `serves`, the store's server runs in this process, so this rank, on leaving, waits until the
+        other `ranks` have read its notice."""
         if self.goodbyes is not None or len(ranks) == 1:
             return
         self.goodbyes = Goodbyes(store, name, rank, ranks, serves)

@@ -41,8 +41,8 @@ class PeerFailure(Exception):
 
 
 def check_is_torchs(error: BaseException, *files: str) -> None:
-    """Raise `error` again unless torch raised it: an error counts as torch's if it comes from torch's source files, or
-    from one of `files` (paths of source files that call torch).
+    """Raise `error` again unless it was raised in torch's source files or in `files`. These further arguments are the
+    paths of source files that call torch.
 
     Otherwise an error of a signal handler, raised during the call, would be taken for the network's.
     """

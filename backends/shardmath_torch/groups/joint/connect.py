@@ -72,8 +72,9 @@ def connect(
     run: str = "",
 ) -> JointGroup:
     """Connect `size` processes of any jobs, this one as `rank`, and return their process group, to pass as `group=` to
-    functions of this module. Collective. The processes meet in `where`, a store or the address "host:port" of one;
-    `name` tells groups in one store apart, and `run` tells apart starts of the jobs.
+    functions of this module. Collective. The processes meet in `where`, a store or its address "host:port"; `name`
+    tells groups in one store apart, and `run`, equal on all ranks, keeps out processes left from an earlier start of
+    the jobs.
 
     `where` is "host:port", where the process of rank 0 serves a key-value store (a TCPStore) until it disconnects, or a
     store. `backend` is "gloo" or "nccl". `timeout` is the time to wait for all ranks to come, in seconds, and then the

@@ -61,7 +61,8 @@ OBJECTS = "!"
 
 class Seat(NamedTuple):
     """A process's entry in a rendezvous: its rank, the group's size and backend, a `token` unique to the process, and
-    the name of its run (one start of the jobs).
+    `run`. The text `run` is equal for processes that were started together, so that processes left from an earlier
+    start are told apart.
 
     `run` is "" if not given.
     """
@@ -101,8 +102,8 @@ class _Log(NamedTuple):
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """Return the objection (an error text) that a second process with rank 0 has written into this log of processes
-        that connect; "" if there is none."""
+        """Return the error text that a second process with rank 0 wrote into this log; "" if there is none. The log is
+        the text in the store by which the processes of a group meet."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))

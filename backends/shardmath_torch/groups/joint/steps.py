@@ -90,8 +90,8 @@ class Pause(NamedTuple):
 
 
 class Linger(NamedTuple):
-    """A step after a request to the store: wait, so that other processes can read the text that this process wrote
-    last."""
+    """A request (step) to sleep for a short fixed time, so that other processes can read this process's last message in
+    the store before this process ends."""
 
 
 class Quit(Exception):
@@ -103,8 +103,9 @@ Steps: TypeAlias = Generator[Step, str | None, _T]
 
 
 def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
-    """Carry out the requests to `store` that the generator `steps` yields, and return the generator's result. If the
-    generator asks for a pause after the time `until`, it is told that it is late, and can give up.
+    """Carry out the requests to `store` that the generator `steps` yields, and return the generator's result. A `Pause`
+    that is requested after `until`, a time of `time.monotonic()`, gets the answer LATE, so that the generator can give
+    up.
 
     `until` is compared with `time.monotonic()`, and the answer to a late Pause is LATE; other requests are still
     carried out. A Pause waits at most 0.1 seconds.

@@ -124,8 +124,9 @@ class CommitBlock:
 
     @property
     def may_be_unheard(self) -> bool:
-        """Whether other ranks might already be in another move when this rank's code in the block fails, so that they
-        do not learn of the failure. This is possible if a mover skips votes (agree="once")."""
+        """Whether other ranks might not learn of an error in this rank's block, since a mover in it moves without
+        asking all ranks each time (agree="once"). If movers were named in `smt.commit`, this is False once all of them
+        have moved."""
         return self._agrees_once and (not self._named or bool(self._list_missing()))
 
     def _list_missing(self) -> list[str]:
@@ -176,8 +177,8 @@ def block_of(group: compat.Group) -> CommitBlock | None:
 @contextmanager
 def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Iterator[None]:
     """Put the results of all moves in the `with` block in place together at its end, on all ranks or on none.
-    Collective. `what` lists the Movers that move in the block, compiled with commit="all", or is their group; `timeout`
-    limits the wait for all ranks at the end, in seconds.
+    Collective. Pass either the process group or all Movers that move in the block, compiled with commit="all";
+    `timeout` limits the wait for all ranks at the end, in seconds.
 
     If `what` is a group (default: all ranks), any of its movers can move in the block. The default of `timeout` is the
     longest timeout of the movers. Raises ExchangeError on all ranks if an exception ends one rank's block, or it makes

@@ -37,8 +37,9 @@ class Standing:
 
 
 class Entry(NamedTuple):
-    """A move whose bytes have arrived and wait to be put in place: `claim` names it, `keys` are its destinations, and
-    `version` is the number of the mover's committed moves after it.
+    """A move whose bytes have arrived and wait to be put in place. `claim` is a text that tells which move it is,
+    `keys` are the names of its destination tensors, and `version` is the mover's number of committed moves, this one
+    included.
 
     `put` puts it in place, and may be repeated; `end` is called once all of the commit is in place. `find_lost` tells
     why the move can no longer be put in place; "" if it can.

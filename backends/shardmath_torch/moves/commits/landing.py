@@ -73,8 +73,8 @@ class Landing:
 
     def follow(self, former: int) -> Landing:
         """Return the state of this mover's destinations for its next plan, with the same version (number of committed
-        moves). The next commit makes the version 1 + the highest version of all ranks; `former` is the highest of the
-        other ranks.
+        moves). `former` is the highest version of the other ranks: the next commit makes the version 1 + the higher of
+        the two.
 
         The torn (perhaps partly updated) tensors stay the same, too. So the state is no longer in doubt.
         """
@@ -89,9 +89,9 @@ class Landing:
         member: Member,
         block: CommitBlock | None,
     ) -> None:
-        """Put the received bytes in `arrival`, and values that this rank has computed from them, in place on all ranks
-        or on none: now, or at the end of the `smt.commit` context `block` if given. `party` is this rank as a member of
-        the process group, `ballot` its vote for the move, and `member` describes the mover.
+        """Commit a move on all ranks or on none: write the received bytes in `arrival`, and values computed from them,
+        to the destinations. This is done now or, with `block`, at the end of that `smt.commit` context; `ballot` is
+        this rank's vote for the move, and `member` describes the mover.
 
         An error before the promise is an objection. Raises as `conclude` does.
         """
@@ -119,8 +119,9 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Return a context manager that adds to errors whether this rank's destinations are old, new, or perhaps partly
-        updated. It does so for the error that makes the group unusable, and for all later errors.
+        """Return a context manager: if the group breaks in its block, the error also says whether this rank's
+        destinations are old, new, or perhaps partly updated. Later errors say so, too; `turns` tells whether the group
+        is broken.
 
         `turns` is the state of the group.
         """

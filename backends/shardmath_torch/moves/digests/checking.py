@@ -65,7 +65,8 @@ def _find_change_of_content(plan: Movable) -> str:
 
 
 class Check:
-    """A comparison of a rank's source and destination tensors by their digests, before and after a move."""
+    """A check of a move by digests (checksums of whole tensors): the source's digests after the move must equal those
+    before it, and the destination's must equal the source's."""
 
     def __init__(self, plan: Movable, rank: int, src: Tensors, dst: Tensors) -> None:
         self._src = DigestSide(plan.src, rank, src)
@@ -73,12 +74,13 @@ class Check:
         self._shares: list[int] = []
 
     def begin(self) -> None:
-        """Compute this rank's share of the digests (checksums) of the source tensors, before the move."""
+        """Compute the numbers that this rank adds to the digests (checksums) of the source tensors, before the move.
+        They are kept in this object for `compare`, which gathers all ranks' numbers."""
         self._shares = self._src.list_shares()
 
     def end(self) -> None:
-        """Compute this rank's share of the digests (checksums) of the source and destination tensors, after the
-        move."""
+        """Compute the numbers that this rank adds to the digests (checksums) of the source and destination tensors,
+        after the move. They are kept in this object for `compare`, which gathers all ranks' numbers."""
         self._shares += self._src.list_shares()
         self._shares += self._dst.list_shares()
 

@@ -45,8 +45,8 @@ class DigestSide:
     seed: int = 0
 
     def list_shares(self) -> list[int]:
-        """Return a list of this rank's checksums for the digests of all tensors: tensor by tensor, in the order of the
-        names in `windows`. There is one for each group of elements that the same ranks hold."""
+        """Return the numbers that this rank adds to the digests (checksums) of the tensors, tensor by tensor. This
+        rank's elements of a tensor are grouped by the set of ranks that hold them, and each group gives one number."""
         shares: list[int] = []
         with torch.inference_mode():
             for name, windows in self.windows.items():
@@ -55,9 +55,9 @@ class DigestSide:
         return shares
 
     def weigh(self, name: str, portions: Sequence[Portion], boxes: Sequence[Box]) -> list[int]:
-        """Return a list with a checksum for each of `boxes` of the tensor `name`: each element's bits, as an integer,
-        are multiplied by a random weight for the element's index, and the products are added. Only elements in
-        `portions`, which list elements that this rank holds, are included."""
+        """Return a list with a checksum for each of `boxes` (index ranges) of the tensor `name`: the sum of the
+        elements' bits, as integers, times random weights that depend on the index. Only elements in `portions`, which
+        list elements that this rank holds, are added."""
         with torch.inference_mode():
             arrays, library = self._see(name)
             return weigh_boxes(portions, arrays, boxes, self.seed, library)
@@ -81,8 +81,8 @@ def count_shares(side: Mapping[str, Windows], rank: int) -> int:
 
 
 def divide_shares(side: Mapping[str, Windows], unread: Mapping[int, Iterator[int]]) -> AllShares:
-    """Divide each rank's shares (numbers that are summed into a digest) among the tensors of `side`; return them as
-    tensor name -> rank -> list. Takes the next numbers of each rank's iterator in `unread`."""
+    """Divide the numbers that ranks computed for digests (checksums) among the tensors of `side`, and return them as
+    tensor name -> rank -> list. They are taken from `unread`, which has an iterator of each rank's numbers."""
     by_name: AllShares = {}
     for name, windows in side.items():
         by_rank = {}

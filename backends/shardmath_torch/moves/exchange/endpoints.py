@@ -73,8 +73,8 @@ class Endpoint(NamedTuple):
 
 
 class BoundRound(NamedTuple):
-    """A round of messages, each with the memory that it is sent from or received into, and of copies within this rank
-    (`keeps`), each as (from, to)."""
+    """A round of a plan: the messages that this rank sends and receives, each with the memory to read or write. `keeps`
+    are the round's copies within this rank, each as a pair (from, to)."""
 
     step: Step
     sends: tuple[Endpoint, ...]

@@ -59,8 +59,9 @@ class Exchange:
 
     @functools.cached_property
     def posted(self) -> tuple[Round, ...]:
-        """The rounds of messages that this rank sends and receives by the plan. A slice of at least `apart` bytes (an
-        argument of the constructor, if given) is a separate message."""
+        """The rounds of messages that this rank sends and receives by the plan. If the constructor was given `apart`,
+        each slice of a tensor that has at least `apart` bytes is a message by itself, while smaller slices can share
+        one."""
         return set_apart(self._task.part.rounds, self._apart_bytes)
 
     @property

@@ -219,8 +219,9 @@ def check(
     device: torch.device,
     apart: bool = True,
 ) -> None:
-    """Raise ExchangeError for the first tensor that does not fit its layout in `wants` or is not on `device`. Also
-    raises it for a destination that shares memory with itself, another destination or, if `apart`, a source."""
+    """Raise ExchangeError for a tensor in `given` (sources, destinations) that does not fit its layout in `wants` or is
+    not on `device`, and for a destination that shares memory with itself or another destination. With `apart`,
+    destinations must not share memory with sources, either."""
     for want, tensors in zip(wants, given, strict=True):
         fits(want, tensors, device)
     src, dst = given
@@ -232,8 +233,9 @@ def check(
 
 
 def check_written(written: Tensors, src: Tensors, others: Tensors) -> None:
-    """Raise ExchangeError if a tensor in `written`, destinations that are not in the plan, shares memory with itself, a
-    source, or another tensor in `written` or `others`."""
+    """Raise ExchangeError if a tensor in `written` shares memory with itself, with a source in `src`, or with another
+    tensor in `written` or `others`. `written` are destinations whose values are computed after a move, and `others` are
+    the remaining destinations."""
     _check_writable(written)
     _check_sides_apart(src, written)
     dst = {**others, **written}
