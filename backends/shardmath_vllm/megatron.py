@@ -36,11 +36,11 @@ def read_megatron(
     vocab_multiple: int = 128,
     dtype: str | None = None,
 ) -> Source:
-    """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel: `chunks` is
-    the model, or a list of its virtual stages, and `config` its Hugging Face configuration. `spec` (layers: "te" or
-    "local"), `order` ("tp-cp-ep-dp-pp": tp changes first with the rank) and `vocab_multiple`
-    (make_vocab_size_divisible_by) are the trainer's settings. Engines get parameters in `dtype`. Collective over the
-    default group.
+    """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel. `chunks` is
+    the model, or a list of its virtual stages; `config` is its Hugging Face configuration. `spec` is the trainer's kind
+    of layers, "te" or "local". `order` is its order of parallel axes, from the one that varies fastest over the ranks;
+    `vocab_multiple` is its make_vocab_size_divisible_by. Engines get parameters in `dtype`. Collective over the default
+    group.
 
     Chunks may be wrapped, as by Megatron's DistributedDataParallel. `config` is Hugging Face's configuration of the
     model: an object, or a mapping of its fields. Engines get parameters as numbers of type `dtype`, by default the

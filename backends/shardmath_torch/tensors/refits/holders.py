@@ -7,8 +7,8 @@
    another name, and computes the weight from it. It may leave the given mapping, and some of its modules, as when tied
    weights are untied.
 3. Replaced parameters are not noticed in modules frozen by `gc.freeze()`, in modules of which views were given (slices,
-   a state dict), and in modules that replaced others, unless the modules are given (`find_owners`, `find_removed`). A
-   view's holders are then those of the tensors whose memory it shares.
+   a state dict), and in modules that replaced others, unless the modules are given (`find_owners`, `find_removed`). The
+   holders of a view are then the holders of the tensors whose memory it shares.
 4. FSDP2 puts gathered parameters in place of its shards during a forward, and on its root also after it. The shards are
    trained and moved into (`gathered`), so gathered parameters do not count as replacements.
 
@@ -225,8 +225,8 @@ def find_replaced(watched: Iterable[Watched]) -> str | None:
 def find_removed(
     watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None
 ) -> str | None:
-    """Return the name of a tensor that has left all modules that held it; None if there is none. Only `modules` and
-    their submodules count as modules that hold it; by default, all that are alive count.
+    """Return the name of a tensor in `watched` that a module held earlier and no module holds now; None if there is no
+    such tensor. Only `modules` and their submodules are searched; by default, all live modules.
     """
     holder_ids = None
     if modules is not None:

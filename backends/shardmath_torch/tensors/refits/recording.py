@@ -68,10 +68,10 @@ def record(
     functions: Mapping[str, str] | None = None,
     ways: tuple[Ways, ...] = ("views", "numbers"),
 ) -> Recorded:
-    """Return a Recorded: which elements of the checkpoint tensors in `shapes` the weight loader `load` writes where in
-    the tensors of `into`. `form` says if `load` takes a mapping or pairs; `ways` permits trials without data ("views"),
-    with data ("numbers") or both. `functions` names the function for each tensor in `into` that is computed, not
-    copied.
+    """Return a Recorded, which says where in the tensors of `into` the weight loader `load` stores each element of the
+    checkpoint tensors in `shapes`. To find out, call `load` with tensors without data ("views" in `ways`), with data
+    ("numbers") or both. `form` says if `load` takes a mapping or pairs; `functions` names the function for each tensor
+    in `into` that is computed, not copied.
 
     With both ways, data are used only for tensors that are still unknown. The tensors in `into` are restored after each
     run. `shapes` are global shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of
@@ -132,9 +132,9 @@ class _Recording:
                 )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
-        """Run the weight loader until it is known which elements each tensor that it loads into gets, and return this
-        as a Recorded. `ways` are the permitted trials: "views" on tensors without data, and then "numbers" on tensors
-        with data.
+        """Run the weight loader until it is known which checkpoint element it stores at each position of the model's
+        tensors; return this as a Recorded. `ways` permits runs on tensors without data ("views"), with data ("numbers")
+        or, in this order, both.
         """
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
