@@ -116,8 +116,8 @@ class Reading:
         self._digit_runs: list[tuple[Run, Words]] = []
 
     def add(self, run: Run, found: Found, after: Tensor) -> None:
-        """Use a trial run of the weight loader, `run`, to narrow down which checkpoint element each position of the
-        target holds. `found` is the target's content before the run, `after` its content after the run.
+        """Use the trial run `run` of a weight loader to narrow down which checkpoint element the loader stores at each
+        position of one model tensor. `found` is this tensor's content before the run, `after` its content after it.
         """
         words = _flatten(after, self.dtype)
         left = is_left(found, after)
@@ -154,8 +154,8 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether the weight loader wrote to the tensor, but only in the first trial run, or in runs before which the
-        tensor kept its old content instead of being filled.
+        """Whether the weight loader wrote to the tensor in a trial run, but after the first run only in runs that
+        started with the tensor's old content. Before other runs, the tensor was filled with a start value.
 
         Runs before which the target holds a given `value` do not count.
         """

@@ -293,10 +293,11 @@ class Refit(Leaves):
         functions: Mapping[str, Function] | None = None,
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Bind this rank's tensors, which every later call moves: `src` of the trainer, `dst` of engines. `own` are
-        globs for the names of engine tensors that the trainer lacks. `functions` maps the names of functions in storage
-        rows to these functions, each of which computes an engine's tensor from a received one. Later calls raise an
-        error if a parameter was replaced in `modules` (default: all live modules). Collective.
+        """Set this rank's tensors, which every later call moves: `src` of the trainer, `dst` of engines. `functions`
+        maps names to functions, each of which computes an engine's tensor from a received tensor. Collective.
+
+        `own` are globs for the names of engine tensors that the trainer lacks. Later calls raise an error if a
+        parameter was replaced in `modules` (default: all live modules).
 
         Pass all parameters and persistent buffers, by the names under which the rank stores them. `src` are a trainer
         rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk if the rank has

@@ -158,13 +158,12 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """Check this rank's tensors in memory, `natives`, against the names and shapes in `bound`. Return Views of the
-    slices that `slots` describes, to send, or to receive into if `receives` is True. `layouts` has the expected dtypes.
-    `own` are globs for tensors that the trainer lacks; `functions`, by the function's name, compute stored tensors from
-    received ones.
+    """Check this rank's tensors, `natives`, against the names and shapes that were planned for them, which `bound` has.
+    Return the slices of these tensors to send, or to receive into if `receives` is True, as Views.
 
     `bound` has the planned names and shapes of stored tensors, `layouts` the dtypes of the plan's tensors. `natives`
-    has tensors by (virtual stage, stored name), `slots` and the Views by their names in the plan.
+    has tensors by (virtual stage, stored name), `slots` and the Views by their names in the plan. `own` are globs for
+    tensors that the trainer lacks; `functions`, by the function's name, compute stored tensors from received ones.
 
     Raises StoreError with everything that does not fit, ExchangeError for a tensor whose memory does not exist.
     """

@@ -341,9 +341,11 @@ def agree_again(
     settings: Settings,
     planned: Transformed | None = None,
 ) -> None:
-    """Before a mover takes another plan, check that `plan` moves the tensors that `transforms` make, that `transforms`
-    are equal on all ranks, and that they equal `planned`, if given (the transforms for which `plan` was made). If a
-    check fails, raise ExchangeError on all ranks. Only the timeout of `settings` is used. Collective.
+    """Check that a mover with `transforms` can replace its plan by `plan`. Raises ExchangeError on all ranks if `plan`
+    does not move the transformed tensors, or if `transforms` differ between ranks. Collective.
+
+    If `planned` is given, the transforms for which `plan` was made, also check that `transforms` equal these. Only the
+    timeout of `settings` is used.
     """
 
     def check_all() -> None:
@@ -364,8 +366,10 @@ def make_ends(
     holds: bool = False,
 ) -> tuple[Plan | Program, EndStage]:
     """Return the plan of the transformed tensors (`plan`, or a new one if None), and the stage of a move that applies
-    `transforms` on this rank. If `commit` is "all", results are written into copies. With `holds`, callers promise to
-    change no mapping of tensors that they have passed to a move. Collective.
+    `transforms` on this rank. If `commit` is "all", this stage computes into copies, which are copied to the
+    destination tensors after all ranks have succeeded; otherwise it writes there directly. Collective.
+
+    With `holds`, callers promise to change no mapping of tensors that they have passed to a move.
     """
     party = join_group(group, timeout)
     plan_and_stage, objection = attempt(

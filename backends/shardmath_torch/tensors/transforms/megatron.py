@@ -91,8 +91,8 @@ class MegatronHook:
         return {name: self for name in names if self.hook.should_transform(name)}
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """Return the Components given to `megatron_hook`; each describes a tensor that is sent in place of the
-        transformed one. `src` and `dst` are not used.
+        """Return the Components given to `megatron_hook`. Each describes a tensor that the hook makes from a source
+        tensor, and that is sent in its place. `src` and `dst` are not used.
         """
         return self.parts
 
