@@ -64,9 +64,10 @@ class Board:
     timeout: float
 
     def relay(self, what: str, act: Callable[[], None]) -> None:
-        """Run the step `what` by calling `act` on the first rank; the trainer's other ranks wait until it has ended.
+        """Call `act` on the trainer's first rank, while the trainer's other ranks wait until it has ended. `what` is
+        the name of this step of a weight update.
 
-        Raises ExchangeError on all of these if `act` fails.
+        Raises ExchangeError on all of the trainer's ranks if `act` fails.
         """
         fault = self._hear(what) if self.place else self._act(what, act)
         if fault:
@@ -141,7 +142,7 @@ class Board:
             self.excuse(what)
 
     def excuse(self, what: str) -> None:
-        """Mark the result of the step `what` as read by this rank, so that the first rank does not wait for that."""
+        """Tell the first rank not to wait for this rank to read the result of the step `what` of a weight update."""
         self._confirm(what)
 
     def decide(self, what: str, fail_early: Callable[[], str] = str) -> str:
@@ -205,11 +206,11 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Disconnect this rank by calling `leave`. If `why`, this rank's own reason for the failure, is not "", post it
-        under the name `what` for the other ranks, and return "". Otherwise return the reason that another rank has
-        posted under `what`, if any, else "".
+        """Post `why`, this rank's reason for a failure, under the name `what` for other ranks, and disconnect by
+        calling `leave`. If `why` is "", post nothing, and return the reason that another rank has posted; in all other
+        cases, return "".
 
-        Reasons are posted under the name of the step `what`. `why` is "" for an error that other ranks have caused.
+        `why` is "" for an error that other ranks have caused.
         """
         reason = ""
         try:

@@ -84,11 +84,10 @@ class Calls:
     def ask(
         self, acts: Sequence[Callable[[], object]], give_up: Callable[[str], None] = _ignore
     ) -> None:
-        """Start a call to each engine i, `acts[i]()`, in a separate thread, which calls `give_up(why)` if that call
-        fails.
+        """Start a call to each engine i, `acts[i]()`, in a separate thread. If a call fails, its thread calls `give_up`
+        with the error text, for example to end this rank's wait for other ranks.
 
-        `give_up` may end this rank's wait for other ranks. Raises ExchangeError, and calls none, where an engine has
-        not answered the call before.
+        Raises ExchangeError, and calls none, where an engine has not answered the call before.
         """
         silent = self._word_silent(
             "has not answered the previous call, so it gets no other; start it again if it hangs"

@@ -36,8 +36,8 @@ class Cells:
 
     @classmethod
     def of(cls, pieces: Mapping[Hashable, Iterable[Piece]]) -> Cells:
-        """Return the set of elements of stored tensors that `pieces` cover, given as a mapping from a tensor's name to
-        its Pieces. Pieces of one tensor must not overlap.
+        """Return the set of elements of stored tensors that `pieces` cover. `pieces` maps the name of a stored tensor
+        to its Pieces (strided sets of elements), which must not overlap.
         """
         return cls({name: _find_borders(filled) for name, filled in pieces.items()})
 

@@ -76,8 +76,8 @@ class LLMClient:
 
 
 class HTTPClient:
-    """A Client that connects a trainer to the vLLM server at `url` (`vllm serve` with VLLM_SERVER_DEV_MODE=1); does not
-    need vLLM itself.
+    """A Client that connects a trainer to the vLLM server at `url` (`vllm serve` with VLLM_SERVER_DEV_MODE=1). The
+    trainer's process does not need vLLM for it.
 
     `timeout`, in seconds, is for each answer, to its last byte, and has to be longer than `TrainerInfo.timeout`. What
     the server refuses, or does not answer in time, is an ExchangeError with what it said. Raises ValueError for what is

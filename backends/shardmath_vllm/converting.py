@@ -36,9 +36,9 @@ __all__ = ["convert", "declare_conversion"]
 
 
 def declare_conversion(config: object, shapes: Shapes) -> sm.storage.Recorded | None:
-    """Return a Recorded of where checkpoints of a model with this Hugging Face `config` store the elements of the
-    tensors in `shapes`, which has shape and dtype by name. None if checkpoints store these tensors with the same names
-    and shapes.
+    """Return a Recorded, which says where checkpoints with this Hugging Face `config` store the elements of the
+    trainer's tensors. `shapes` has shape and dtype of these tensors by name. None if checkpoints store tensors with the
+    same names and shapes.
     """
     stored = hugging_face(config)
     (rank,) = stored.meshes[0].ranks

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) -> _T:
     """Call `act` on every rank of `group`, and return this rank's result. If `act` fails on one rank, raises
-    ExchangeError on all ranks; the message says that the rank "could not" and then the text `what`.
+    ExchangeError on all ranks; `what` is the verb phrase after "could not" in the message.
 
     Without a group this rank is the only one, and raises what `act` raises.
     """
@@ -97,8 +97,8 @@ class Link:
 
 
 class Life:
-    """The driver of one weight update on this rank: methods run its steps together with other ranks, and `update` has
-    the phase that it has reached.
+    """The driver of one weight update on this rank: its methods run the update's steps together with other ranks. The
+    attribute `update` says which phase this rank has reached.
 
     Raises ExchangeError once the group was left.
     """
@@ -109,8 +109,8 @@ class Life:
         self._board = link.board
 
     def call(self, act: Callable[[], None]) -> None:
-        """Start the update in engines by calling `act` on the trainer's first rank. Raises ExchangeError on all of its
-        ranks if that fails.
+        """Start the update in engines by calling `act` on the trainer's first rank. Raises ExchangeError on all of the
+        trainer's ranks if `act` fails.
         """
         self._note()
         with self._step(Step.CALL):
@@ -166,8 +166,8 @@ class Life:
             self._board.relay(self._name("end"), act)
 
     def end(self, act: Callable[[], None]) -> None:
-        """End the update in engines by calling `act` on the trainer's first rank. Raises ExchangeError on all of its
-        ranks if that fails.
+        """End the update in engines by calling `act` on the trainer's first rank. Raises ExchangeError on all of the
+        trainer's ranks if `act` fails.
         """
         with self._step(Step.END):
             self._board.finish(self._name("finish"), act, self._find_failure)

@@ -33,8 +33,9 @@ TRAINERS = "trainers"
 
 @dataclass(frozen=True)
 class Given:
-    """The facts that a rank brings to a connection. A trainer's rank has `told`, which describes the trainer's tensors;
-    a worker has the number of its `engine`, and `record`, which returns where the worker's loader stores those tensors.
+    """The facts that a rank brings to a connection. A trainer's rank sets `told`, a description of the trainer's
+    tensors. A worker sets `engine`, its engine's number, and `record`, a function that takes this description and
+    returns where the worker stores the tensors.
 
     `is_joint` if ranks of the engine process together what has arrived, as vLLM quantizes divided tensors.
     """
@@ -46,7 +47,9 @@ class Given:
 
 
 class Where(Protocol):
-    """The address, size and time limit for connecting, and the settings of moves; equal on all ranks that connect."""
+    """The settings for connecting, equal on all ranks that connect: address, number of ranks (`size`), time limit, and
+    settings of moves.
+    """
 
     @property
     def address(self) -> str: ...

@@ -36,15 +36,14 @@ def read_megatron(
     vocab_multiple: int = 128,
     dtype: str | None = None,
 ) -> Source:
-    """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel: `chunks` is
-    the model, or a list of its virtual stages, and `config` its Hugging Face configuration. `spec` (layers: "te" or
-    "local"), `order` ("tp-cp-ep-dp-pp": tp changes first with the rank) and `vocab_multiple`
-    (make_vocab_size_divisible_by) are the trainer's settings. Engines get parameters in `dtype`. Collective over the
-    default group.
+    """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel, given as
+    `chunks`: the model, or a list of its virtual stages. `order` is the trainer's order of parallel axes, such as
+    "tp-cp-ep-dp-pp", where tp varies fastest over the ranks. Collective over the default group.
 
-    Chunks may be wrapped, as by Megatron's DistributedDataParallel. `config` is Hugging Face's configuration of the
-    model: an object, or a mapping of its fields. Engines get parameters as numbers of type `dtype`, by default the
-    trainer's own; buffers always as they are. Raises StoreError for a model whose storage rows do not describe.
+    `spec` is the trainer's kind of layers, "te" or "local", `vocab_multiple` its make_vocab_size_divisible_by. Chunks
+    may be wrapped, as by Megatron's DistributedDataParallel. `config` is Hugging Face's configuration of the model: an
+    object, or a mapping of its fields. Engines get parameters as numbers of type `dtype`, by default the trainer's own;
+    buffers always as they are. Raises StoreError for a model whose storage rows do not describe.
     """
     modules = tuple(_unwrap(chunk) for chunk in _list_chunks(chunks))
     # Typed by what Megatron says of them alone.

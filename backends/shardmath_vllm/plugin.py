@@ -17,8 +17,9 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Register shardmath's trainer and worker classes with vLLM as "shardmath", and patch vLLM to drop caches of old
-    weights before an update, and to skip unread answers to earlier calls. A second call does nothing.
+    """Register shardmath's trainer and worker classes with vLLM as "shardmath"; a second call does nothing. Also patch
+    vLLM: before engines receive new weights, they drop values that they cached with old weights, and calls of
+    workers skip answers that an earlier call left unread.
     """
     if BACKEND in WeightTransferEngineFactory._registry:
         return

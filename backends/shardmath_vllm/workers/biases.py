@@ -23,7 +23,9 @@ BIAS = "bias"
 
 
 def take_back_bias(module: Any) -> None:
-    """Replace the module's bias by a meta tensor of the dtype in which it is loaded, if it runs in another dtype."""
+    """If the dtype of the module's bias differs between loading and inference, replace the bias by a meta tensor of the
+    dtype for loading.
+    """
     running = module._parameters.get(BIAS)
     if running is None or getattr(module, "params_dtype", running.dtype) == running.dtype:
         return

@@ -96,7 +96,9 @@ def check_types(recorded: sm.storage.Recorded) -> None:
 
 
 def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
-    """Return the name and the side (how it stores tensors) of the engine in `planned` that has the rank at `place`."""
+    """Return the name of the engine in `planned` to which rank `place` of the refit belongs, and how that engine stores
+    its tensors, as a KnownSide.
+    """
     for name, engine in planned.engines.items():
         if place in engine.ranks:
             return name, engine
@@ -104,8 +106,8 @@ def find_engine(planned: sm.Refit, place: int) -> tuple[str, KnownSide]:
 
 
 def list_written(planned: sm.Refit, place: int) -> Cells:
-    """Return the elements of stored tensors that an update by `planned` writes on all workers of one vLLM engine, the
-    one to which rank `place` belongs. A tensor is named by (worker, virtual stage, stored name).
+    """Return the elements of stored tensors that an update by `planned` writes on any worker of the vLLM engine to
+    which rank `place` of the refit belongs. A tensor is named by (worker, virtual stage, stored name).
     """
     _, engine = find_engine(planned, place)
     assert isinstance(engine, BoundRecorded), "workers have recorded"

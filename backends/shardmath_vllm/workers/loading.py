@@ -65,9 +65,9 @@ class Loading:
         checkpoint: sm.storage.Recorded | None = None,
         check: Callable[[sm.storage.Recorded], None] = lambda recorded: None,
     ) -> sm.storage.Recorded:
-        """Run the model's weight loader to record where it stores the tensors in `shapes`, and call `check` with the
-        Recorded before returning it. If `checkpoint` is given, `shapes` are the trainer's tensors, which are converted
-        to checkpoint tensors for the loader.
+        """Run the model's weight loader to record where it stores the tensors in `shapes`; call `check` with the
+        Recorded, then return it. If given, `checkpoint` says how to convert the tensors in `shapes` to the checkpoint
+        tensors that the loader takes.
 
         The model gets back its earlier tensors, and runs as before afterwards.
         """
@@ -172,8 +172,8 @@ class Loading:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """End the loading, so that the model runs again: vLLM completes attention layers, which it processes last, and
-        other modules that are still unprocessed get their earlier tensors back.
+        """End the loading of weights, so that the model runs again. vLLM now converts the loaded weights of attention
+        layers for inference; any other module whose weights are not yet converted gets its earlier tensors back.
         """
         for module in self._model.modules():
             if get_layerwise_info(module).can_load() and not is_deferred_attention_layer(module):

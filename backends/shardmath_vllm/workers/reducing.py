@@ -31,9 +31,9 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 
 
 def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
-    """Connect a process group for each of vLLM's groups (such as tensor parallel) that has more than one worker. Return
-    a dict from the group's getter in vLLM, such as "get_tp_group", to the process group. Workers meet in `store`;
-    `joining` has the transport and the timeout.
+    """Connect a process group for each of vLLM's groups (such as tensor parallel) with more than one worker. Return
+    these by the name of the group's getter in vLLM, such as "get_tp_group". Workers meet in `store`; `joining` is the
+    message that told this worker to connect, with the transport and the timeout.
 
     Collective over the engine's workers, which find each other in the meeting's own store.
 
@@ -58,9 +58,9 @@ def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
 
 @contextmanager
 def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
-    """In the `with` block, vLLM's quantization finds the largest magnitude of a sharded tensor over `groups`. Its keys
-    are the names of functions in vLLM, such as "get_tp_group", which then return these groups. Raises ExchangeError if
-    another worker fails and disconnects from one of the groups.
+    """In the `with` block, vLLM's quantization finds the largest magnitude of a sharded tensor over `groups`. `groups`
+    maps the name of a function in vLLM, such as "get_tp_group", to the process group to use in place of the function's
+    result. Raises ExchangeError if another worker fails and disconnects from one of the groups.
     """
     getters = {getter: getattr(quant_utils, getter) for getter in groups}
     try:

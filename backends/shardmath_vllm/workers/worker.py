@@ -82,7 +82,9 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
 
     @as_main()
     def init_transfer_engine(self, init_info: _Joining) -> None:
-        """Connect to the trainer that `init_info` describes, and leave any other. Raises ExchangeError on failure."""
+        """Connect to the trainer that `init_info` describes, after disconnecting from any earlier trainer. Raises
+        ExchangeError if connecting fails.
+        """
         self.shutdown()
         parallel = self.parallel_config
         replica = parallel.world_size
@@ -130,7 +132,8 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
 
     @as_main()
     def receive_weights(self, update_info: _Updating) -> None:
-        """Receive all weights, and have vLLM run them. Raises ExchangeError on all ranks if one fails.
+        """Receive all weights of the update that `update_info` describes, and have vLLM use them for inference. Raises
+        ExchangeError on all ranks if one fails.
 
         Raises NotJoinedError before `init_transfer_engine`.
         """

@@ -225,8 +225,8 @@ def find_replaced(watched: Iterable[Watched]) -> str | None:
 def find_removed(
     watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None
 ) -> str | None:
-    """Return the name of a tensor that has left all modules that held it; None if there is none. Only `modules` and
-    their submodules count as modules that hold it; by default, all that are alive count.
+    """Return the name of a tensor in `watched` that a module held earlier and no module holds now; None if there is no
+    such tensor. Only `modules` and their submodules are searched; by default, all live modules.
     """
     holder_ids = None
     if modules is not None:

@@ -45,8 +45,8 @@ FEW_BITS = 2
 
 
 class Numbering:
-    """A numbering of all elements of checkpoint tensors, and a list of trial runs of a weight loader. In these runs, an
-    element's values encode its number, which shows where the loader stores it.
+    """A numbering of all elements of checkpoint tensors, and a list of trial runs of a weight loader. Each run gives an
+    element one value; an element's values in all runs identify it, which shows where the loader stores it.
     """
 
     def __init__(self, shapes: Shapes, targets: Collection[torch.dtype]) -> None:
@@ -70,8 +70,8 @@ class Numbering:
         return kind.make(name, run)
 
     def find_other(self, pieces: Sequence[Piece], run: Run, after: Tensor) -> str:
-        """Check the values `after` of a model's tensor, into which the weight loader has loaded in the trial run `run`.
-        Return an error if they contradict `pieces` (which checkpoint element is at which position), else "".
+        """Return an error text if the values in `after` contradict `pieces`, else "". `after` is a model's tensor after
+        the trial run `run` of the weight loader; `pieces` say which checkpoint element is at which position.
         """
         words = _flatten(after, after.dtype)
         for kind in self.kinds:
@@ -116,7 +116,9 @@ class Reading:
         self._digit_runs: list[tuple[Run, Words]] = []
 
     def add(self, run: Run, found: Found, after: Tensor) -> None:
-        """Take into account one `run`: the target had the values `found` before it, and has the values `after` now."""
+        """Use the trial run `run` of a weight loader to narrow down which checkpoint element the loader stores at each
+        position of one model tensor. `found` is this tensor's content before the run, `after` its content after it.
+        """
         words = _flatten(after, self.dtype)
         left = is_left(found, after)
         if run.way in SPECIAL and left.all():
@@ -152,8 +154,8 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether the weight loader wrote to the tensor, but only in special trial runs: the first one, and those that
-        keep the tensor's earlier values.
+        """Whether the weight loader wrote to the tensor in a trial run, but after the first run only in runs that
+        started with the tensor's old content. Before other runs, the tensor was filled with a start value.
 
         Runs before which the target holds a given `value` do not count.
         """

@@ -80,8 +80,8 @@ class Reads(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def read(self, given: Iterable[Tensor]) -> None:
-        """Note that the tensors `given` are read: for each of the mode's tensors that shares memory with one of them,
-        add its name to `names`, unless it was written before.
+        """Record that an operation reads the tensors `given`: add to `names` the name of each watched tensor (passed to
+        the constructor) that shares memory with one of them. Watched tensors that were written earlier are skipped.
         """
         self.names |= self._find(given) - self._written
 

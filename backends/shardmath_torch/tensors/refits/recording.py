@@ -68,17 +68,17 @@ def record(
     functions: Mapping[str, str] | None = None,
     ways: tuple[Ways, ...] = ("views", "numbers"),
 ) -> Recorded:
-    """Return a Recorded: which elements of the checkpoint tensors in `shapes` the weight loader `load` writes where in
-    the tensors of `into`. `form` says if `load` takes a mapping or pairs; `ways` permits trials without data ("views"),
-    with data ("numbers") or both. `functions` names the function for each tensor in `into` that is computed, not
-    copied.
+    """Call the weight loader `load`, and return where in the tensors of `into` it stores each element of the checkpoint
+    tensors in `shapes`. `functions` maps the name of each tensor in `into` that `load` computes from a checkpoint
+    tensor, instead of copying it, to the name of a function, such as "neg_exp".
 
-    With both ways, data are used only for tensors that are still unknown. The tensors in `into` are restored after each
-    run. `shapes` are global shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of
-    name and tensor. `into` is the module, or mutable mapping from name to tensor, into which it loads, or a list of
-    these, one per virtual stage. `functions` has the function of each target that is computed: {"A": "neg_exp"}, in
-    another chunk than the first {"A of chunk 1": "neg_exp"}. Raises StoreError if another target is computed, if two
-    tensors are written into one cell, and if an element lies twice in one target.
+    `ways` permits calls with tensors without data ("views"), with data ("numbers") or both. With both ways, data are
+    used only for tensors that are still unknown. The tensors in `into` are restored after each run. `shapes` are global
+    shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of name and tensor. `into` is
+    the module, or mutable mapping from name to tensor, into which it loads, or a list of these, one per virtual stage.
+    `functions` has the function of each target that is computed: {"A": "neg_exp"}, in another chunk than the first {"A
+    of chunk 1": "neg_exp"}. Raises StoreError if another target is computed, if two tensors are written into one cell,
+    and if an element lies twice in one target.
     """
     plain = Vocabulary(shapes).shapes
     _check_words("form", form, FORMS)
@@ -132,9 +132,9 @@ class _Recording:
                 )
 
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
-        """Run the weight loader until it is known which elements each tensor that it loads into gets, and return this
-        as a Recorded. `ways` are the permitted trials: "views" on tensors without data, and then "numbers" on tensors
-        with data.
+        """Run the weight loader until it is known which checkpoint element it stores at each position of the model's
+        tensors; return this as a Recorded. `ways` permits runs on tensors without data ("views"), with data ("numbers")
+        or, in this order, both.
         """
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None

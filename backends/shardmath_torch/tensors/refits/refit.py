@@ -91,7 +91,9 @@ class _RefitStage(Stage):
         return self._refit._src.tensors or None, self._refit._dst.tensors or None
 
     def begin(self) -> None:
-        """Free FSDP2's gathered copies of the engines' parameters, which are outdated from now on."""
+        """Free the copies of the engines' parameters that FSDP2 has gathered: the move that begins now changes the
+        parameters, and thus makes these copies outdated.
+        """
         give_back(self._refit._fsdp_groups)
 
     def finish(self, arrived: Tensors) -> Iterator[Pair]:
@@ -291,10 +293,11 @@ class Refit(Leaves):
         functions: Mapping[str, Function] | None = None,
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Bind this rank's tensors, which every later call moves: `src` of the trainer, `dst` of engines. `own` are
-        globs of tensors that the trainer lacks; `functions`, by name, compute an engine's stored tensors from received
-        ones. Later calls raise an error if a parameter was replaced in `modules` (default: all live modules).
-        Collective.
+        """Set this rank's tensors, which every later call moves: `src` of the trainer, `dst` of engines. `functions`
+        maps names to functions, each of which computes an engine's tensor from a received tensor. Collective.
+
+        `own` are globs for the names of engine tensors that the trainer lacks. Later calls raise an error if a
+        parameter was replaced in `modules` (default: all live modules).
 
         Pass all parameters and persistent buffers, by the names under which the rank stores them. `src` are a trainer
         rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk if the rank has

@@ -86,7 +86,9 @@ class Views(NamedTuple):
     computed: list[Computed]
 
     def keep(self, names: Iterable[str]) -> Views:
-        """Return Views with only the moved tensors in `names`, but all computed ones; this object if none drops out."""
+        """Return Views with all of `computed`, but only those `tensors` whose names are in `names`. If `names` has all
+        of these, return this object itself.
+        """
         wanted = set(names)
         if wanted.issuperset(self.tensors):
             return self
@@ -156,12 +158,12 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """Return Views of the tensors that `rank` sends, or receives into if `receives` is True, by their names in the
-    plan. They are the slices `slots` of the tensors in memory, `natives`, by (virtual stage, stored name), which are
-    checked against the planned names and shapes in `bound`. `own` are globs of tensors that the trainer lacks;
-    `functions`, by name, compute stored tensors from received ones.
+    """Check this rank's tensors, `natives`, against the names and shapes that were planned for them, which `bound` has.
+    Return the slices of these tensors to send, or to receive into if `receives` is True, as Views.
 
-    `bound` has the planned names and shapes of stored tensors, `layouts` the dtypes of the plan's tensors.
+    `bound` has the planned names and shapes of stored tensors, `layouts` the dtypes of the plan's tensors. `natives`
+    has tensors by (virtual stage, stored name), `slots` and the Views by their names in the plan. `own` are globs for
+    tensors that the trainer lacks; `functions`, by the function's name, compute stored tensors from received ones.
 
     Raises StoreError with everything that does not fit, ExchangeError for a tensor whose memory does not exist.
     """
@@ -198,7 +200,9 @@ def bind_views(
 
 
 def make_view(stored: Mapping[Native, Tensor], slot: Slot) -> Tensor:
-    """Return the part of a stored tensor that `slot` describes, as a view in the logical tensor's dimension order."""
+    """Return a view of the tensor that `slot` names in `stored`: the slice that `slot` describes, with the dimensions
+    in the order of the checkpoint tensor.
+    """
     view = stored[slot.chunk, slot.native][slot.cut]
     back = sorted(range(len(slot.order)), key=slot.order.__getitem__)
     return view.permute(back)
@@ -292,7 +296,7 @@ def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
 
 def drop_window(local: str, bound: KnownSide) -> str:
     """Return the name of the checkpoint tensor to which the plan's tensor `local` belongs: "w" for a slice such as
-    "w[0]". If `bound.layouts` has the name `local`, this is a whole checkpoint tensor, and `local` itself is returned.
+    "w[0]". A name in `bound.layouts` is a checkpoint tensor's name already, and is returned unchanged.
     """
     return local if local in bound.layouts else local.rpartition("[")[0]
 

@@ -55,8 +55,9 @@ BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 
 
 class Write(NamedTuple):
-    """The record of a copy that a weight loader made into one of the model's tensors: which checkpoint elements it
-    wrote where (None if unknown), and the names of the operations that computed the values (`made`).
+    """The record of a copy that a weight loader made into one of the model's tensors. `pieces` says which checkpoint
+    elements it wrote where, and is None if this is unknown; `made` has the names of the operations that computed the
+    values.
 
     `carries` says whether the write had elements of logical tensors, known or not.
     """
@@ -75,7 +76,9 @@ class _Call(NamedTuple):
 
 
 class Watch(TorchDispatchMode):
-    """A torch mode that records, without data, which elements of `sources` a loader copies where in `targets`."""
+    """A torch mode that records which elements of `sources` a weight loader copies where in `targets`. `sources` are on
+    the meta device, and nothing is written into `targets`.
+    """
 
     def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -12,7 +12,9 @@ __all__ = ["agree", "join_group"]
 
 
 def join_group(group: compat.Group | None, timeout: float) -> Party:
-    """Return the Party through which this rank votes in the group; an invalid `timeout` becomes the default."""
+    """Return this rank's connections to the other ranks of `group`, as a Party, for checks that must succeed on all
+    ranks. An invalid `timeout` is replaced by the default.
+    """
     patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
     return join(compat.group_of(group), patience, min(5.0, patience / 5))
 

@@ -250,8 +250,8 @@ def compile_quantize(
     group: compat.Group | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Quantizer:
-    """Return a Quantizer, which quantizes a tensor of the layout `layout` to `format`, even if ranks hold parts of
-    blocks that share a scale. Collective.
+    """Return a Quantizer, which quantizes a tensor of the layout `layout` to `format`. A block of elements with one
+    scale can be divided over ranks. Collective.
 
     The layout may cut blocks that share a scale: each rank gets its part of the whole tensor's data and scales, bit by
     bit. The layout has the tensor's dtype: float32, bfloat16 or float16. Raises ExchangeError on every rank if ranks

@@ -341,9 +341,11 @@ def agree_again(
     settings: Settings,
     planned: Transformed | None = None,
 ) -> None:
-    """Before a mover takes another plan, check on all ranks that `plan` moves the tensors that `transforms` make.
-    Raises ExchangeError on all ranks if it does not, if their transforms differ, or if `planned`, the transforms for
-    which `plan` was made, are others than `transforms`. Only the timeout of `settings` is used. Collective.
+    """Check that a mover with `transforms` can replace its plan by `plan`. Raises ExchangeError on all ranks if `plan`
+    does not move the transformed tensors, or if `transforms` differ between ranks. Collective.
+
+    If `planned` is given, the transforms for which `plan` was made, also check that `transforms` equal these. Only the
+    timeout of `settings` is used.
     """
 
     def check_all() -> None:
@@ -363,9 +365,11 @@ def make_ends(
     commit: object,
     holds: bool = False,
 ) -> tuple[Plan | Program, EndStage]:
-    """Return the plan of the transformed tensors (`plan`, or a new one if None), and the stage that applies
-    `transforms` on this rank, into copies if `commit` is "all". `holds` promises that callers never change the mappings
-    of tensors that they pass to a move. Collective.
+    """Return the plan of the transformed tensors (`plan`, or a new one if None), and the stage of a move that applies
+    `transforms` on this rank. If `commit` is "all", this stage computes into copies, which are copied to the
+    destination tensors after all ranks have succeeded; otherwise it writes there directly. Collective.
+
+    With `holds`, callers promise to change no mapping of tensors that they have passed to a move.
     """
     party = join_group(group, timeout)
     plan_and_stage, objection = attempt(

@@ -91,7 +91,9 @@ class MegatronHook:
         return {name: self for name in names if self.hook.should_transform(name)}
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:
-        """The components given to `megatron_hook`, whatever `src` and `dst` are."""
+        """Return the Components given to `megatron_hook`. Each describes a tensor that the hook makes from a source
+        tensor, and that is sent in its place. `src` and `dst` are not used.
+        """
         return self.parts
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
@@ -113,8 +115,9 @@ class MegatronHook:
         )
 
     def claim(self, buffers: Sequence[Tensor]) -> bool:
-        """Reserve the memory of each of `buffers` to receive into, and return True. Return False at the first one that
-        is not contiguous or overlaps reserved memory; the buffers before it stay reserved.
+        """Reserve the memory of `buffers` for received data, so that later calls cannot reserve overlapping memory, and
+        return True. Return False at the first buffer that is not contiguous or overlaps reserved memory; the buffers
+        before it stay reserved.
         """
         for buffer in buffers:
             if not buffer.is_contiguous():

@@ -67,7 +67,9 @@ def _cut_rows(
 
 
 def quantize_arrived(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Quantize the numbers `values`, which have arrived at the destination, as the transform `t` says, into `out`."""
+    """Quantize `values`, which have arrived at the destination, into `out`, as the transform `t` (a Quantize) says.
+    `src` and `dst` are not used.
+    """
     assert isinstance(t, Quantize)
     _quantize_into(t, values[0], out)
 
@@ -79,8 +81,8 @@ def _quantize_into(t: Quantize, numbers: Tensor, out: _Values) -> None:
 
 
 def dequantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Dequantize `values` (data and scales) into `out`, as the transform `t` (a Dequantize) says. All NaN get the same
-    bits, so that results are equal on all devices.
+    """Dequantize `values` (data and scales) to the dtype of `dst` and write them into `out`; `src` is not used. The
+    transform `t` is a Dequantize. All NaN get the same bits, so that results are equal on all devices.
     """
     assert isinstance(t, Dequantize)
     if dst.dtype in DTYPES:

@@ -26,7 +26,8 @@ __all__ = ["HasWorkers", "Worker", "count_bytes", "make_buffers", "make_worker"]
 
 
 class Worker(Protocol):
-    """The interface of an object that transforms one local tensor, with its scales, at the source or destination.
+    """The interface of an object that transforms one local tensor, at the source before sending or at the destination
+    after receiving. A quantized tensor is transformed together with its scales.
 
     `holds` says that it has the tensor itself, and is passed none; `opaque` that it accepts any kind of tensor.
     """
@@ -45,7 +46,9 @@ class Worker(Protocol):
 
     @property
     def opaque(self) -> bool:
-        """Whether the worker takes any kind of tensor, such as a quantized one, so that movers do not check it."""
+        """Whether the worker accepts any kind of tensor, such as a quantized one. Movers do not check the tensors for
+        such a worker.
+        """
 
     def run(self, *tensors: Tensor) -> None:
         """At the source, fill the buffers from the given tensors; at the destination, the tensors from the buffers."""
@@ -59,7 +62,9 @@ class Worker(Protocol):
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """The interface of a transform that makes its own worker per local tensor, as a Megatron hook does."""
+    """The interface of a transform, such as a Megatron hook, that makes a Worker for each local tensor: an object that
+    transforms the tensor before sending or after receiving.
+    """
 
     def make_worker(self, job: WireJob, rank: int, end: End, device: torch.device) -> Worker:
         """Return the worker that transforms the local tensor of `job` on `rank`, at this `end` ("source" or
