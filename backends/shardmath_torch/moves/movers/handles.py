@@ -104,8 +104,8 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Return an error text if `async_op` is not a bool, or if the calling thread cannot run a move in the background on
-    the group of `party`; otherwise "".
+    """Return an error text if this thread cannot run a move in the background on a process group, or if `async_op` is
+    not a bool; otherwise "". `party` is this rank as a member of that group.
 
     Ranks match moves by the thread name `thread` (None: the calling thread's name).
     """

@@ -64,8 +64,8 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress at the end of phase number `lap`, if this is the ranks' vote, or the wait for a message to
-        arrive or leave. That message is `about`, and its bytes then count as done. `at_s` is not used.
+        """Report progress when a phase of a move ends: the ranks' vote, or the wait for one message. After a message,
+        `about` is that message, and its bytes count as done.
         """
         if lap == AGREED:
             self._tell()

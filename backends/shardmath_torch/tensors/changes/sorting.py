@@ -120,10 +120,10 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Return a dict from receiving rank to a list of the counts of changed elements in its messages, in the order
-        of sending.
+        """Return a dict from receiving rank to a list of numbers of changed elements, message by message. A message has
+        one number for each of its element sizes; if all its elements are sent, each of these is WHOLE.
 
-        Each message has one count per element size; all are WHOLE if it is sent whole.
+        Messages are in the order of sending.
         """
         counts_of: dict[int, list[int]] = {}
         for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):

@@ -96,8 +96,8 @@ class _Counts(NamedTuple):
     copies: int = 0
 
     def advance(self, copies: bool) -> _Counts:
-        """Return the counts after one more copy if `copies`, else after one more move, which sets the count of copies
-        to 0.
+        """Return the numbers of moves, and of copies since the last move, after one more of either. If `copies`, that
+        is a copy; otherwise it is a move, and the number of copies becomes 0.
         """
         return _Counts(self.moves, self.copies + 1) if copies else _Counts(self.moves + 1)
 

@@ -52,8 +52,8 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """Return Pieces that say which elements of the checkpoint tensor a copy of `view` to `into` writes to which
-        positions. Nothing is copied.
+        """Describe a copy of `view` to `into` without doing it. Each returned Piece says which elements of the
+        checkpoint tensor the copy would write to which positions in the memory of `into`.
 
         Raises StoreError if very many pieces are needed.
         """

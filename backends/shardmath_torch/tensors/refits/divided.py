@@ -33,8 +33,8 @@ def find_contradictions(
     rank: int,
 ) -> list[str]:
     """Return an error for each DTensor in `natives` (the tensors that `rank` stores) that is Partial, or whose
-    placements give `rank` other elements than planned. The plan is given by the local shapes `stored`, the `layouts` of
-    checkpoint tensors, and `slots`, which says where each of these is stored.
+    placements give `rank` other elements than planned. The plan has the `layouts` of checkpoint tensors, `slots` says
+    in which stored tensor and where in it each of these is, and `stored` has the stored tensors' local shapes.
 
     Elements are compared only for a DTensor that is one whole logical tensor, has the planned shape, and has placements
     that tell its elements.
