@@ -40,7 +40,7 @@ __all__ = ["Fold", "Keep", "Receive", "Rounds", "Send", "Unpacking"]
 
 class Fold(NamedTuple):
     """A reduction to do, such as a sum: combine the tensor `piece` into the tensor `into`, in place, by the operation
-    `op`. Reductions run in ascending order of `addend`."""
+    `op`. `addend` is the index of `piece` among the values to combine; lower indices come first."""
 
     addend: int
     op: str

@@ -70,13 +70,13 @@ class Engine(Protocol):
         """Release all references to tensors; call `prepare` again before the next move."""
 
     def keep(self, task: Task, gone: Collection[int]) -> Engine:
-        """Return an engine for `task`: this engine's task without the messages to ranks in `gone`, which have left the
-        plan. This call does not communicate."""
+        """Return an engine for `task`, which the caller made from this engine's task by omitting the messages to the
+        ranks in `gone`. The new engine can reuse this engine's memory and views. This call does not communicate."""
 
 
 class Transport(Protocol):
-    """The interface of a transport package. It provides a function that opens a group's connections, and a dict of
-    functions that make engines (objects that run moves)."""
+    """The interface of a transport package. It provides a function that opens a group's connections, and a dict from
+    name, such as "exchange", to a function that makes an engine (an object that runs moves)."""
 
     @property
     def ENGINES(self) -> Mapping[str, Callable[[Task], Engine]]:

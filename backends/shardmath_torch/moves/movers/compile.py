@@ -94,8 +94,8 @@ def compile(
     """Return a Mover, which moves this rank's tensors by the plan or program each time all ranks call it. Collective
     over `group` (default: all ranks). `engine` names the implementation. Calls of different ranks are paired by the
     name `thread` (default: the calling thread's name). With `commit="all"`, a failed move leaves destinations
-    unchanged. With `agree="once"`, ranks vote before the first move with the same options, instead of before every
-    move.
+    unchanged. Before every move, all ranks confirm that they are ready; with `agree="once"`, only before the first move
+    of each combination of call options.
 
     - `timeout`: in seconds.
     - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its

@@ -43,9 +43,9 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return the number of peers that this rank reports to the others for `plan`: the ranks it sends to or the
-        ranks it receives from, whichever are more, and at least `peers`. Return None if this rank's part of the
-        previous plan cannot be reused.
+        """Return the number of peers that this rank reports to the others for `plan`: the ranks it sends to or receives
+        from, whichever are more, but at least the most of any rank under the previous plan. Return None if this rank's
+        part of the previous plan cannot be reused.
 
         `peers` is the largest such number of any rank under the previous plan. The result is never below it, since a
         smaller number would change the pace of all ranks.

@@ -49,11 +49,9 @@ class Stage:
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return the destination tensors to pass to `finish` of the stage before this one, made from `arrived`, the
-        tensors that `finish` of this stage got. The base class returns `arrived` unchanged.
-
-        Stages finish in reverse order.
-        """
+        """Return the received tensors `arrived` in the form that the stage before this one needs. After a move, stages
+        process received tensors in reverse order, each using the result of the stage after it. The base class returns
+        `arrived` unchanged."""
         return arrived
 
     def end(self) -> None:

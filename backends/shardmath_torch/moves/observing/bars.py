@@ -64,9 +64,9 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress when a phase of a move ends: the ranks' vote, or the wait for one message. After a message,
-        `about` is that message, and its bytes count as done.
-        """
+        """Report progress when phase number `lap` of a move ends, if that is the ranks' vote before the move, or the
+        wait for one message. In the second case, `about` is the Message, whose bytes then count as done; otherwise it
+        is not used."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):

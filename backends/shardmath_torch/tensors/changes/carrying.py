@@ -119,9 +119,8 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Have tensors checked again, since a call might bring other ones: the next `load` raises unless they are the
-        same as in the last move of all elements. The arguments are not used.
-        """
+        """Have the next `load`, if it sends only changed elements, check that its tensors are the same as in the last
+        move of all elements. The arguments are not used."""
         self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:

@@ -120,8 +120,9 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Return a dict from receiving rank to a list of numbers of changed elements, message by message. A message has
-        one number for each of its element sizes; if all its elements are sent, each of these is WHOLE.
+        """Count the changed elements in `given`, which has them by message. Return a dict from receiving rank to a list
+        of counts, message by message: one count for each element size, or WHOLE in place of each if all elements are
+        sent.
 
         Messages are in the order of sending.
         """

@@ -177,9 +177,9 @@ class Walker:
         return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
-        """Send the numbers of changed elements to the receiving ranks, and return the numbers for the messages that
-        this rank receives. The list has for each message a tuple (one number per element size), or None if all its
-        elements are sent.
+        """Send to each receiving rank the numbers of changed elements in `given`, which has these elements by message.
+        Return the numbers that this rank receives: for each message a tuple (one number per element size), or None if
+        all its elements are sent.
 
         Raises PeerFailure.
         """

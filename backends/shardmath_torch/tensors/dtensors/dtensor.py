@@ -181,10 +181,10 @@ def _find_groups(
 
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
-    """Return a dict from each way to read the DTensor's `_StridedShard` placements to the layout, or to the error:
-    "placement" splits by mesh axes from left to right, "order" in another order of axes, as FSDP2 does. Unless `chosen`
-    is True, raises PlacementError for placements that could be of a fused weight, such as QKV, whose components' sizes
-    are not recorded.
+    """Return a dict from each way to read the DTensor's `_StridedShard` placements to the resulting layout, or to the
+    error: "placement" splits by mesh axes from left to right, "order" in another order of axes, as FSDP2 does. Raises
+    PlacementError if the tensor could be a fused weight, such as QKV, with unknown component sizes; pass `chosen=True`
+    to skip this check after the user has chosen a way.
 
     For a fused weight both are the recorded layout.
     """

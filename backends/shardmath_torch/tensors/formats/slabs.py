@@ -35,7 +35,8 @@ MOST_ELSEWHERE = 1 << 24
 
 
 def choose_most(device: torch.device) -> int:
-    """Return the largest number of elements to process at once on the device."""
+    """Return the largest number of elements to quantize or dequantize at once on `device`: 2**18 on a CPU, 2**24 on
+    other devices, where larger operations are faster."""
     return MOST if device.type == "cpu" else MOST_ELSEWHERE
 
 

@@ -52,8 +52,9 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """Describe a copy of `view` to `into` without doing it. Each returned Piece says which elements of the
-        checkpoint tensor the copy would write to which positions in the memory of `into`.
+        """List which elements of a checkpoint tensor a copy of `view` to `into` would write, and to which positions in
+        the memory of `into`. `view` is a view of a tensor without data that stands for the checkpoint tensor, or for a
+        copy of its elements.
 
         Raises StoreError if very many pieces are needed.
         """
