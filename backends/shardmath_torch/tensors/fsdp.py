@@ -48,8 +48,8 @@ def give_shards_back(group: Any) -> None:
 
 
 def has_gathered(keeper: object, sharded: Tensor, now: object) -> bool:
-    """Whether `now` is a tensor into which FSDP2 has gathered the parameter of `keeper` (an FSDPParam), whose shard is
-    `sharded`.
+    """Whether `now`, a tensor found where a module held the shard `sharded`, is FSDP2's gathered parameter for that
+    shard. `keeper` is the FSDPParam; False if its shard is another tensor.
     """
     if now is None or getattr(keeper, "sharded_param", None) is not sharded:
         return False

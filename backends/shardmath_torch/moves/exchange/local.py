@@ -315,8 +315,8 @@ def witness(*given: Local) -> Callable[[], str]:
 
 
 def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object]]:
-    """Return two lists of facts on the source and destination tensors, which stay equal while these keep their
-    addresses, shapes, strides and dtypes."""
+    """Return a list for the source tensors and one for the destination tensors, to compare with the lists of an earlier
+    call. Equal lists mean the same names, classes, addresses, shapes, strides and dtypes."""
     src, dst = given
     return _sign_memory(src), _sign_memory(dst)
 

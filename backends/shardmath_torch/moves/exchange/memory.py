@@ -30,9 +30,9 @@ __all__ = ["has_own_kernels", "mark_written", "missing_memory", "plain", "reach"
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Return a plain tensor on the same memory, after waiting for the result if `tensor` belongs to an asynchronous
-    collective. Parameters, and tensors of a class with a custom `__torch_dispatch__` such as DTensor, are returned
-    unchanged."""
+    """Return an ordinary torch.Tensor on the memory of `tensor`, after waiting if `tensor` is the result of an
+    asynchronous collective. Parameters, and tensors of a class with a custom `__torch_dispatch__` such as DTensor, are
+    returned unchanged."""
     if type(tensor) in (Tensor, Parameter):
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):

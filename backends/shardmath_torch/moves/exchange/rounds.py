@@ -39,8 +39,8 @@ __all__ = ["Fold", "Keep", "Receive", "Rounds", "Send", "Unpacking"]
 
 
 class Fold(NamedTuple):
-    """A reduction to do: combine the tensor `piece` into the elements `into` by the operation `op`. `addend` is the
-    position of `piece` in the order in which tensors are combined."""
+    """A reduction to do, such as a sum: combine the tensor `piece` into the tensor `into`, in place, by the operation
+    `op`. `addend` is the index of `piece` among the values to combine; lower indices come first."""
 
     addend: int
     op: str
@@ -95,11 +95,11 @@ class Rounds:
         sends: Iterable[Send],
         keeps: Iterable[Keep] = (),
     ) -> None:
-        """Send and receive all messages of one round, and copy the slices that stay on this rank (`keeps`). Received
-        and kept slices that belong to a reduction are combined with the values in the destination tensor, such as by
-        addition.
+        """Send and receive all messages of one round of a move, and copy or reduce the slices in `keeps`, which stay on
+        this rank. `step` identifies the round in the timings.
 
-        `step` identifies the round in the timings. Raises PeerFailure if a rank fails or does not answer in time.
+        Received and kept slices that belong to a reduction are combined with the values in the destination tensor, such
+        as by addition. Raises PeerFailure if a rank fails or does not answer in time.
         """
         # All messages are posted before any wait: a rank that waited first could wait for ever.
         arriving = [(receive, self._receive(receive)) for receive in receives]

@@ -72,8 +72,8 @@ class Staging:
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[StagingBlock]:
-        """Lend a staging block of at least `nbytes` for the `with` block; after an exception in it the memory is never
-        lent again."""
+        """Lend staging memory of at least `nbytes` bytes to the body of a `with` statement. If the body raises, this
+        memory is never lent again."""
         block = self._take(nbytes)
         try:
             if block.used is not None:

@@ -46,9 +46,12 @@ class Engine(Protocol):
 
     @property
     def begun(self) -> int | None:
-        """How many steps of its latest move this rank has begun, plus 1 if all are done; None if unknown. Step 1 sets
-        initial values for reductions, each later step is one round of messages, and the last divides sums for
-        averages."""
+        """Return how many steps of its latest move this rank has begun; after the last step has ended, return the
+        number of all steps plus 1. None means unknown.
+
+        Step 1 sets initial values for reductions, each later step is one round of messages, and the last divides sums
+        for averages.
+        """
 
     def prepare(
         self, src: Mapping[str, Tensor], dst: Mapping[str, Tensor], held: bool = False
@@ -67,12 +70,13 @@ class Engine(Protocol):
         """Release all references to tensors; call `prepare` again before the next move."""
 
     def keep(self, task: Task, gone: Collection[int]) -> Engine:
-        """Return an engine for `task`, which is this engine's task without sends to the ranks in `gone`. Sends
-        nothing."""
+        """Return an engine for `task`, which the caller made from this engine's task by omitting the messages to the
+        ranks in `gone`. The new engine can reuse this engine's memory and views. This call does not communicate."""
 
 
 class Transport(Protocol):
-    """The interface of a transport package: a function that opens a group's connections, and engines by name."""
+    """The interface of a transport package. It provides a function that opens a group's connections, and a dict from
+    name, such as "exchange", to a function that makes an engine (an object that runs moves)."""
 
     @property
     def ENGINES(self) -> Mapping[str, Callable[[Task], Engine]]:

@@ -88,15 +88,16 @@ class _Copies(NamedTuple):
     folds: list[Fold]
 
     def run(self) -> list[Fold]:
-        """Copy each view in `out_of` into its view in `into`, and return the reductions (folds) that remain to be
-        done."""
+        """Copy each tensor in `out_of` to the tensor at the same index in `into`. Return the message's reductions, such
+        as sums, which the caller does afterwards."""
         if self.into:
             torch._foreach_copy_(self.into, self.out_of)
         return self.folds
 
 
 class Staged:
-    """Views of messages' pieces in a block of staging memory; up to MOST_PIECES of them are kept for reuse.
+    """A maker of views of staging memory, one view for each slice of a tensor in a message. Up to MOST_PIECES views are
+    kept for later moves.
 
     Endpoints are keys by their `id`, since they live at least as long as these views. No tensor of a caller is kept:
     `wholes` has only the names of whole tensors, for endpoints that consist of such.
@@ -173,9 +174,9 @@ class MoveViews:
         return self._dst if message.relayed else self._src
 
     def receive(self, endpoint: Endpoint) -> Receive:
-        """Return a Receive for the message that `endpoint` describes, with the memory to receive into: a slice of the
-        destination tensor, or staging memory. For staging memory, the Receive also has a function that prepares the
-        copies out of staging."""
+        """Return a Receive: the message that `endpoint` describes, and the memory to receive the message into. If that
+        is staging memory, the Receive also has a function that returns the copies to do from there into destination
+        tensors."""
         memory = self._find_bytes(endpoint, arriving=True)
         find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
         return Receive(endpoint.message, memory, find)

@@ -40,8 +40,9 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """Return the source and destination tensors of `call` by name, and let `carrier`, which moves the bytes,
-        prepare for these tensors. First `ends` can replace tensors, such as by copies of another dtype.
+        """Return the source and destination tensors of `call` by name, after the Stages in `ends` have replaced some,
+        such as by copies of another dtype. Also prepare `carrier`, which moves the bytes, for the returned tensors;
+        these must be on `device`.
 
         Tensors whose memory is the same as in the previous call are not checked and prepared for again. Raises
         ExchangeError if the tensors do not fit the plan or are not on `device`.

@@ -93,9 +93,11 @@ class Call(NamedTuple):
         return self._replace(src=keep(self.src), out=keep(self.out))
 
     def kind(self, word: str, in_block: bool) -> CallKind:
-        """Return the options of this call that ranks compare in a vote; invalid options count as not given. The vote
-        names the kind of move by `word`, such as "move", and `in_block` tells whether the call is in a `commit`
-        block."""
+        """Return a CallKind: the options of this call that must be equal on all ranks. `word` (the kind of move, such
+        as "move") and `in_block` (whether the call is in a `commit` block) become its fields of the same names.
+
+        Invalid options count as not given.
+        """
         acknowledge = self.acknowledge is True
         check = isinstance(self.check, str) and self.check == "digest"
         return CallKind(word, acknowledge, check, in_block)

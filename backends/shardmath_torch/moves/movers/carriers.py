@@ -68,18 +68,19 @@ class Carrier(Protocol):
         moves are of these same tensors. Raises PeerFailure if a rank fails or does not answer in time."""
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Carrier | None:
-        """Return a carrier for `part`, this rank's part of another plan; None if that is impossible. The new carrier
-        reuses this carrier's tensors and memory, and sends with the engine that `make_engine` returns for this
-        carrier's engine."""
+        """Return a carrier for `part`, this rank's part of another plan, that reuses this carrier's tensors and memory;
+        None if that is impossible. `make_engine` takes this carrier's engine and returns the new carrier's engine."""
 
     def let_go(self) -> None:
-        """Release the tensors and the memory for moves, until the next move."""
+        """Drop references to tensors, and free the memory for moves. The next move takes its tensors and allocates
+        memory again."""
 
     def list_torn(self) -> tuple[str, ...]:
         """Return the keys of destinations whose values might be partly updated; call it after `carry` has raised."""
 
     def end(self) -> None:
-        """Note, after a move, that destinations hold the sent values, so that the next may send only changes.
+        """Record, at the end of a move, that the destinations hold the sent values. The next move can then send only
+        changes.
 
         Never raises.
         """

@@ -91,11 +91,11 @@ def compile(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> Mover:
-    """Return a Mover, which moves this rank's tensors by the plan or program, together with all other ranks, each time
-    it is called. Collective over `group` (default: all ranks). `engine` chooses the implementation, `thread` the name
-    for matching calls among ranks, `commit` whether a failed move leaves destinations unchanged ("all") or not
-    ("direct"), and `agree` whether ranks vote before each move ("every") or
-    only the first with the same options ("once").
+    """Return a Mover, which moves this rank's tensors by the plan or program each time all ranks call it. Collective
+    over `group` (default: all ranks). `engine` names the implementation. Calls of different ranks are paired by the
+    name `thread` (default: the calling thread's name). With `commit="all"`, a failed move leaves destinations
+    unchanged. Before every move, all ranks confirm that they are ready; with `agree="once"`, only before the first move
+    of each combination of call options.
 
     - `timeout`: in seconds.
     - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its

@@ -104,11 +104,9 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Return an error text if `async_op` is not a bool, or if the calling thread cannot run a move in the background on
-    the group of `party`; otherwise "".
-
-    Ranks match moves by the thread name `thread` (None: the calling thread's name).
-    """
+    """Return an error text if the calling thread cannot run a move in the background, or if `async_op` is not a bool;
+    otherwise "". `party` is this rank as a member of a process group. Ranks pair their moves by the name `thread`
+    (None: the calling thread's name)."""
     if not isinstance(async_op, bool):
         return f"async_op={shown(async_op)} is not a bool; pass True or False"
     if not compat.has_own_connections(party.group):

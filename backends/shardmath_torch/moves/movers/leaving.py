@@ -22,8 +22,8 @@ __all__ = ["Leaves", "Leaving"]
 
 
 class Leaves(ABC):
-    """The base class of collective objects that a `with` block closes; an error in the block is reported to the other
-    ranks."""
+    """The base class of objects that all ranks of a group use together, each rank in a `with` block. It adds `close`,
+    and reports an error in the block to the other ranks."""
 
     @property
     @abstractmethod
@@ -57,7 +57,8 @@ class Leaves(ABC):
 
 
 class Leaving(Leaves):
-    """The base class of movers: objects that use a process group on this rank until they are closed."""
+    """The base class of movers: `close` ends this rank's use of the process group, and `let_go` frees tensors and
+    memory until the next move. Copying or pickling raises ExchangeError."""
 
     _party: Party
     _landing: Landing

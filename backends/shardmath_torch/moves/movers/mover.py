@@ -113,8 +113,8 @@ class Mover(Leaving):
 
     @property
     def version(self) -> int:
-        """Number of this mover's moves that all ranks have committed, with the values in place on this rank; normally
-        equal on all ranks.
+        """Number of this mover's moves that all ranks have committed and whose values are in place on this rank. It is
+        normally equal on all ranks.
 
         It can differ on a rank that is `in_doubt` or `torn`, and on a rank that has joined by a replan and not moved
         yet. Always 0 without commit="all".
@@ -389,7 +389,8 @@ def replan_by(
     timeout: float | None,
     besides: Callable[[], None] = lambda: None,
 ) -> None:
-    """Change the mover to another plan, as `Mover.replan` does, and call `besides` once all ranks have agreed."""
+    """Change the mover to another plan, as `Mover.replan` does. Then call `besides`, with which the caller changes its
+    other state; if ranks do not agree to the plan, `besides` is not called."""
     party = mover._party
     new_group = party.group if group is None else group
     is_other = new_group is not party.group

@@ -43,11 +43,12 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return the largest of three numbers: ranks to which this rank sends under `plan`, ranks from which it
-        receives, and `peers` (the most of any rank under the previous plan). Returns None if this rank's part of the
-        previous plan cannot be reused.
+        """Return the number of peers that this rank reports to the others for `plan`: the ranks it sends to or receives
+        from, whichever are more, but at least the most of any rank under the previous plan. Return None if this rank's
+        part of the previous plan cannot be reused.
 
-        Never fewer than before, since a smaller number would change the pace of all ranks.
+        `peers` is the largest such number of any rank under the previous plan. The result is never below it, since a
+        smaller number would change the pace of all ranks.
         """
         change = compare(self.part, plan)
         if change is None or not isinstance(plan, Plan):
@@ -62,7 +63,8 @@ class Former(NamedTuple):
         return follow(self.part, plan, pace) if isinstance(plan, Plan) else None
 
     def keep_carrier(self, task: Task) -> Carrier | None:
-        """Return a carrier (byte mover) for `task` on the previous carrier's tensors; None if it cannot be reused."""
+        """Return a carrier (the object that moves a rank's bytes) for `task` that reuses the previous carrier's tensors
+        and memory, or None if the change of plan does not permit that."""
         change = compare(self.part, task.part.plan)
         if change is None or change.back or self.part.rank in change.gone:
             return None

@@ -49,11 +49,9 @@ class Stage:
         return ()
 
     def unfold(self, arrived: Tensors) -> Tensors:
-        """Return the tensors to pass to `finish` of the stage before this one. `arrived` are the tensors that were
-        passed to `finish` of this stage; by default they are returned unchanged.
-
-        Stages finish in reverse order.
-        """
+        """Return the received tensors `arrived` in the form that the stage before this one needs. After a move, stages
+        process received tensors in reverse order, each using the result of the stage after it. The base class returns
+        `arrived` unchanged."""
         return arrived
 
     def end(self) -> None:
@@ -63,8 +61,9 @@ class Stage:
         """Drop references to the last move's tensors, and free extra memory, which the next move allocates again."""
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the destination tensors given to `bind` that a failed move has left torn (partly
-        overwritten). `keys` are the names of the torn ones among the tensors that `bind` returned.
+        """Translate names of destination tensors that a failed move has left torn (partly overwritten). `keys` are
+        names among the tensors that `bind` returned; the result has the matching names among the tensors that `bind`
+        was given.
         """
         return keys
 

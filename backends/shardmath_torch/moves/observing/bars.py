@@ -64,9 +64,9 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress at the end of phase number `lap`, if this is the ranks' vote, or the wait for a message to
-        arrive or leave. That message is `about`, and its bytes then count as done. `at_s` is not used.
-        """
+        """Report progress when phase number `lap` of a move ends, if that is the ranks' vote before the move, or the
+        wait for one message. In the second case, `about` is the Message, whose bytes then count as done; otherwise it
+        is not used."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):

@@ -22,8 +22,8 @@ MOST_SAID = 300
 
 
 def log_move(rank: int, tell: Callable[[], Moved], failure: BaseException | None) -> None:
-    """Log one line at INFO about a move on `rank`, from the report that `tell` returns, and from its error `failure` if
-    it failed.
+    """Log one line at INFO about a move on `rank`. `tell` returns the report to log, and `failure` is the move's error,
+    or None if the move succeeded.
     """
     if not LOGGER.isEnabledFor(logging.INFO):
         return

@@ -68,8 +68,8 @@ class Timed:
 
     @property
     def agreed(self) -> Vote | None:
-        """A Vote with the call's name and the time at which this rank went ahead with it: after the ranks' vote, or
-        without a vote if the call needed none. None if the rank did not go ahead.
+        """Return a Vote: the call's name, and the time when this rank could start the move. That is the end of the
+        ranks' vote, or the same point of a call that needs no vote; None if the rank did not get that far.
         """
         return next(find_votes([self], unasked=True), None)
 
@@ -86,9 +86,8 @@ class _Lap(NamedTuple):
 
 
 def find_votes(calls: Iterable[Timed], unasked: bool = False) -> Iterator[Vote]:
-    """Yield a Vote (name, time) for each of the timed `calls` of moves for which the ranks voted, with the time of
-    their agreement. With `unasked=True`, also yield one for each call that needed no vote, with the time when it went
-    on without one.
+    """Yield a Vote (name and time) for each call in `calls` before which the ranks voted, with the time when the vote
+    ended. With `unasked=True`, also yield one for each call that needed no vote, with the time when it continued.
     """
     for call in calls:
         for lap, about, at_s in call.marks:

@@ -38,9 +38,8 @@ __all__ = ["How", "Sent", "Sparse"]
 
 
 class How(NamedTuple):
-    """The arguments of a call of `Changes`: whether to send all elements (`whole`), or else the positions of the
-    changed ones by tensor name. If `positions` is None, the call finds changed elements by comparing with earlier
-    copies.
+    """The arguments of a call of `Changes`. With `whole`, all elements are sent; otherwise, those at `positions` (by
+    tensor name), or if `positions` is None, those that differ from earlier copies.
     """
 
     positions: Mapping[str, Tensor] | None
@@ -48,7 +47,8 @@ class How(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The amounts sent in one call (changed elements, messages sent whole, bytes), and the seconds of each phase.
+    """The amounts that one call sent, and the seconds of each phase. `elements` counts changed elements, `whole` counts
+    messages sent with all their elements, and `nbytes` is the bytes of both.
 
     The phases are "comparing" sources with snapshots, "mapping" changes to messages, "agreeing", "moving".
     """
@@ -119,9 +119,8 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Have the next call of `load` (the step that finds changed elements) check that its `src` and `dst` are the
-        same tensors as in the last move of all elements. The arguments of `prepare` are not used.
-        """
+        """Have the next `load`, if it sends only changed elements, check that its tensors are the same as in the last
+        move of all elements. The arguments are not used."""
         self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:

@@ -51,8 +51,8 @@ __all__ = ["Changes", "Sent", "compile_changes", "make_changes"]
 
 @public
 class Changes(Mover):
-    """A compiled plan whose first call sends all elements, and later calls only those changed since the last one, or a
-    whole message if that takes no more bytes.
+    """A mover whose first call sends all elements, and whose later calls send only elements changed since the call
+    before. A message for which that saves no bytes is sent with all its elements.
 
     A call is `send(src_tensors, out=dst_tensors)`. `last` is what this rank sent in the last call, `snapshot_bytes` the
     size of its snapshots. Calls are collective. Raises ExchangeError.

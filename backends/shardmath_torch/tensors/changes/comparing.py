@@ -60,14 +60,14 @@ class _Snapshot(NamedTuple):
     first: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """Return the box of `tensor` that this snapshot copies, as a view: bits as integers, dimensions by decreasing
-        stride.
+        """Return a view of the slice of `tensor` that this snapshot copies. Its dtype is an integer of the same size,
+        and its dimensions are in order of decreasing stride.
         """
         return dtypes.words(tensor)[self.window.box].permute(self.window.order)
 
 
 class Snapshots:
-    """Copies of one slice of each of several tensors, made earlier, to find the elements that have changed since."""
+    """Earlier copies of tensors, to find the elements that have changed since. Of each tensor, one slice is copied."""
 
     def __init__(self, tensors: Mapping[str, Tensor], boxes: Mapping[str, Sequence[slice]]) -> None:
         self._scratch = Scratch()

@@ -32,8 +32,8 @@ MOST_ELEMENTS = 1 << 31
 
 
 class Some(NamedTuple):
-    """Some elements of a message, of `itemsize` bytes each: their ascending numbers in the message, and their bits as
-    integers.
+    """Some elements of a message, of `itemsize` bytes each. `numbers` has their positions in the message, ascending,
+    and `words` their bits as integers.
     """
 
     itemsize: int

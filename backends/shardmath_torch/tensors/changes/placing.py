@@ -54,8 +54,9 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """Return for each message a tuple with the number of changed elements per element size, or None if the message
-        comes whole. `received[r]` holds these numbers for all messages from rank r, one after the other.
+        """Return for each message a tuple with the number of changed elements per element size, or None if all its
+        elements are sent. `received[r]` lists these numbers for all messages from rank r, with WHOLE instead of a
+        number where all elements are sent.
         """
         rest = {rank: iter(counts) for rank, counts in received.items()}
         found: list[Counts] = []

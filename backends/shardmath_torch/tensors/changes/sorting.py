@@ -120,10 +120,11 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Return a dict from receiving rank to a list of the counts of changed elements in its messages, in the order
-        of sending.
+        """Count the changed elements in `given`, which has them by message. Return a dict from receiving rank to a list
+        of counts, message by message: one count for each element size, or WHOLE in place of each if all elements are
+        sent.
 
-        Each message has one count per element size; all are WHOLE if it is sent whole.
+        Messages are in the order of sending.
         """
         counts_of: dict[int, list[int]] = {}
         for number, (message, elements) in enumerate(zip(self.sends, given.sends, strict=True)):

@@ -147,7 +147,8 @@ class _WalkCall(NamedTuple):
 
 
 class Walker:
-    """A rank's part of a plan, bound to tensors' memory and strides, that sends and receives changed elements."""
+    """A sender and receiver of changed elements, by this rank's part of a plan. It is made for given source and
+    destination tensors, and can be used while they keep their memory and strides."""
 
     def __init__(self, task: Task, src: Tensors, dst: Tensors) -> None:
         part = task.part
@@ -170,13 +171,15 @@ class Walker:
         self._notices = gather_rounds(notices, part.rank)
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
-        """Return `changed` elements sorted by message, and reserve staging memory for messages that are sent whole."""
+        """Return, for each message and each copy within this rank, the changed elements that belong to it, or None if
+        all its elements are sent. Also reserve staging memory for messages with all elements."""
         self._staging.reserve(self._needed_bytes)
         return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
-        """Send the counts of changed elements to each receiver; return a list of those received: a tuple per message,
-        or None if it is sent whole.
+        """Send to each receiving rank the numbers of changed elements in `given`, which has these elements by message.
+        Return the numbers that this rank receives: for each message a tuple (one number per element size), or None if
+        all its elements are sent.
 
         Raises PeerFailure.
         """

@@ -52,9 +52,8 @@ def digest(
 def digest(
     held: Held, tensors: Local, *, group: compat.Group | None = None, seed: int = 0
 ) -> int | dict[str, int]:
-    """Return a checksum (0 to 2^61 - 2) of a sharded tensor, the same under every layout, from this rank's `tensors`
-    and the layout `held`; if both are mappings by name, return a dict of checksums. Checksums can be compared only if
-    their `seed` is equal.
+    """Return a checksum of a sharded tensor that is the same under every layout, for equal `seed`. `held` is the layout
+    and `tensors` this rank's part; if both are mappings by tensor name, the result is a dict of checksums by name.
 
     `held` is a layout, a tuple of layouts for a tensor in windows, or a mapping of either by name, the same on all
     ranks; `tensors` are this rank's, as a move takes them, or None if it holds nothing. The numbers equal

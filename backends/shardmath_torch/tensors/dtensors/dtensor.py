@@ -61,9 +61,9 @@ MAKE_ANEW = "make the DTensor with the shape and the placements that its local t
 
 
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
-    """Return the layout of a DTensor: the elements that each rank of its mesh holds. If its placements (with
-    `_StridedShard`) have two meanings, `reading` chooses: "placement" applies them as written, "order" in FSDP2's
-    order; if `reading` is None, ranks compare local shapes to decide.
+    """Return the layout of a DTensor: the elements that each rank of its mesh holds. If `_StridedShard` placements are
+    ambiguous, `reading` chooses: "placement" splits by mesh axes from left to right, "order" in another order of axes,
+    as FSDP2 does. With None, ranks compare local shapes to decide.
 
     Collective over the ranks of its mesh if its placements have two readings that differ at its
     sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError if a local shape,
@@ -145,12 +145,11 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """Return a DTensor's layout; if its placements have two meanings, `reading` chooses one ("placement": applied as
-    written, "order": in FSDP2's order). If `reading` is None, `ranks` and the ranks of the DTensor's mesh gather local
+    """Return a DTensor's layout. If its `_StridedShard` placements are ambiguous, `reading` chooses as in
+    `from_dtensor`; with None, the ranks of its mesh and the others in `ranks`, which also need the layout, gather local
     shapes to decide. `meshes` are searched for a process group of all these ranks.
 
-    `ranks` are others that need the layout. A rank that is not among these does not take part, and gets one of the two
-    readings.
+    A rank that is not among these ranks does not take part, and gets the layout of one of the two readings.
     """
     if reading is not None:
         return _check_held(tensor, _choose(readings(tensor, chosen=True), reading))
@@ -182,9 +181,10 @@ def _find_groups(
 
 
 def readings(tensor: DTensor, *, chosen: bool = False) -> dict[Reading, Layout | ShardError]:
-    """Return a dict from each way to read the DTensor's placements ("placement": as written, "order": in FSDP2's order)
-    to the resulting layout, or to the error. Unless `chosen` is True (the caller has chosen a way), raises
-    PlacementError for placements that look like a fused weight's (such as QKV) if its component sizes are unknown.
+    """Return a dict from each way to read the DTensor's `_StridedShard` placements to the resulting layout, or to the
+    error: "placement" splits by mesh axes from left to right, "order" in another order of axes, as FSDP2 does. Raises
+    PlacementError if the tensor could be a fused weight, such as QKV, with unknown component sizes; pass `chosen=True`
+    to skip this check after the user has chosen a way.
 
     For a fused weight both are the recorded layout.
     """

@@ -97,8 +97,8 @@ def _mesh_of_world() -> Mesh:
 
 
 def lift(layout: Layout, mesh: Mesh) -> Layout:
-    """Return `layout` on the larger `mesh`, replicated along the added axes; unchanged unless its mesh is a submesh
-    that has this rank.
+    """Return `layout` on the larger `mesh`, replicated along the added axes. If the layout's mesh is not a submesh of
+    `mesh` that contains this rank, `layout` is returned unchanged.
     """
     part = layout.mesh
     rank = compat.rank_or_0()

@@ -96,9 +96,8 @@ class _Counts(NamedTuple):
     copies: int = 0
 
     def advance(self, copies: bool) -> _Counts:
-        """Return the counts after one more copy if `copies`, else after one more move, which sets the count of copies
-        to 0.
-        """
+        """Return the numbers of tensor moves with communication, and of local copies since the last move, after one
+        more operation: a copy if `copies` is True, otherwise a move. A move sets the number of copies to 0."""
         return _Counts(self.moves, self.copies + 1) if copies else _Counts(self.moves + 1)
 
     @property

@@ -74,8 +74,9 @@ class Placed:
 
 
 def label(placement: Division) -> theirs.Placement:
-    """Return torch's placement for a division. For Packed (fused weights, each component sharded separately), which
-    torch lacks, this is a _StridedShard with the same local shapes.
+    """Return torch's placement for `placement`, a shardmath placement that divides or replicates a tensor. For Packed
+    (a fused weight, each component sharded separately), which torch lacks, this is a _StridedShard with the same local
+    shapes.
 
     It is strided so that torch's checkpoints find overlapping boxes and raise; a Shard would be
     saved, and restored on a mesh of another size with its rows in another order.

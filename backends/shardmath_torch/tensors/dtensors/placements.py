@@ -50,8 +50,8 @@ def layout_like(
     placements: Iterable[theirs.Placement],
     dtype: object,
 ) -> dict[Reading, Layout | ShardError]:
-    """Return a dict from each way to read `placements` on a DeviceMesh to the layout that they then mean, or to the
-    error. "placement" applies them as written, "order" in FSDP2's order.
+    """Return a dict from both ways to read `_StridedShard` in `placements` to the resulting layout, or to the error.
+    "placement" splits by mesh axes from left to right, "order" in another order of axes, as FSDP2 does.
     """
     size = tuple(shape)
     mesh = mesh_of(device_mesh)

@@ -59,10 +59,11 @@ def redistribute(
     reading: Reading | None = None,
     grad: Literal["replicate", "partial"] = "replicate",
 ) -> Tensor:
-    """Move `tensor` (a DTensor, or a local tensor of `layout`) to the layout `target`, and its gradient back; return a
-    DTensor on `device_mesh`, or a local tensor if DTensor has no placements for `target`. If placements have two
-    meanings, `reading` chooses one: "placement" (as written) or "order" (in FSDP2's order). If `tensor` is replicated,
-    `grad` says whether its gradient is the same on all ranks or partial sums.
+    """Return `tensor` (a DTensor, or a local tensor of `layout`) moved to the layout `target`: a DTensor on
+    `device_mesh`, or a local tensor if DTensor has no placements for `target`. The backward moves the gradient back;
+    with `grad="partial"`, a replicated input gets partial sums as its gradient. `reading` chooses how to read ambiguous
+    `_StridedShard` placements: "placement" splits by mesh axes from left to right, "order" in another order, as FSDP2
+    does.
 
     `target` is a Layout, the text of one, or DTensor placements; text and placements are on `device_mesh` (default: the
     tensor's own). `tensor` is a DTensor, whose layout is determined (`reading` decides if it has two), or this rank's

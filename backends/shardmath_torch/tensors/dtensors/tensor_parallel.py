@@ -63,8 +63,8 @@ def set_device_mesh(
     local: bool = False,
 ) -> None:
     """Make every parameter of `module` a DTensor on `tp_mesh`, divided by the style, such as "column", whose pattern in
-    `styles` matches its name, or else replicated. `weight_mesh` has the ranks over which quantization reduces the
-    largest magnitudes (amax). If `local` is True, parameters are this rank's parts already.
+    `styles` matches its name, or else replicated. If `local` is True, parameters are this rank's parts already.
+    `weight_mesh` is recorded for a later quantization, which reduces the largest magnitudes (amax) over its ranks.
 
     During a forward, modules see local tensors instead. `styles` maps patterns to "column", "row", "replicate",
     "vocabulary", "row_norm", "softmax_offset" or a Fused. `weight_mesh` has the shards of data

@@ -35,14 +35,15 @@ MOST_ELSEWHERE = 1 << 24
 
 
 def choose_most(device: torch.device) -> int:
-    """Return the largest number of elements to process at once (a slab) on the device."""
+    """Return the largest number of elements to quantize or dequantize at once on `device`: 2**18 on a CPU, 2**24 on
+    other devices, where larger operations are faster."""
     return MOST if device.type == "cpu" else MOST_ELSEWHERE
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """A range of a dimension that is divided into quantization blocks. If `count` is above 1, it is that many blocks of
-    `size` positions each; otherwise, `size` positions within one block.
+    """A range of a tensor's dimension that quantization divides into blocks. If `count` is above 1, the range has
+    `count` blocks of `size` positions each; otherwise it has `size` positions, all in one block.
 
     It begins at position `start` of the dimension, which is in block number `first`.
     """
@@ -100,8 +101,8 @@ class Slab:
         return shared
 
     def amax(self, magnitudes: Tensor, nan: float) -> Tensor:
-        """Return the largest of each block's `magnitudes`, a tensor in the shape that `take` returns; NaN counts as
-        `nan`. In the result, the dimensions of positions within a block have size 1.
+        """Return the largest value of each quantization block in `magnitudes`, a tensor in the shape that `take`
+        returns; NaN counts as `nan`. The result has size 1 in dimensions of positions within a block.
         """
         largest = self._reduce(magnitudes)
         if may_have_nan(largest):

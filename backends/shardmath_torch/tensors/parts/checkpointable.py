@@ -81,8 +81,8 @@ def keep_boxes(source: Tensor, tensor: Tensor) -> None:
 
 
 def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
-    """Return the part of the global tensor that the attributes of `tensor`, set as by `checkpointable`, describe;
-    `name` is its name in errors.
+    """Return the part of the global tensor that the local `tensor` holds, read from its attributes `global_shape`,
+    `global_offsets`, `local_offsets` and `local_sizes`. Errors call the tensor `name`.
 
     Raises LayoutError if they are invalid.
     """

@@ -78,8 +78,8 @@ class Run(NamedTuple):
 
 
 class TypedElements:
-    """A numbering of all elements of the checkpoint tensors of one dtype, and the values that the elements get in trial
-    runs of a weight loader, to recognize them where it stores them.
+    """A numbering of all elements of the checkpoint tensors of one dtype, with test values for trial runs of a weight
+    loader. From the test values in a loaded tensor, the caller finds which element is at which position.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class TypedElements:
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
         """Return two arrays by position in a loaded tensor of `dtype`: the number of the checkpoint element found
-        there, and whether one was found. `words[r]` are the tensor's bits after trial run r of the loader, in which
-        each element's value encoded digit r of its number.
+        there, and whether one was found. `words[r]` has the tensor's bits after trial run r of the loader, which show
+        digit r of each element's number.
         """
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)

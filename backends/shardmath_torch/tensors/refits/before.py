@@ -38,8 +38,8 @@ def key_of(tensor: Tensor) -> int:
 
 
 class Before:
-    """A snapshot of modules and mappings, with the tensors that they hold, to which `put_back` restores them. The
-    tensors' values belong to the snapshot only once `keep_bytes` has copied them.
+    """A snapshot of modules and mappings, and of the memory, shapes and attributes of their tensors, for `put_back` to
+    restore. It has no values of tensors until `keep_bytes` copies them.
     """
 
     def __init__(self, holders: Sequence[nn.Module | MutableMapping[str, Tensor]]) -> None:
@@ -78,8 +78,8 @@ class Before:
         return values.set_(saved.untyped_storage(), *place)
 
     def spoil(self, keys: Iterable[int]) -> None:
-        """Flip the lowest bit of each byte of the memories with these `keys`, which `keep_bytes` has copied; `put_back`
-        restores them.
+        """Change all values in the storages with these `keys`, to find out whether a weight loader reads what it
+        overwrites. The lowest bit of each byte is flipped; `put_back` restores the bytes that `keep_bytes` has copied.
         """
         for key in keys:
             live, saved = self._bytes[key]
@@ -128,7 +128,7 @@ class _TensorBefore:
         self.size = self.memory.untyped_storage().nbytes() if self.memory is not None else 0
 
     def put_back(self) -> None:
-        """Restore the tensor's class, memory (but not its values), shape, attributes and gradient."""
+        """Restore the tensor's class, storage, shape, attributes and gradient. Its values are not restored."""
         tensor = self.tensor
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind

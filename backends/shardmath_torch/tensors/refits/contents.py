@@ -52,8 +52,9 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """Return Pieces that say which elements of the checkpoint tensor a copy of `view` to `into` writes to which
-        positions. Nothing is copied.
+        """List which elements of a checkpoint tensor a copy of `view` to `into` would write, and to which positions in
+        the memory of `into`. `view` is a view of a tensor without data that stands for the checkpoint tensor, or for a
+        copy of its elements.
 
         Raises StoreError if very many pieces are needed.
         """

@@ -33,8 +33,8 @@ def find_contradictions(
     rank: int,
 ) -> list[str]:
     """Return an error for each DTensor in `natives` (the tensors that `rank` stores) that is Partial, or whose
-    placements give `rank` other elements than planned. The plan is given by the local shapes `stored`, the `layouts` of
-    checkpoint tensors, and `slots`, which says where each of these is stored.
+    placements give `rank` other elements than planned. By name of a checkpoint tensor, `layouts` has its planned
+    layout, and `slots` its place in a stored tensor. `stored` has the stored tensors' local shapes.
 
     Elements are compared only for a DTensor that is one whole logical tensor, has the planned shape, and has placements
     that tell its elements.

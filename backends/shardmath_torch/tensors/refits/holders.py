@@ -70,9 +70,9 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return a Watched for each tensor of `natives`, to check later if it was replaced: its memory layout, and where
-    `given` holds it. `given` is the caller's dict of tensors by name, or a list of such dicts. In errors, the tensor's
-    name begins with `side`, such as "source".
+    """Return a record of each tensor in `natives`, to check later if the tensor was replaced: its memory layout, and
+    the entries of `given` that hold it. `given` is the caller's dict of tensors by name, or a list of such dicts.
+    `side`, such as "source", begins the tensor's name in errors.
     """
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
@@ -88,8 +88,9 @@ def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
 
 
 def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None = None) -> None:
-    """Add to each record in `watched` the modules that hold its tensor, among `modules` or else all live modules. Among
-    `modules`, these are also the ones that hold what it is a view of.
+    """Add to each record in `watched` the modules that hold its tensor, among `modules` and their submodules (default:
+    all live modules). If none of `modules` holds the tensor, add those that hold another tensor on the same memory,
+    such as its base.
     """
     by_id: dict[int, list[Watched]] = {}
     for each in watched:
