@@ -39,8 +39,8 @@ class _Pair(NamedTuple):
 
 
 def prove_parts(parts: Sequence[RankProgram], *, relays: bool = False) -> None:
-    """Raise PlanError unless `parts`, the RankPrograms of all ranks, together do what their plan says. With `relays`,
-    as for a program in which ranks forward bytes, transfers are not compared with the plan's.
+    """Raise PlanError unless `parts`, the RankPrograms of all ranks, match each other and send the transfers of their
+    plan. Pass `relays` if ranks can forward bytes; their transfers are then not compared with the plan's.
 
     `relays` is for the parts of a program.
     """

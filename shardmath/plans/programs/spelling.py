@@ -29,9 +29,9 @@ __all__ = ["spell_parts"]
 def spell_parts(
     plan: Plan, demands: Demands, given: Stretches, relayed: Bools, parts: StretchParts
 ) -> tuple[list[Transfer], Offsets]:
-    """Return the transfers that carry `parts` of the byte ranges `given`, and Offsets: part i has transfers
-    first[i]..first[i+1]-1. `demands` is the plan's table of bytes to send; `relayed[i]` says whether byte range i is
-    forwarded by a rank that received it.
+    """Return a list of the transfers that send `parts`, and Offsets `first`: part i has the transfers first[i] to
+    first[i + 1] - 1 of the list. Parts are ranges of elements, cut from the byte ranges `given` of the table `demands`;
+    a rank that received byte range i forwards it if `relayed[i]`.
 
     The sender of a `relayed` stretch is a rank of the destination and sends what it has received,
     folded in already. Raises MeshError if a rank is not in the mesh of its side.
@@ -74,7 +74,8 @@ class _PartEnds(NamedTuple):
     receiver: Ints
 
     def take(self, some: Ints) -> _PartEnds:
-        """Return the parts with the indices `some`, in the order of `some`."""
+        """Return a table of the rows with the indices `some`, in the order of `some`. A row has the sending and the
+        receiving rank of some elements."""
         return _PartEnds(
             self.batch[some],
             self.relayed[some],

@@ -63,8 +63,8 @@ class _Shared(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """A dict key. Two objects have equal keys if they have the same source ranks and destination ranks, divided
-        into the same numbered classes (ranks that hold the same elements)."""
+        """A dict key. Two objects have equal keys if both have the same source ranks and group them by equal elements
+        in the same way, and likewise the destination ranks."""
         columns = *self.rows[:2], *self.columns[:2]
         return tuple(column.tobytes() for column in columns)
 
