@@ -176,9 +176,9 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield pairs (source, destination) of Partitions, each of which says which ranks hold which partial values. The
-    first pair is for partial values that the reduction `rule` reduces, if any; in later pairs, values stay partial
-    along some mesh axes."""
+    """Yield pairs (source, destination) of Partitions, which say which ranks hold which partial values. If `rule`
+    reduces partial values, the first pair is for these; then there is one pair for each item of `rule.matched`, mesh
+    axes along which values stay partial."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)

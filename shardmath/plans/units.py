@@ -134,9 +134,9 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return lists of the positions, shapes and ends of the boxes of `unit` (elements that move together). A position
-    has, for each dimension d, an index into the lists `start` and `size` of `list_columns(t.overlays[d])`; an end
-    counts the unit's elements up to the end of the box.
+    """Return three lists with an item for each box of `unit` (elements that move together): where it is, its shape, and
+    how many of the unit's elements lie before its end. Where it is: one index per dimension d, into the array `start`
+    of `t.overlays[d]`.
 
     Boxes are row-major.
     """

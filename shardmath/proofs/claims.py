@@ -148,8 +148,9 @@ class _ClaimedTensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """If any one of several partial values at the destination can receive the transfer `t`, record the one that
-        does. `target` names the destination layout, and which of the source's partial values `t` brings."""
+        """Record to which of the destination's partial values `t` goes, if the plan had a choice: for example, a whole
+        tensor can be added to any one of several partial sums. `target` has the index of the destination layout and of
+        the source's partial value."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return

@@ -217,9 +217,9 @@ def _check_units(t: Template, what: str) -> None:
 
 
 class End(NamedTuple):
-    """The source or the destination of a move, as tables. For each dimension d, `held[d]` says which part of the
-    dimension each mesh position holds, and `set_numbers[u, d]` is the index in `sets[d]` of the set of parts that
-    contain unit u (elements that move together).
+    """The source or the destination of a move, as tables. In dimension d, `held[d]` is the number of the part that each
+    mesh position holds, and `sets[d]` lists sets of such numbers; unit u (elements that move together) lies in every
+    part of set number `set_numbers[u, d]`.
 
     `sets[d]` are sets of parts, `held[d]` is the part that each position holds,
     and `set_numbers[:, d]` the set of each unit. Units with the same `code` have the same sets in every dimension.

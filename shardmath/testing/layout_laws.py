@@ -163,8 +163,9 @@ def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
-    """Check that a dimension of length `n`, divided over two mesh axes a and b, has the same Layout whether it is
-    written as Shard(0) on both axes, as "(a b n)", or as "(a n | b n)". The axes have sizes `first` and `second`."""
+    """Check that three ways to divide a dimension of length `n` over mesh axes a and b (sizes `first` and `second`)
+    give the same Layout. These are Shard(0) on both axes, "(a b n)" (divide by a and b together), and "(a n | b n)"
+    (divide by a, then divide each part by b)."""
     mesh = Mesh(a=first, b=second)
     shape = (n,)
     shards = (Shard(0), Shard(0))

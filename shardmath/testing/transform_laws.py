@@ -59,9 +59,9 @@ def preparing_commutes_with_slicing(
 def finalizing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `transform.finalize`, which computes a destination tensor from received tensors, gives for each rank's
-    parts of these the same values as in that rank's part of its result for the whole tensors. The source tensor's
-    values are drawn by `seed`."""
+    """Check that `transform.finalize`, given a rank's parts of the received tensors, returns the rank's part of the
+    result that it returns for the whole tensors. `transform.prepare` computes the received tensors from random values
+    drawn by `seed`."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     tensor = _only(whole.finalize(0, wires))

@@ -110,9 +110,9 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """Count, for each row i of `bands` (ranges of bytes), the nodes to which ranks that hold the bytes send them
-    directly. Range i is in block number `block[i]` (bytes that the same ranks need), and `groups[b]` has one item per
-    node that receives block b."""
+    """Return, for each row of `bands` (a range of bytes), how many nodes receive it directly from ranks that hold it at
+    the source. Row i belongs to block of bytes number `block[i]`; `groups[b]` lists how many ranks of each node receive
+    block b."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]

@@ -152,8 +152,9 @@ def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
 
 
 def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
-    """Return an array of shape (`turns`, `ranks`): item [t, r] is the most messages, sent and received together, that
-    rank number r has in flight at once with group t of its peers. `pairs` lists who sends to whom.
+    """Return an array of shape (`turns`, `ranks`): the most messages that each rank sends and receives at once in each
+    turn of the exchange. In the first hop, ranks number r and s exchange messages in turn (r + s) % `turns`; later hops
+    are shifted.
 
     There is one message for each leg and peer in each direction, whatever the phase.
     """
@@ -173,9 +174,9 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
 
 
 def sum_round_loads(prog: Program) -> Loads:
-    """Return the number of bytes that each rank sends and receives in each round, as an array with indices [partial
-    value, slice, group of peers, rank, link]. In a round, ranks exchange one slice (range of bytes) of one partial
-    value with one group of peers; link is out or in, inside or between nodes.
+    """Return how many bytes each rank sends and receives in each round, as an array with indices [partial value, time
+    slot, group of peers, rank, link]; the first three number the round. Link 0 is bytes sent inside a node, 1 received
+    inside a node, 2 sent to other nodes, 3 received from them.
 
     Bytes are exact, slice by slice. The latest loads are cached with the legs: a program that is scheduled is often
     certified and proved next.

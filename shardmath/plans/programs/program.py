@@ -262,9 +262,8 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes that go from one rank to another) into Slices (ranges of bytes), and give each slice the
-    number of a time slot. `list_slices` adds delays to these numbers: for example, forwarded bytes are sent at least
-    one slot after the hop before."""
+    """Cut `streams` (bytes from one rank to another) into Slices (ranges of bytes), and number the time slot of each.
+    The slot numbers are without delays: callers add these, so that bytes are forwarded only after they arrive."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = prog.legs.lines.blocks.owners_of(streams.block)
     most = streams.root.max(initial=0) + 1
@@ -370,9 +369,9 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return `places` + 2 * `ranks` * (`leg` - 1). Modulo the number of turns, this is the turn in which two ranks
-    exchange bytes, where `places` is the sum of their indices among `ranks` ranks and `leg` counts a byte's hops from
-    1.
+    """Return a number that, modulo the number of turns, is the turn in which two ranks exchange messages, as in a
+    round-robin tournament. `places` is the sum of their indices among `ranks` ranks; `leg` is 1 for the first hop of
+    the bytes, 2 for the second.
 
     With 2 * `ranks` turns a rank has one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
     """

@@ -137,8 +137,8 @@ class Amaxes:
         return None
 
     def list_pieces(self, rank: int) -> Iterator[AmaxPiece]:
-        """Divide the elements that `rank` holds into boxes that can be quantized separately, and yield each as an
-        AmaxPiece. `measure` and `cast` work box by box, and so can callers with their own quantization kernels."""
+        """Divide the elements that `rank` holds into boxes that can be quantized one by one, and yield each as an
+        AmaxPiece. Callers with their own quantization kernels can loop over these boxes."""
         part = self._find_part(rank).part
         shape = self.layout.shape
         scale_blocks = self.format.blocks
@@ -168,9 +168,9 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the format with which `rank` quantizes its part, and an array of amaxes (largest magnitudes of
-        blocks): for each block, the maximum of the rank's amax in `own` and the amaxes in `arrived`. `own` is what
-        `measure` returned; `arrived` maps names to arrays received from other ranks.
+        """Return the format with which `rank` quantizes its part, and the amaxes (largest magnitudes) of its blocks
+        over all ranks. `own` has the amaxes of the rank's own elements, from `measure`; `arrived` maps the names from
+        `list_local` to the arrays of amaxes that other ranks sent.
 
         For NVFP4, the format includes the whole tensor's amax. The names are those that `list_local` gives. Raises
         PlanError.

@@ -34,9 +34,8 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """The amaxes (largest magnitudes of blocks) that a rank sends and receives. `sent` and `received` number them among
-    all amaxes that ranks exchange; `sources` and `targets` have the index of each one's block among the blocks of which
-    the rank holds elements.
+    """The amaxes (largest magnitudes of blocks) that one rank exchanges, each with a number that all ranks share.
+    Number `sent[i]` is the amax of the rank's block `sources[i]`; number `received[i]` is for its block `targets[i]`.
 
     A slot is the number of one rank's amax of one block. A rank touches the blocks of which it holds positions. It
     sends slots `sent`, filled with the amaxes of its touched blocks at `sources`; and receives slots `received`, which

@@ -94,9 +94,9 @@ class Unlike(NamedTuple):
 
 
 def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
-    """Find the first patch (elements that the same ranks hold) whose sums differ between the ranks that hold it, and
-    return it as an Unlike; None if all agree. `shares` maps each rank to the sums that `list_shares` returned, one for
-    each patch that the rank holds."""
+    """Find the first patch (elements that the same ranks hold) whose copies have different checksums, and return it as
+    an Unlike; None if all copies agree. `windows` are the layouts that define the patches; `shares` maps each rank to
+    the checksums of its patches."""
     by_holder = _key_by_holder(windows, shares)
     for number, patch in enumerate(list_patches(windows)):
         first = by_holder[number, patch.holders[0]]
