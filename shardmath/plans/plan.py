@@ -206,7 +206,8 @@ class Plan:
         return dict.fromkeys(self.ranks, 0) | sum_received(self.lines)
 
     def shadow_bytes(self) -> dict[int, int]:
-        """Return, by rank, the extra memory in bytes that a commit="all" move needs to copy its destination tensors."""
+        """Return, for each rank, how many bytes of memory a move with commit="all" needs for copies of its destination
+        tensors. Such a move receives into these copies, so that either all ranks get the new values or no rank does."""
         return dict.fromkeys(self.ranks, 0) | count_stored(self.dst)
 
 
@@ -270,7 +271,8 @@ def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
 
 
 def digest_of(plan: Plan) -> str:
-    """Return the digest of `plan`, computed from its layouts."""
+    """Return the digest of `plan`, with which ranks tell plans apart. It is computed from the names and layouts of the
+    tensors at source and destination, and from the topology if `plan` was made for one."""
     if plan.whole is not None:
         return digest_without(digest_of(plan.whole), plan.left)
     alike = group_alike(plan.src, plan.dst)

@@ -139,8 +139,9 @@ VERDICTS = frozenset({Event.COMMIT, Event.ABORT, Event.LOSE})
 
 @dataclass
 class Protocol:
-    """The state of one rank while its group agrees on a move. `verdict` is the decision that it last read from the
-    group's record: commit, abort, or that the record cannot be reached."""
+    """The state of one rank while its group decides together whether to commit or abort a move. The decision is written
+    once to a record that all ranks read; `verdict` is what this rank last read: commit, abort, or that the record
+    cannot be reached."""
 
     state: State = State.IDLE
     verdict: Event | None = None

@@ -163,7 +163,8 @@ def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
 
 
 def check_arithmetic(op: str, dtype: str) -> None:
-    """Raise PlanError if the reduction `op` has no meaning for the canonical `dtype`."""
+    """Raise PlanError if the reduction `op`, such as "sum", has no meaning for `dtype`, a dtype's name such as
+    "float32"."""
     why = OPERATIONS[op].refuse(dtype)
     if why:
         raise PlanError(f"{op} of {dtype}{why}")

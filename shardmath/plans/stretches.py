@@ -51,8 +51,8 @@ def block_at(demands: Demands, line: int, at: int) -> int:
 
 
 def row_at(demands: Demands, block: int, at: int) -> int:
-    """Return the index of the row (entry of `demands`) that has byte `at` of block number `block` (bytes that the same
-    ranks need). `at` is an offset in the copy of the block that one rank receives."""
+    """Return the index of the row of `demands` that has byte `at` of block number `block` (bytes that the same ranks
+    need), counted from the start of the block. A row is a range of elements of equally sharded tensors."""
     return _last_not_after(demands.at, demands.row_first[block], demands.row_first[block + 1], at)
 
 

@@ -49,8 +49,9 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """Return an array: for each unit (elements that move together), the number of elements per row of its box. Messages
-    can be cut between rows; a row is one index of the box's first dimension longer than 1.
+    """Return an array: for each unit (elements that move together), the number of elements in a row of its box.
+    Messages can be cut between rows; a row is all elements with one index along the first of the box's dimensions that
+    are longer than 1.
 
     The number is 0 if the box is never cut, and -1 if the unit has several boxes.
     """
@@ -61,8 +62,9 @@ def unit_rows(t: Template) -> Ints:
 
 
 def unit_grains(t: Template) -> Ints:
-    """Return an array: for each unit (elements that move together), the size in bytes of its largest piece that no
-    message divides. This is a box of up to 64 KiB, or a row of a larger box."""
+    """Return an array: for each unit (elements that move together), the size in bytes of its largest piece that is
+    never divided between messages. A box of up to 64 KiB is such a piece; a larger box is divided between its rows
+    (slices of its first dimension longer than 1)."""
     largest = _find_largest(t)
     itemsize = t.src.itemsize
     small = largest.size * itemsize <= SMALL
@@ -119,7 +121,8 @@ class Listed(NamedTuple):
 
 @memo()
 def list_columns(over: Overlay) -> Listed:
-    """Return the columns of the Overlay `over` as lists."""
+    """Return the arrays `first`, `start`, `size`, `src` and `dst` of `over` as lists, in which single items are faster
+    to read."""
     return Listed(
         first=over.first.tolist(),
         start=over.start.tolist(),
@@ -131,9 +134,9 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return three lists with an item for each box of `unit` (elements that move together): its position, shape and
-    exclusive end, in elements from the unit's start. A position has an index into `list_columns(t.overlays[d])` for
-    each dimension d.
+    """Return three lists with an item for each box of `unit` (elements that move together): where it is, its shape, and
+    how many of the unit's elements lie before its end. Where it is: one index per dimension d, into the array `start`
+    of `t.overlays[d]`.
 
     Boxes are row-major.
     """
@@ -158,8 +161,8 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
 
 
 def snap(t: Template, unit: int, at: int) -> int:
-    """Return the last element of `unit` (elements that move together), not after `at`, before which messages can be
-    cut. This is the start of a box, or of a row in a box of more than 64 KiB."""
+    """Return the nearest position at or before element `at` of `unit` (elements that move together) where messages can
+    be cut. They can be cut where a box of the unit starts, and where a row starts in a box of more than 64 KiB."""
     _, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
     begin = ends[box - 1] if box else 0
@@ -173,8 +176,9 @@ def snap(t: Template, unit: int, at: int) -> int:
 
 
 def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield `count` ranges of elements (start, stop) that divide `unit` (elements that move together) evenly, with
-    borders moved back to permitted cuts."""
+    """Yield `count` ranges (start, stop) of elements that divide `unit` (elements that move together) about evenly.
+    Borders are moved back to where messages can be cut: to the start of a box of the unit, or of a row in a box of more
+    than 64 KiB."""
     size = int(t.unit_size[unit])
     places = []
     for i in range(count):

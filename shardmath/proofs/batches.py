@@ -30,8 +30,8 @@ __all__ = ["check_batches", "check_rule"]
 
 
 def check_batches(plan: Plan) -> list[list[Batch]]:
-    """Check the batches of `plan` (transfers of equally sharded tensors) against its layouts, and return them. Each
-    inner list has the batches that move the same tensors.
+    """Return the batches of `plan`, each of which describes how some tensors move; batches for the same tensors are in
+    one inner list. Raises PlanError unless they move the elements that the plan's layouts ask for.
 
     Raises PlanError unless they move what the layouts ask for.
     """

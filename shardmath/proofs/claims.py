@@ -139,7 +139,8 @@ class _ClaimedTensor:
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:
-        """Return the Runs, per dimension, that `rank` holds in window number `window` of side 0 (source) or 1."""
+        """Return, for each dimension, the Runs (map from local to global positions) of `rank` in one of the tensor's
+        layouts. `window` is the index of this layout in the source (`side` 0) or in the destination (`side` 1)."""
         key = side, window, rank
         if key not in self.held:
             windows = self.dst if side else self.src
@@ -147,8 +148,9 @@ class _ClaimedTensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """Record to which partial value at the destination the transfer `t` contributes, if the layouts allow several.
-        `target` identifies the elements that `t` and other transfers fill together."""
+        """Record to which of the destination's partial values `t` goes, if the plan had a choice: for example, a whole
+        tensor can be added to any one of several partial sums. `target` has the index of the destination layout and of
+        the source's partial value."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return

@@ -39,8 +39,9 @@ class _Pair(NamedTuple):
 
 
 def prove_parts(parts: Sequence[RankProgram], *, relays: bool = False) -> None:
-    """Raise PlanError unless `parts`, the RankPrograms of all ranks, together do what their plan says. With `relays`,
-    as for a program in which ranks forward bytes, transfers are not compared with the plan's.
+    """Raise PlanError unless the RankPrograms of all ranks fit together: what one rank sends, the other must receive,
+    in the same order. If `relays` is False, messages must also carry exactly the transfers of the plan; if ranks can
+    forward bytes, this is not checked.
 
     `relays` is for the parts of a program.
     """

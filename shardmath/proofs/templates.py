@@ -37,7 +37,8 @@ __all__ = ["End", "check_template", "find_end"]
 
 
 def check_template(t: Template, known: set[int]) -> None:
-    """Raise PlanError unless the tables of `t` fit its layouts; `known` collects the ids of tables already proved."""
+    """Raise PlanError unless the tables in `t`, which say what moves between which mesh positions, fit its layouts.
+    `known` has the ids of Overlays that need no further proof; those proved here are added to it."""
     check_integers(t)
     what = f"{t.src} to {t.dst}"
     expected = _list_partitions(t)
@@ -216,8 +217,9 @@ def _check_units(t: Template, what: str) -> None:
 
 
 class End(NamedTuple):
-    """One end (source or destination) of a move, as tables per dimension: the part of the dimension that each mesh
-    position holds, and, for each unit (elements that move together), the parts that contain it.
+    """The source or the destination of a move, as tables. In dimension d, `held[d]` is the number of the part that each
+    mesh position holds, and `sets[d]` lists sets of such numbers; unit u (elements that move together) lies in every
+    part of set number `set_numbers[u, d]`.
 
     `sets[d]` are sets of parts, `held[d]` is the part that each position holds,
     and `set_numbers[:, d]` the set of each unit. Units with the same `code` have the same sets in every dimension.

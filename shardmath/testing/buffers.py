@@ -230,8 +230,8 @@ def apart(case: RuleCase) -> None:
 
 
 def inside_one_bucket(case: RuleCase) -> None:
-    """Check that the rule of `case`, a function that places parameters in the buckets of a flat buffer, places each
-    parameter inside the bucket that it names for it."""
+    """Check that the rule of `case`, a function that lays out a flat buffer, puts each parameter inside a bucket. The
+    rule returns a range of elements and a bucket number for each parameter; the range must lie in that bucket."""
     layout = case.layout()
     count = len(layout.bucket_indices)
     for name, (start, end, number) in layout.placed:
@@ -319,7 +319,8 @@ def _count_filled(layout: PerBufferParamLayout) -> list[int]:
 
 
 def numbered_or_not(case: RuleCase) -> None:
-    """Check that `param_indices` has one entry per parameter, or no entries."""
+    """Check that the rule of `case`, a function that lays out a flat buffer, returns a layout whose `param_indices` has
+    one index per parameter or is empty."""
     count = len(case.layout().param_indices)
     params = len(case.params)
     what = f"{count} param_indices of {params} parameters; return one per parameter, or none"
@@ -402,12 +403,13 @@ def check_rule(
     start: int = 1,
     **options: object,
 ) -> None:
-    """Check that `rule`, which lays out flat buffers, obeys RULE_LAWS for `params`, given in forward order. The result
-    must fit `shards`, the number of shards per bucket, and `start`, the alignment of parameters; other keyword
-    arguments go to `rule`.
+    """Check that `rule`, a function that lays out flat buffers, obeys all laws in RULE_LAWS for `params`, given in
+    forward order: for example, no two parameters overlap. Each bucket must be divisible into `shards` shards, and
+    parameters must begin at multiples of `start`.
 
     `shards` is the number of shards of every bucket, by default `data_parallel_world_size` if given;
-    parameters begin at multiples of `start`. Raises AssertionError, which names the case.
+    parameters begin at multiples of `start`. Other keyword arguments go to `rule`. Raises AssertionError, which names
+    the case.
     """
     given = options.get("data_parallel_world_size") if shards is None else shards
     count = None if given is None else read_positive(given, "shards")

@@ -84,8 +84,8 @@ def _draw_bits(shape: tuple[int, ...], seed: int = 0) -> Array:
 
 
 def digest_is_its_definition(layout: Layout) -> None:
-    """Check that the digest of local arrays is `define_digest` of the whole array, whatever values are in holes
-    (positions without an element)."""
+    """Check that the digest (checksum) computed from ranks' local arrays equals the digest that `define_digest`
+    computes from the whole array. Holes (positions without an element) contain NaN, which must not matter."""
     values = _draw_bits(layout.shape)
     held = distribute(layout, [values], hole=np.nan)
     for seed in (0, 7):

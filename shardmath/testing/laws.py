@@ -57,7 +57,8 @@ __all__ = ["LAWS", "Law"]
 
 @dataclass(frozen=True)
 class Law:
-    """A law: a function that checks it, and the hypothesis strategy that draws the arguments of the function."""
+    """A property of shardmath that tests check: `check` raises an error for arguments that break it, and the hypothesis
+    strategy `cases` draws the arguments."""
 
     check: Callable[..., None]
     cases: st.SearchStrategy[tuple[Any, ...]]

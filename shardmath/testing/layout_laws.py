@@ -50,8 +50,8 @@ def compose_is_after(f: Runs, g: Runs) -> None:
 
 
 def invert_undoes(runs: Runs) -> None:
-    """Check that inverting Runs twice gives the same Runs. Composed with their inverse, Runs must map each local
-    position to itself, except holes (positions without an element), which stay holes."""
+    """Check that inverting `runs`, a map from local to global positions, twice gives `runs` again. The map followed by
+    its inverse must lead each local position to itself; holes (positions without an element) must stay holes."""
     back = invert(runs, runs.extent + 1)
     assert invert(back, len(runs)) == runs
     held = runs.indices() >= 0
@@ -106,7 +106,8 @@ def parse_print(layout: Layout) -> None:
 
 
 def shape_counts_runs(layout: Layout) -> None:
-    """Check that `local_shape`, `runs` and `indices` of a layout agree for every rank."""
+    """Check, for every rank, that `layout.indices` lists the global positions that `layout.runs` describes, and that
+    both have the lengths in `layout.local_shape`."""
     for rank in layout.mesh.ranks:
         held = layout.runs(rank)
         indices = layout.indices(rank)
@@ -162,8 +163,9 @@ def splitting_an_axis_changes_nothing(n: int, outer: int, inner: int) -> None:
 
 
 def one_piece_needs_no_border(n: int, first: int, second: int) -> None:
-    """Check that a dimension of length `n`, divided over mesh axis a and then b, has one layout for three ways to write
-    it: the texts `(a n | b n)` and `(a b n)`, and two Shard(0). The axes have sizes `first` and `second`."""
+    """Check that three ways to divide a dimension of length `n` over mesh axes a and b (sizes `first` and `second`)
+    give the same Layout. These are Shard(0) on both axes, "(a b n)" (divide by a and b together), and "(a n | b n)"
+    (divide by a, then divide each part by b)."""
     mesh = Mesh(a=first, b=second)
     shape = (n,)
     shards = (Shard(0), Shard(0))

@@ -122,7 +122,9 @@ class _OnDimensionZero:
 
 
 def moves(placement: Placement, n: int, count: int) -> None:
-    """Check that plans that gather a divided tensor, or divide it, pass their proofs and keep all values."""
+    """Check moves of a tensor of length `n` between two layouts: divided into `count` parts by `placement`, and whole
+    on each rank. `verify` must accept the plan in each direction, and each element must arrive where its layout
+    says."""
     split = _divide(placement, n, count)
     gathered = Layout((n,), split.mesh, "n")
     _require_kept(placement, n, count, split, gathered)
@@ -148,7 +150,8 @@ broken; `check_placement` calls all."""
 
 
 def check_placement(placement: Placement, n: int, parts: int) -> None:
-    """Check that a custom placement, which divides a length `n` into `parts` parts, obeys PLACEMENT_LAWS.
+    """Check that a custom placement obeys all laws in PLACEMENT_LAWS. For example, the `parts` parts into which it
+    divides length `n` must not overlap, and must together cover all positions.
 
     Raises PlacementError if no Layout can be made of it, AssertionError if it breaks another law.
     """

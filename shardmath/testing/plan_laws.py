@@ -57,7 +57,8 @@ Held: TypeAlias = dict[int, dict[str, Array]]
 
 
 def plan_is_proved(src: Layout, dst: Layout) -> None:
-    """Check that the plan passes its proof, and that its byte counts are the totals of its transfers."""
+    """Check that `verify` accepts the plan from `src` to `dst`, and that the plan's numbers of bytes sent and received
+    per rank are the totals of its transfers between different ranks."""
     planned = plan(src, dst)
     verify(planned)
     sent = dict.fromkeys(planned.ranks, 0)

@@ -311,8 +311,8 @@ def pairs(
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
     """A hypothesis strategy for a source layout, a destination layout with two or more copies of the tensor on disjoint
-    sets of ranks, and ranks that can leave the job. At least one copy keeps all its ranks; all ranks of the other drawn
-    copies leave.
+    sets of ranks, and a tuple of ranks that leave the job. These are all ranks of one or more copies; at least one copy
+    keeps all its ranks.
 
     Both layouts have one shape. No rank of those copies is in the source layout, and the other ranks still reduce in
     the same way.
@@ -373,8 +373,9 @@ def boxes(draw: Draw, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
-    """A hypothesis strategy that cuts the tensor of `layout` in two along every dimension, and gives a tuple of one
-    layout per box that results. Each keeps the local shapes of `layout`, but only the elements inside its box."""
+    """A hypothesis strategy that cuts the tensor of `layout` in two along every dimension, and gives one layout for
+    each resulting box. Each layout has the local shapes of `layout`, with holes (positions without an element) in place
+    of elements outside its box."""
     sides = []
     for n in layout.shape:
         cut = draw(st.integers(0, n))

@@ -45,8 +45,9 @@ def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -
 def preparing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `transform.prepare`, which computes the tensors to send, returns the same values whether it gets the
-    whole source tensor or only one rank's part of it. The tensor's values are drawn by `seed`."""
+    """Check that `transform.prepare`, which computes the tensors to send, gives for each rank's part of a source tensor
+    the same values as in that rank's part of its results for the whole tensor. The source tensor's values are drawn by
+    `seed`."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
     wires = whole.prepare(0, {"w": tensor})
@@ -58,8 +59,9 @@ def preparing_commutes_with_slicing(
 def finalizing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `transform.finalize`, which computes the destination tensor from received tensors, returns the same
-    values whether it gets these whole or only one rank's parts. The source tensor's values are drawn by `seed`."""
+    """Check that `transform.finalize`, given a rank's parts of the received tensors, returns the rank's part of the
+    result that it returns for the whole tensors. `transform.prepare` computes the received tensors from random values
+    drawn by `seed`."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     tensor = _only(whole.finalize(0, wires))
@@ -73,8 +75,9 @@ def finalizing_commutes_with_slicing(
 
 
 def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check that preparing ranks' parts of a tensor by `transform`, moving these and finalizing them gives the ranks'
-    parts of the transformed tensor."""
+    """Check that a move with `transform` gives each rank its part of the transformed tensor. The move computes the
+    tensors to send by `transform.prepare`, sends them, and computes the destination tensor from received ones by
+    `transform.finalize`."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
     wires = whole.prepare(0, {"w": tensor})
@@ -91,8 +94,8 @@ def moving_is_transforming(transform: Transform, src: Layout, dst: Layout, seed:
 
 
 def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -> None:
-    """Check that finalizing by `transform` leaves holes (positions without an element) of destination tensors
-    unchanged."""
+    """Check that a move leaves holes (positions without an element) of destination tensors unchanged when it writes the
+    result of `transform.finalize`, which computes a destination tensor from received ones."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     for rank in dst.mesh.ranks:

@@ -49,8 +49,8 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Return whether this Pace and `other` are sure to cut the transfers between common ranks into the same
-        messages."""
+        """Return whether cutting transfers by this Pace and by `other` is sure to give the same messages between any
+        two ranks that are in the `ranks` of both."""
         if self == other:
             return True
         # If all streams go in one turn, the other ranks make no difference.
@@ -100,7 +100,8 @@ def set_pace(
 
 
 def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
-    """Cut `transfers` into Messages by the limits of `pace`; list them by round, then by sender, then by receiver.
+    """Cut `transfers` into Messages by the limits of `pace`, and list them in the order in which ranks exchange them.
+    Messages that are exchanged at the same time are sorted by sender, then by receiver.
 
     Rounds are in the order of (phase, slot, turn), as in Step. Any union of whole streams may be given; the messages
     of a stream depend on that stream alone.

@@ -41,9 +41,9 @@ __all__ = ["find_legs"]
 def find_legs(
     plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
-    """Yield one Legs: the routes of all bytes in `demands` from rank to rank. With `relays`, some receivers forward
-    bytes in place of busy holders; if no holder needs this, nothing is yielded. With `by_node`, the `per_node` ranks of
-    a node share the bytes that enter it.
+    """Yield one Legs, the routes of all bytes in `demands`; with `relays`, yield nothing if no rank has others forward
+    bytes for it. With `by_node`, bytes enter each node of `per_node` ranks once; without it, each receiving rank gets
+    its bytes separately.
 
     Relays that shed nothing change nothing: the legs would equal those without relays.
     """

@@ -110,8 +110,9 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """Count, for each band i (a range of bytes of block number `block[i]`), the nodes that receive it directly from
-    ranks that hold it. `groups[b]` lists, per node that receives block b, how many of its ranks need it."""
+    """Return, for each row of `bands` (a range of bytes), how many nodes receive it directly from ranks that hold it at
+    the source. Row i belongs to block of bytes number `block[i]`; `groups[b]` lists how many ranks of each node receive
+    block b."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]
@@ -127,8 +128,8 @@ def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
 
 
 class Nodes(NamedTuple):
-    """The ranks that receive each block of bytes, in groups: the receiving ranks of a node, or single ranks. Each byte
-    enters a group once, and the ranks of the group then send it to each other.
+    """The ranks that receive each block of bytes, in groups: each byte enters a group once, and its ranks then send it
+    to each other. A group is the receiving ranks of one node, or a single rank if every rank is served separately.
 
     Node i has `size[i]` of `ranks`, from `start[i]` on.
 

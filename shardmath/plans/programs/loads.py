@@ -53,8 +53,9 @@ Loads: TypeAlias = NDArray[np.int64]
 
 
 class Pairs(NamedTuple):
-    """A table of bytes: a row per sender, receiver, phase and hop (`leg`, counted from 0). Phase p has the bytes of
-    partial value number p of each sum; all other bytes are in phase 0.
+    """A table of numbers of bytes: in hop `leg[i]`, counted from 0, rank number `sender[i]` sends `nbytes[i]` bytes to
+    rank number `receiver[i]`. `phase[i]` is the index of the partial value to which the bytes belong, or 0 if they are
+    not reduced.
 
     `sender` and `receiver` are places among the program's ranks.
     """
@@ -136,8 +137,9 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
 
 
 def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
-    """Return the bytes of `pairs` as an array with four axes: phase, hop, rank, and link (out or in, inside or between
-    nodes). Phase p has the bytes of partial value number p of each sum."""
+    """Add up the rows of `pairs`, and return the numbers of bytes that ranks send and receive, as an array with indices
+    [phase, hop, rank, link]. A phase is the index of a partial value; link is 0 for bytes sent and 1 for bytes received
+    inside a node, 2 and 3 for those between nodes."""
     shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
     out_link = 2 * pairs.far
@@ -150,8 +152,9 @@ def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
 
 
 def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
-    """Return an array (turns, ranks) of the most messages, sent and received together, that a rank has in any round of
-    a turn. In a turn, each rank exchanges messages with one group of peers; `pairs` lists who sends to whom.
+    """Return an array of shape (`turns`, `ranks`): the most messages that each rank sends and receives at once in each
+    turn of the exchange. In the first hop, ranks number r and s exchange messages in turn (r + s) % `turns`; later hops
+    are shifted.
 
     There is one message for each leg and peer in each direction, whatever the phase.
     """
@@ -171,8 +174,9 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
 
 
 def sum_round_loads(prog: Program) -> Loads:
-    """Return the bytes of each round, as an array with axes (partial value, slice, group of peers, rank, link), where a
-    link is in or out, inside or between nodes. A round sends one slice of one partial value to one group of peers.
+    """Return how many bytes each rank sends and receives in each round, as an array with indices [partial value, time
+    slot, group of peers, rank, link]; the first three number the round. Link 0 is bytes sent inside a node, 1 received
+    inside a node, 2 sent to other nodes, 3 received from them.
 
     Bytes are exact, slice by slice. The latest loads are cached with the legs: a program that is scheduled is often
     certified and proved next.

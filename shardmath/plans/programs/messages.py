@@ -56,7 +56,8 @@ divide the peers of a rank.
 
 
 class Message(NamedTuple):
-    """A message of `nbytes` bytes from one rank to another, whose piece i begins at byte `starts[i]`.
+    """A message of `nbytes` bytes from rank `src_rank` to rank `dst_rank`, which carries `pieces` (transfers, or parts
+    of them) one after another. Piece i begins at byte `starts[i]` of the message.
 
     A piece begins at the first byte after the piece before that is aligned to its elements. From leg 2
     on a message is relayed.
@@ -109,7 +110,8 @@ class Round(NamedTuple):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """All messages of the round: kept, received and sent."""
+        """All messages of one rank in this round: first those from the rank to itself, then received ones, then sent
+        ones."""
         return (*self.keeps, *self.receives, *self.sends)
 
     @property

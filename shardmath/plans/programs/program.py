@@ -87,8 +87,8 @@ class Program:
         return f"assumed {nodes}" if self.assumes_nodes else nodes
 
     def svg(self, *, tensor: str | None = None) -> str:
-        """Draw the program as an SVG document: `tensor` (default: the first) before and after, and the bytes sent,
-        relayed ones included.
+        """Draw the program as an SVG document: the source and destination layouts of the tensor named `tensor` (by
+        default the first one), and the bytes that each rank sends to each other rank. Forwarded bytes are included.
 
         Raises PlanError for a tensor that the plan does not have.
         """
@@ -147,7 +147,8 @@ class Program:
         return recognize_all(self.plan)
 
     def for_rank(self, rank: int) -> tuple[Round, ...]:
-        """Return the rounds of messages of `rank`, in order; () for a rank that is on neither side."""
+        """Return the rounds of messages that `rank` exchanges, in order; () for a rank that is neither in the source
+        nor in the destination."""
         rank = as_integer(rank, "a rank", PlanError)
         messages = _spell_messages(self, _list_posted(self, rank))
         return gather_rounds(messages, rank)
@@ -261,8 +262,8 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes that go from one rank to another) into Slices, each with the number of its time slot. The
-    numbers do not include the delayed starts of streams; `list_slices` adds these."""
+    """Cut `streams` (bytes from one rank to another) into Slices (ranges of bytes), and number the time slot of each.
+    The slot numbers are without delays: callers add these, so that bytes are forwarded only after they arrive."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = prog.legs.lines.blocks.owners_of(streams.block)
     most = streams.root.max(initial=0) + 1
@@ -368,9 +369,9 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return the turn (number of a group of peers) in which two ranks exchange bytes, before the caller reduces it
-    modulo the number of turns. `places` is the sum of the ranks' positions among `ranks` ranks; `leg` is 1 for a byte's
-    first send, 2 for the next.
+    """Return a number that, modulo the number of turns, is the turn in which two ranks exchange messages, as in a
+    round-robin tournament. `places` is the sum of their indices among `ranks` ranks; `leg` is 1 for the first hop of
+    the bytes, 2 for the second.
 
     With 2 * `ranks` turns a rank has one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
     """

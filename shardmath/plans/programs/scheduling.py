@@ -176,8 +176,8 @@ def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
 
 
 def run_straight(plan: Plan, topology: Topology | None = None) -> Program:
-    """Return a Program without relays, as `as_planned` does, but without computing its digest and limits. The digest is
-    empty, and the limits on bytes and messages in flight are 1."""
+    """Return a Program that sends the transfers of `plan` unchanged, each straight from its sender to its receiver. To
+    save time, its digest is left empty, and its limits on bytes and messages in flight are 1."""
     _check_plan(plan, "give what plan(src, dst) returns")
     chosen = _choose_topology(plan, topology)
     assumes = _assumes_nodes(plan, topology)

@@ -29,9 +29,9 @@ __all__ = ["spell_parts"]
 def spell_parts(
     plan: Plan, demands: Demands, given: Stretches, relayed: Bools, parts: StretchParts
 ) -> tuple[list[Transfer], Offsets]:
-    """Return the transfers that carry `parts` of the byte ranges `given`, and Offsets: part i has transfers
-    first[i]..first[i+1]-1. `demands` is the plan's table of bytes to send; `relayed[i]` says whether byte range i is
-    forwarded by a rank that received it.
+    """Return the transfers that send `parts` (ranges of elements, cut from the byte ranges `given`), and Offsets
+    `first`: transfers first[i] to first[i + 1] - 1 send part i. If `relayed[i]`, the sender takes byte range i from its
+    destination tensors, where it arrived before, and not from its source tensors.
 
     The sender of a `relayed` stretch is a rank of the destination and sends what it has received,
     folded in already. Raises MeshError if a rank is not in the mesh of its side.
@@ -74,7 +74,8 @@ class _PartEnds(NamedTuple):
     receiver: Ints
 
     def take(self, some: Ints) -> _PartEnds:
-        """Return the parts with the indices `some`, in the order of `some`."""
+        """Return a table of the rows with the indices `some`, in the order of `some`. A row has the sending and the
+        receiving rank of some elements."""
         return _PartEnds(
             self.batch[some],
             self.relayed[some],

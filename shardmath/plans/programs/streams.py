@@ -43,7 +43,8 @@ class _Entries(NamedTuple):
 
     @property
     def number(self) -> Ints:
-        """The number of each entry (a rank that takes bytes in), as an array: 0, 1, 2, ..."""
+        """The indices of the rows of this table, as an array 0, 1, 2, ... A row is a range of bytes that enters a node
+        at one rank."""
         return np.arange(len(self.rank))
 
 
@@ -106,8 +107,9 @@ def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints)
 
 
 class Straight(NamedTuple):
-    """A table of bytes that holders send straight to a node: to its entry, the first rank there that takes them. In row
-    i, `size[i]` bytes of block number `block[i]` (bytes that the same ranks need) go to entry number `entry[i]`.
+    """A table of bytes that nodes receive directly from ranks that hold them at the source, not forwarded by another
+    node. Row i is `size[i]` bytes of block of bytes number `block[i]`, received by the rank in row `entry[i]` of an
+    `_Entries` table.
 
     An item is `size` bytes: from byte `begin` of the content of `block`, at `place` on its line, to entry
     number `entry`.

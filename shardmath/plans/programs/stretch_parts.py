@@ -44,8 +44,8 @@ class Stretches(NamedTuple):
 
 
 class StretchParts(NamedTuple):
-    """Parts of byte ranges that go from rank to rank. Part i is the elements lo[i]..hi[i]-1 in each of `copies[i]`
-    tensors, the first of which has number `tensor[i]`; it is part of byte range `stretch[i]`.
+    """Parts of byte ranges that go from rank to rank. Part i belongs to byte range `stretch[i]`, and has the elements
+    `lo[i]` to `hi[i]` - 1 of each of `copies[i]` consecutive tensors, from tensor number `tensor[i]` on.
 
     The elements are counted in a unit (elements that move together), to which row `row[i]` of the demands belongs.
     Tensors are numbered in their batch.
@@ -64,8 +64,9 @@ class StretchParts(NamedTuple):
 
 
 def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
-    """Cut the byte ranges `given`, which refer to the table `demands`, into parts that are one range of elements in
-    each of several tensors. `batches` are the groups of equally sharded tensors in `demands`."""
+    """Cut the byte ranges `given` into parts, each of which is the same range of elements in consecutive tensors.
+    `demands` is the table of bytes in which the ranges lie, and `batches` are groups of equally sharded tensors, whose
+    elements are these bytes."""
     grid = make_grid(demands, batches)
     cut = _cut_by_row(grid, given)
     by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])

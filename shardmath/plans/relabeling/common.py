@@ -63,8 +63,8 @@ class _Shared(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """A dict key. Two objects have equal keys if they have the same source ranks and destination ranks, divided
-        into the same numbered classes (ranks that hold the same elements)."""
+        """A dict key, equal for objects whose tables of bytes can be added up. Keys are equal if the same ranks are
+        replicas of each other, both at the source and at the destination."""
         columns = *self.rows[:2], *self.columns[:2]
         return tuple(column.tobytes() for column in columns)
 

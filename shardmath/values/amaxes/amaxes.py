@@ -137,8 +137,8 @@ class Amaxes:
         return None
 
     def list_pieces(self, rank: int) -> Iterator[AmaxPiece]:
-        """Divide what `rank` holds into boxes that can be quantized one by one, and yield each as an AmaxPiece, for
-        backends with their own kernels."""
+        """Divide the elements that `rank` holds into boxes that can be quantized one by one, and yield each as an
+        AmaxPiece. Callers with their own quantization kernels can loop over these boxes."""
         part = self._find_part(rank).part
         shape = self.layout.shape
         scale_blocks = self.format.blocks
@@ -168,11 +168,12 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the format and the amaxes with which `rank` quantizes its part: for each block, the largest magnitude
-        in `own`, the array that `measure` returned, and `arrived`, arrays received from other ranks, by name. For
-        NVFP4, the returned format includes the whole tensor's amax.
+        """Return the format with which `rank` quantizes its part, and the amaxes (largest magnitudes) of its blocks
+        over all ranks. `own` has the amaxes of the rank's own elements, from `measure`; `arrived` maps the names from
+        `list_local` to the arrays of amaxes that other ranks sent.
 
-        The names are those that `list_local` gives. Raises PlanError.
+        For NVFP4, the format includes the whole tensor's amax. The names are those that `list_local` gives. Raises
+        PlanError.
         """
         part = self._find_part(rank)
         _check_like(own, part.shape, f"rank {rank}: what it has measured")
@@ -305,8 +306,8 @@ def _make_empty(layout: Layout, rank: int) -> Array:
 
 
 def plan_amaxes(format: Format, layout: Layout, name: str = "") -> Amaxes:
-    """Return an Amaxes: a plan to quantize ranks' parts of the tensor `name` to `format` just as the whole tensor, even
-    if `layout` divides blocks (numbers that share a scale).
+    """Return an Amaxes: a plan to quantize each rank's part of the tensor `name` to `format`, with the same result as
+    quantizing the whole tensor. `layout` can divide blocks (numbers that share a scale) between ranks.
 
     Raises FormatError as `format.layouts` does, for a Partial layout and for a cut byte of two numbers; PlanError for
     a tensor without dimensions, and for a block of which ranks hold some positions but not all.

@@ -65,8 +65,8 @@ class PartStretches(NamedTuple):
 
 
 def read_part(held: Sequence[Runs]) -> PartStretches:
-    """Convert `held`, one Runs of the positions that a rank holds per dimension, into a PartStretches of ascending
-    ranges."""
+    """Return, as a PartStretches, the ascending ranges of global positions that a rank holds in each dimension. `held`
+    has one Runs (map from local to global positions) per dimension."""
     dims: list[Stretches] = []
     for runs in held:
         spans = tuple(list_stretches(runs))
@@ -124,8 +124,8 @@ class TouchedBlocks(NamedTuple):
         return numbers
 
     def locate(self, cover: Box) -> Box:
-        """Convert `cover`, a slice of block indices for each dimension of the tensor, into slices of an array that has
-        one item for each block with positions that the rank holds."""
+        """Convert `cover`, which has one slice of the tensor's block indices per dimension, to index an array that has
+        items only for blocks with elements that the rank holds. The result selects the same blocks there."""
         located = []
         for numbers, span in zip(self.numbers, cover, strict=True):
             first = int(np.searchsorted(numbers, span.start))

@@ -34,9 +34,8 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """The amaxes (largest magnitudes of blocks) that a rank sends and receives, by their numbers among all exchanged
-    ones (`sent`, `received`). `sources` has, for each sent amax, the index of its block among the rank's blocks;
-    `targets` has the same for each received amax.
+    """The amaxes (largest magnitudes of blocks) that one rank exchanges, each with a number that all ranks share.
+    Number `sent[i]` is the amax of the rank's block `sources[i]`; number `received[i]` is for its block `targets[i]`.
 
     A slot is the number of one rank's amax of one block. A rank touches the blocks of which it holds positions. It
     sends slots `sent`, filled with the amaxes of its touched blocks at `sources`; and receives slots `received`, which
@@ -124,9 +123,9 @@ def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int)
 
 
 def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
-    """Give amaxes (largest magnitudes of blocks) of several block sizes numbers that differ between sizes. `kinds` has
-    one Slots per block size; the list has, for each of `count` ranks' parts of the tensor, its renumbered Shares, one
-    per size."""
+    """Renumber amaxes (largest magnitudes of blocks), which are numbered from 0 for each of several block sizes, so
+    that no two have the same number. `kinds` has one Slots per block size; the result has a tuple for each of `count`
+    parts of the tensor, with one renumbered Share per size."""
     joined: list[tuple[Share, ...]] = [()] * count
     first = 0
     for slots in kinds:
@@ -139,8 +138,8 @@ def join_slots(kinds: Sequence[Slots], count: int) -> list[tuple[Share, ...]]:
 
 
 def lay_slots(name: str, size: int, held: Mapping[int, Ints]) -> Side:
-    """Return {`name`: layout} for an array of `size` slots (amaxes to exchange), of which each rank holds those
-    numbered `held[rank]`; {} if no rank holds any."""
+    """Return {`name`: layout} for an array of the `size` amaxes that ranks exchange, in which rank r holds the items
+    with indices `held[r]`. If no rank holds any, return {}."""
     runs = {rank: (_pack_slots(slots),) for rank, slots in held.items() if slots.size}
     return {name: from_holdings((size,), runs)} if runs else {}
 

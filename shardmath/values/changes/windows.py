@@ -32,8 +32,9 @@ Steps: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedWindow:
-    """A box of a tensor, whose elements are numbered row by row with dimensions in a given order; `number` and `find`
-    convert these numbers to row-major numbers in the whole tensor, and back."""
+    """A box of a tensor, whose elements are numbered from 0 with the dimensions in `order` from outermost to innermost.
+    `number` converts these numbers to row-major numbers in the whole tensor; `find` converts row-major numbers to
+    these."""
 
     shape: tuple[int, ...]
     box: tuple[slice, ...]

@@ -98,9 +98,8 @@ def _draw_factors(seed: int, dimension: int) -> tuple[int, ...]:
 
 @memo(512)
 def table(seed: int, dimension: int, first_bit: int, bits: int) -> Ints:
-    """Return the random weights, drawn by `seed`, of the positions i * 2^`first_bit` of a dimension, for i from 0 to
-    2^`bits` - 1; a digest multiplies elements by the weights of their positions. `dimension` is the dimension's
-    index."""
+    """Return an array of 2^`bits` random weights: item i is the weight of position i * 2^`first_bit` along dimension
+    number `dimension`. A digest multiplies each element by the weights of its position; `seed` draws the weights."""
     weights = np.ones(1, np.int64)
     factors = _draw_factors(seed, dimension)
     for factor in factors[first_bit : first_bit + bits]:

@@ -203,7 +203,8 @@ def _punch_holes(runs: Sequence[Runs], ranges: Sequence[Ranges]) -> tuple[Runs, 
 
 
 def narrow(portion: Portion, box: Box) -> Portion:
-    """Return `portion` (a patch as one rank holds it) with holes in place of its elements outside `box`."""
+    """Return `portion` (elements that one rank holds, and their places in its local array) without its elements outside
+    `box`. Their places become holes, as if they had no element."""
     pairs = zip(portion.runs, box, strict=True)
     return portion._replace(runs=tuple(restrict(runs, lo, hi) for runs, (lo, hi) in pairs))
 

@@ -32,7 +32,9 @@ MOST = 256 * ROW
 
 
 class DimensionPart(NamedTuple):
-    """Local positions `start` to `stop` - 1 of a dimension, and the ranges of global positions that lie there.
+    """The local positions `start` to `stop` - 1 of one dimension of a rank's array, and the global positions to which
+    they belong. `segments` has one tuple (local start, global start, size) for each range of consecutive global
+    positions.
 
     If `inner` is not 0, the part is one range, whose global start and length are multiples of 2^`inner`.
     """
@@ -54,9 +56,9 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
-    """Divide a local array into pieces, whose digests are summed, and yield each as one range of local positions per
-    dimension. `runs` maps each dimension's local positions to global ones; `order` lists dimensions from the smallest
-    stride up; an element is `words` integers.
+    """Divide a local array into boxes whose digests can be computed fast and then summed; yield each as one range of
+    local positions per dimension. `runs` maps local to global positions, `order` lists dimensions by ascending stride,
+    and an element is read as `words` integers.
 
     Pieces are cut near the ends of long ranges in `runs`.
     """
@@ -137,9 +139,8 @@ def _span_segments(segments: Sequence[Segment]) -> DimensionPart:
 
 @memo(256)
 def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ...]:
-    """Return the random weights of a DimensionPart's local positions; a digest multiplies elements by the weights of
-    their positions. The tuple has one array, or for a long aligned range two arrays, whose outer product has the
-    weights."""
+    """Return the random weights with which a digest multiplies elements, one for each local position of `part`. They
+    are in one array, or, if `part.inner` is not 0, in two arrays whose outer product has the weights."""
     if part.inner:
         ((_, start, size),) = part.segments
         block = np.arange(start >> part.inner, (start + size) >> part.inner)

@@ -94,9 +94,9 @@ class Unlike(NamedTuple):
 
 
 def find_unlike(windows: Windows, shares: Shares) -> Unlike | None:
-    """Find the first patch (elements that the same ranks hold) of which these ranks have different sums, and return it
-    as an Unlike; None if all agree. `shares` maps each rank to the sums that `list_shares` returned, one per patch on
-    the rank."""
+    """Find the first patch (elements that the same ranks hold) whose copies have different checksums, and return it as
+    an Unlike; None if all copies agree. `windows` are the layouts that define the patches; `shares` maps each rank to
+    the checksums of its patches."""
     by_holder = _key_by_holder(windows, shares)
     for number, patch in enumerate(list_patches(windows)):
         first = by_holder[number, patch.holders[0]]
@@ -167,10 +167,12 @@ def weigh_boxes(
     seed: int,
     library: Library = NUMPY,
 ) -> list[int]:
-    """Return a list with, for each of `boxes`, the weighted sum modulo 2^61 - 1 of the elements of `portions` that lie
-    in the box. A portion is elements that one rank holds under one of the tensor's layouts; `arrays` maps that layout's
-    index to the rank's local array. The weights are random numbers drawn by `seed`; `library` computes with the
-    arrays."""
+    """Return, for each of `boxes`, the sum of the elements in the box, each multiplied by a random weight that `seed`
+    draws, modulo 2^61 - 1. Only elements in `portions` count: each portion is elements of one local array,
+    `arrays[portion.window]`.
+
+    `arrays` maps the index of each of the tensor's layouts to the rank's local array; `library` computes with these.
+    """
     sums = []
     for box in boxes:
         total = 0

@@ -67,8 +67,9 @@ class Library(Protocol):
         """Return a view of `array` with its axes in the given `order`."""
 
     def words(self, array: Array) -> Array:
-        """Return the bits of all elements of `array`, in row-major order, read as signed 16-bit integers (8-bit if
-        elements are bytes), as a one-dimensional float64 array. A longer element gives several consecutive numbers."""
+        """Return the bits of all elements of `array`, in row-major order, as integers in a one-dimensional float64
+        array. An element of one byte gives one signed 8-bit integer; a longer element gives one or more consecutive
+        signed 16-bit integers."""
 
     def products(self, rows: Array, weights: Array) -> Array:
         """Return the matrix product of `rows` and `weights`, computed exactly in float64 and returned as int64."""

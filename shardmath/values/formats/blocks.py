@@ -162,8 +162,8 @@ def read_shape(shape: object) -> tuple[int, ...]:
 
 
 def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
-    """Return, as (start, stop), the last border of blocks at or before `position` and the first one after it, in a
-    dimension of length `n` with blocks of size `block`."""
+    """Return (start, stop) of the block that contains `position`, in a dimension of length `n` that is divided into
+    blocks of `block` positions. The last block can be shorter; if `position` is `n`, stop is `n`."""
     below = position - position % block
     return below, min(below + block, n)
 

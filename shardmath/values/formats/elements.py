@@ -51,8 +51,8 @@ def read_elements(given: object, name: str, what: str) -> Array:
 
 
 def describe_type(array: Array, otherwise: str) -> str:
-    """Return the end of an error message about the dtype of `array`: "has dtype ...", followed by the text `otherwise`.
-    If the array has a foreign byte order, the message instead ends with the advice to convert it to native order."""
+    """Return the end of an error message about the dtype of `array`: "has dtype ..." and then the text `otherwise`. If
+    the byte order is not native, the advice to convert `array` to native order takes the place of `otherwise`."""
     if array.dtype.isnative:
         return f"has dtype {array.dtype}{otherwise}"
     fix = "pass x.astype(x.dtype.newbyteorder('='))"
