@@ -208,9 +208,9 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Return, by parameter name, layouts of the slices of one optimizer state, and a Store: the slices' offsets in the
-    flat array `buffer` of each rank in `ranks` (None: all). `layouts` give the part of each parameter that
-    model-parallel ranks have; the function `rule` divides this part further, among the ranks along `axis`.
+    """Lay out one kind of optimizer state (such as Adam's `exp_avg`) in the ranks' flat arrays: `layouts` divide each
+    parameter among model-parallel ranks, and `rule` divides each part among the ranks along `axis`. Return each
+    parameter's layouts by name, and a Store with the offsets of its slices in these arrays.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

@@ -93,7 +93,7 @@ class Snapshots:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all snapshots."""
+        """The total size of the snapshots (the copies of tensors with which later values are compared), in bytes."""
         return sum(words.nbytes for words in self._words.values())
 
     def _get_words(self, snapshot: _Snapshot) -> Tensor:

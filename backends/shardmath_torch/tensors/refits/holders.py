@@ -70,9 +70,9 @@ class Watched(NamedTuple):
 
 
 def watch(side: str, given: Given | None, natives: Natives) -> list[Watched]:
-    """Return a record of each tensor in `natives`, to check later if the tensor was replaced: its memory layout, and
-    the entries of `given` that hold it. `given` is the caller's dict of tensors by name, or a list of such dicts.
-    `side`, such as "source", begins the tensor's name in errors.
+    """Record each tensor in `natives`, a dict of this rank's tensors, so that a later check can tell if it was
+    replaced: its memory layout, and the entries of `given` that hold it. `given` is the caller's dict of tensors by
+    name, or a list of such dicts; `side`, such as "source", begins the tensor's name in errors.
     """
     watched = {
         native: Watched(f"{side} {show_native(native)}", tensor, describe(tensor), [])
