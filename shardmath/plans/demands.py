@@ -74,9 +74,9 @@ class Demands:
 
     @property
     def rows(self) -> Offsets:
-        """The list of rows of each block, as offsets: block i has the rows `rows.first[i]` up to `rows.first[i + 1]`,
-        exclusive. A block is bytes that the same ranks need; a row is a range of element indices that applies to
-        several tensors."""
+        """The offsets of each block's rows: block i has the rows `rows.first[i]` up to `rows.first[i + 1]`, exclusive. A
+        block is the bytes that the same ranks need; a row is one range of element indices, the same in each of several
+        tensors."""
         return Offsets(self.row_first)
 
     def held_by(self, line: int) -> Ranks:

@@ -186,8 +186,8 @@ class Outline:
     def part(
         self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
     ) -> RankProgram:
-        """Make the rank's RankProgram; the transfers of a plan are cut into messages so that at most
-        `max_inflight_bytes` are in flight. `peers` is the largest number of peers of any rank; with `by_addend`,
+        """Make this rank's program: the messages that it sends and receives, in order. Transfers are cut so that a rank
+        with `peers` peers (the most that any rank has) has at most `max_inflight_bytes` in flight. With `by_addend`,
         partial values of a sum are sent one after the other.
 
         A plan needs `by_addend` if otherwise some rank's part does not keep the order of addends. The limit applies to
