@@ -74,8 +74,8 @@ class Demands:
 
     @property
     def rows(self) -> Offsets:
-        """The offsets of each block's rows: block i has the rows `rows.first[i]` up to `rows.first[i + 1]`, exclusive. A
-        block is the bytes that the same ranks need; a row is one range of element indices, the same in each of several
+        """The offsets of each block's rows: block i has the rows `rows.first[i]` up to `rows.first[i + 1]`, exclusive.
+        A block is bytes that the same ranks need; a row is one range of element indices, the same in each of several
         tensors."""
         return Offsets(self.row_first)
 

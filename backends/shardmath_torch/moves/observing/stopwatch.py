@@ -35,8 +35,8 @@ Hear: TypeAlias = Callable[[int, object, float], None]
 
 
 class Ledger:
-    """A record of one mover on this rank: what all of its calls share (the mover's name, its plan, its messages), and the
-    latest successful call.
+    """A record of one mover on this rank: what all of its calls share (its name, plan and messages), and the latest
+    successful call.
 
     `given` is the plan or program that each call carries out, None for a call within another; `list_rounds` returns
     the rounds that its engine posts. Calls are `logged`.
