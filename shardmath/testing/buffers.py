@@ -230,8 +230,7 @@ def apart(case: RuleCase) -> None:
 
 
 def inside_one_bucket(case: RuleCase) -> None:
-    """Check that the rule of `case`, a function that lays out a flat buffer, puts each parameter inside a bucket. The
-    rule returns a range of elements and a bucket number for each parameter; the range must lie in that bucket."""
+    """Check that the rule of `case`, a function that lays out a flat buffer, puts each parameter in one bucket."""
     layout = case.layout()
     count = len(layout.bucket_indices)
     for name, (start, end, number) in layout.placed:
@@ -262,8 +261,7 @@ def evenly_divided(case: RuleCase) -> None:
 
 
 def uncut_where_said(case: RuleCase) -> None:
-    """Check `num_optimizer_shards`, unless None, in the result of the rule of `case`, a function that places parameters
-    in a flat buffer. It must be the number of shards of a bucket, and no border between shards may cut a parameter."""
+    """Check that no border between shards cuts a parameter if the rule of `case` returns `num_optimizer_shards`."""
     layout = case.layout()
     count = layout.num_optimizer_shards
     if count is None:
@@ -283,8 +281,7 @@ def uncut_where_said(case: RuleCase) -> None:
 
 
 def starts_aligned(case: RuleCase) -> None:
-    """Check that the offset of every parameter in the flat buffer is a multiple of `case.start`, the required alignment
-    in elements."""
+    """Check that the offset of every parameter in the flat buffer is a multiple of `case.start` elements."""
     for name, (start, _, _) in case.layout().placed:
         what = f"{name!r} starts at {start}, not a multiple of {case.start}; round its start up"
         _require(start % case.start == 0, case, what)
@@ -319,8 +316,7 @@ def _count_filled(layout: PerBufferParamLayout) -> list[int]:
 
 
 def numbered_or_not(case: RuleCase) -> None:
-    """Check that the rule of `case`, a function that lays out a flat buffer, returns a layout whose `param_indices` has
-    one index per parameter or is empty."""
+    """Check that the layout by the rule of `case` has an index per parameter in `param_indices`, or none."""
     count = len(case.layout().param_indices)
     params = len(case.params)
     what = f"{count} param_indices of {params} parameters; return one per parameter, or none"

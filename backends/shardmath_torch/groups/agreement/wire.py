@@ -23,7 +23,7 @@ from torch import Tensor
 
 __all__ = ["LATE", "PeerFailure", "Pending", "Wire", "check_is_torchs", "says_ended"]
 
-TORCH = os.path.dirname(torch.__file__)
+TORCH = os.path.dirname(torch.__file__) + os.sep
 
 LATE = "it did not answer in time"
 """The cause if no connection broke, but the time was over."""
@@ -47,9 +47,12 @@ def check_is_torchs(error: BaseException, *files: str) -> None:
     Otherwise an error of a signal handler, raised during the call, would be taken for the network's.
     """
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
+    if trace is None:
+        # Torch made it, and returned it: nobody has raised it yet.
+        return
+    while trace.tb_next is not None:
         trace = trace.tb_next
-    raised_in = trace.tb_frame.f_code.co_filename if trace is not None else files[0]
+    raised_in = trace.tb_frame.f_code.co_filename
     # Torch's C++ has no Python frames: its errors seem to come from the file that called it.
     if raised_in not in files and not raised_in.startswith(TORCH):
         raise error

@@ -55,7 +55,7 @@ def lay_out(
 ) -> dict[str, Layout]:
     """Return the layout of each parameter of `module`, by name. Plain parameters are replicated over `mesh` (default:
     the largest mesh of the other parameters, or all ranks). If `ask` is given, ranks do not communicate: `ask(tensors)`
-    returns the local shapes on all ranks, as a dict by tensor name, then rank.
+    returns what all ranks hold, by name and rank (the local shape of a DTensor, the slices of a CheckpointableTensor).
     """
     parameters = _list_parameters(module)
     dtensors = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
