@@ -80,7 +80,8 @@ def mapping(value: object, what: str, of: str, error: type[ValueError]) -> Mappi
 
 
 def instance(value: object, kind: type[T], fix: str, error: type[ValueError]) -> T:
-    """Return `value` if it is an instance of `kind`; otherwise raise `error` with a message that ends with `fix`."""
+    """Return `value` if it is an instance of `kind`, or else raise `error`. The error message names `value` and `kind`,
+    and ends with `fix`, advice to the user such as "give a Layout"."""
     if isinstance(value, kind):
         return value
     raise error(f"{shown(value)} is not a {kind.__name__}; {fix}")

@@ -60,8 +60,8 @@ class _Account:
         self._allowed_s = 1e-9  # seconds for weighing: the first entry is weighed
 
     def add(self, arguments: tuple[object, ...], result: object, seconds: float) -> None:
-        """Add the estimated bytes of a cached call's `arguments` and `result` to the total of all caches. After a call
-        of few `seconds`, an earlier call's estimate can be used instead, to save time.
+        """Add the estimated bytes of a cached call's `arguments` and `result` to the total of all caches. `seconds`,
+        the duration of the call, limits the time for estimating; if no time is left, the last estimate is used again.
 
         If the total would exceed the limit, all caches are emptied first. Weighing takes a share of `seconds`; a call
         for which no time is left counts as the last one weighed.

@@ -61,8 +61,8 @@ class Draft:
         self, params: Sequence[Param], *, ranks: int, shards: int | None = None
     ) -> PerBufferParamLayout:
         """Return the layout of the finished buffer for `ranks` data-parallel ranks; `params` are the buffer's
-        parameters in forward order. Pass `shards`, equal to `ranks`, only if each parameter lies whole in one rank's
-        share of a bucket; the layout records this."""
+        parameters in forward order. `shards` is None if a parameter can be divided between ranks; it equals `ranks` if
+        each lies whole in one rank's share."""
         shape_of = {param.name: param.shape for param in params}
         kinds = [(param.dtype, param.gradient, param.expert_parallel) for param in params]
         return PerBufferParamLayout(

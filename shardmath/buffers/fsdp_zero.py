@@ -115,8 +115,8 @@ def megatron_fsdp(
     sharded: bool = True,
 ) -> PerBufferParamLayout:
     """Return one layout for all buckets in which Megatron-FSDP keeps `params`; ranks divide each bucket if `sharded`. A
-    bucket ends once it has `bucket_size` elements; large parameters begin (or, to fill a gap, end) at a multiple of
-    `chunk_size_factor` elements.
+    bucket ends once it has `bucket_size` elements; parameters of at least `chunk_size_factor` elements begin (or, to
+    fill a gap, end) at a multiple of this number.
 
     Each bucket is a separate flat buffer, which follows the one before in the layout; multiples of the factor count
     from its start. Large parameters have at least as many elements as the factor. A divided bucket is padded at the

@@ -102,9 +102,9 @@ def full_layout(
     expert_data_parallel_world_size: int | None = None,
     **options: object,
 ) -> FullParamLayout:
-    """Return a mapping from BufferKey (the dtypes and kind, such as expert-parallel, of parameters) to the layout of
-    the flat buffer of these parameters. `rule` is a function, such as `zero`, that lays out one buffer; `beside` is
-    used instead for parameters that a layer-wise optimizer such as Muon does not update.
+    """Group a model's `params` into flat buffers by dtype, gradient dtype and kind (such as expert-parallel), and
+    return each buffer's layout by its BufferKey. The function `rule`, such as `zero`, lays out a buffer; `beside`, if
+    given, lays out buffers of parameters that a layer-wise optimizer (such as Muon) does not update.
 
     `params` are the parameters of a model, or of one virtual stage, in forward order. `rule` lays out each buffer with
     `options`. The rule `beside` lays out the parameters that `rule` does not manage; for `layer_wise`, even with

@@ -103,11 +103,12 @@ class _BucketLoad:
         self.total += numel
 
     def has_room(self, numel: int, bucket_size: int, divisor: int) -> bool:
-        """Return whether the bucket can take one more parameter, of `numel` elements. A full bucket takes only a
-        parameter that fits in the padding at the end of one rank's share of it.
+        """Return whether a parameter of `numel` elements can go in the bucket. Any can until the bucket has
+        `bucket_size` elements; later, any that does not increase the size of the ranks' equal shares, which is rounded
+        up to a multiple of `divisor`.
 
-        A bucket is full if it has at least `bucket_size` elements, and 0.9 times its largest parameter's elements for
-        each rank. Shares are padded to a multiple of `divisor`.
+        A bucket with less than 0.9 times its largest parameter's elements for each rank also takes any. The size of the
+        shares is an estimate: each parameter goes to the emptiest one.
         """
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
@@ -189,9 +190,9 @@ class _Shards:
         heapq.heapify(self._idlest)
 
     def add(self, param: Param, least: int) -> None:
-        """Assign `param` to the shard with the least optimizer work among those with room for it, or to the emptiest
-        shard if none has room. `least`, the size of the smallest parameter among `param` and those still to be added,
-        only saves time.
+        """Assign `param` to the shard with the fewest optimizer multiplications (an estimate) among shards with enough
+        elements free, or if there are none, to the shard with the fewest elements. `least`, the size of the smallest
+        parameter not yet assigned, saves time: shards with fewer elements free are no longer compared.
 
         Shards without room for `least` elements are no longer compared by work.
         """

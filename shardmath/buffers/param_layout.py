@@ -146,7 +146,7 @@ class PerBufferParamLayout:
 
     def with_indices(self, param_indices: Iterable[int]) -> PerBufferParamLayout:
         """Return a copy of the layout with other `param_indices`: one index per parameter of the buffer, in forward
-        order. Each is the parameter's index, from 0, among all parameters of its dtype, which can be in several
+        order. The indices number, from 0, all of a model's parameters of one dtype, even if these lie in several
         buffers."""
         numbers = _read_integers(param_indices, "a number of param_indices")
         copy = object.__new__(PerBufferParamLayout)
@@ -366,7 +366,8 @@ def _check_shares(layout: PerBufferParamLayout) -> None:
 
 
 def check_even(buckets: Iterable[tuple[int, int]], ranks: int, fix: str) -> None:
-    """Raise ParamLayoutError, which ends with `fix`, unless `ranks` divides the size of each bucket (start, end)."""
+    """Raise ParamLayoutError unless `ranks` divides the size of each bucket (start, end). The error message ends with
+    `fix`, advice to the user such as "pad its end"."""
     for number, (start, end) in enumerate(buckets):
         if (end - start) % ranks:
             what = f"bucket {number} has {end - start} elements"

@@ -86,8 +86,8 @@ def state_numel(buffer_layout: PerBufferParamLayout, mesh: Mesh, *, axis: Axis =
 
 
 def check_shards(buffer: object, given: int) -> int:
-    """Return `given` as an int if this number of ranks can share `buffer`, or else raise ParamLayoutError. Allowed are
-    1 and the number that the buffer is made for; if this is unknown, any number that divides every bucket evenly."""
+    """Return `given` as an int if this number of ranks can share `buffer`, or else raise ParamLayoutError. A number
+    above 1 must divide the size of each bucket, and equal the number of ranks that `buffer` records, if any."""
     if not isinstance(buffer, PerBufferParamLayout):
         what = f"{type(buffer).__name__} is not a PerBufferParamLayout"
         raise ParamLayoutError(f"{what}; call this for each value of a FullParamLayout")

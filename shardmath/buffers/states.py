@@ -88,9 +88,9 @@ def state_layouts(
     ranks: Iterable[int] | None = None,
     buffer: str = SHARD,
 ) -> dict[str, Layout] | tuple[dict[str, Windows], Store]:
-    """Return, by parameter name, the layouts of one optimizer state in a flat buffer that ranks along `axis` divide.
-    With `shape="flat"` each value is a 1-D layout; with "nd" it is a tuple of layouts of slices, and a Store is also
-    returned: the slices' offsets in the flat array `buffer` of each rank in `ranks` (None: all).
+    """Return, by parameter name, the layouts of one optimizer state, such as Adam's `exp_avg`, in a flat buffer that
+    ranks along `axis` divide. `shape="flat"` gives each parameter a 1-D layout; "nd" gives it one layout per slice, and
+    also returns a Store: the slices' offsets in the flat array, named `buffer`, of each rank in `ranks`.
 
     With `shape="flat"`, name -> Layout of (numel,), Ragged along `axis`; `state_store` gives where it lies. With
     `shape="nd"`, name -> windows of the parameter's shape, and the Store of views into each rank's flat array; local
@@ -208,9 +208,9 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Lay out one kind of optimizer state (such as Adam's `exp_avg`) in the ranks' flat arrays: `layouts` divide each
-    parameter among model-parallel ranks, and `rule` divides each part among the ranks along `axis`. Return each
-    parameter's layouts by name, and a Store with the offsets of its slices in these arrays.
+    """Lay out one optimizer state, such as Adam's `exp_avg`, if model-parallel ranks divide parameters by `layouts` and
+    the data-parallel ranks along `axis` share these parts in flat buffers, which `rule` lays out. Return, by parameter
+    name, a layout for each slice that ranks hold, and a Store: the slices' offsets in the ranks' flat arrays.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

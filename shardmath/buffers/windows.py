@@ -44,8 +44,9 @@ class GroupShares(NamedTuple):
 
 
 class WindowHolder(NamedTuple):
-    """A rank that holds a window (a slice of a tensor). `cut` is the rank's range of elements in its data-parallel
-    group's part of the tensor, flattened; the window begins `within` elements after the start of this range."""
+    """A rank that holds a window (a slice of a tensor). `cut` is the range of elements that the rank holds, counted in
+    the flattened part of the tensor that its data-parallel group shares; `within` is the number of elements in this
+    range before the window."""
 
     window: int
     group: int
@@ -82,8 +83,8 @@ def make_windows(
     buffer: str,
 ) -> tuple[dict[str, Windows], Store]:
     """Return, by tensor name, one layout for each slice that ranks hold, and a Store: the slices' offsets in the flat
-    array `buffer` of each rank in `ranks` (None: all). `held` gives the range of elements that each rank of each
-    data-parallel group holds, which can be several slices.
+    array, named `buffer`, of each rank in `ranks` (None: all). `held` gives each data-parallel group's part of a
+    tensor, and each rank's range of elements in it; such a range can consist of several slices.
 
     Without `ranks`, the Store is for all. Raises ParamLayoutError for a tensor that no rank holds, and if a window has
     the name of a tensor.

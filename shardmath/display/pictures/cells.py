@@ -59,7 +59,8 @@ MOST_NAMED = 8
 
 
 class Panel(NamedTuple):
-    """A grid over a 2-d slice of a tensor: ranges of rows and of columns, and the ranks that hold each pair of ranges.
+    """A two-dimensional slice of a tensor, divided into a grid to be drawn: its ranges of rows and of columns, and the
+    ranks that hold each cell. A cell is the elements where a range of rows meets a range of columns.
 
     A tensor of one dimension has one row, one without dimensions one cell.
     """
@@ -219,9 +220,9 @@ class _HolderFinder:
     def of_panel(
         self, held: Bools, rows: _Strip, columns: _Strip
     ) -> tuple[tuple[Holders, ...], ...]:
-        """Return the ranks (Holders) of each cell of a two-dimensional slice of the tensor, one tuple per row. `held`
-        flags the ranks that hold the slice's indices in the leading dimensions; `rows` and `columns` have such flags
-        for each row and column."""
+        """Return the ranks (Holders) of each cell of a grid over a two-dimensional slice of the tensor, one tuple per
+        row of cells. `held` has a flag per rank: whether it holds the slice's indices in the leading dimensions; `rows`
+        and `columns` have such flags for each row and column of cells."""
         panel = []
         for row_held in rows.held:
             held_here = held & row_held

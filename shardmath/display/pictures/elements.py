@@ -98,8 +98,8 @@ def number(value: float) -> str:
 
 
 def words(x: float, y: float, text: str, **attributes: object) -> str:
-    """Return an SVG text element at (x, y); a long `text` is shortened. Other keyword arguments become XML attributes,
-    with `_` in their names replaced by `-`."""
+    """Return an SVG text element at (x, y); `text` is cut to at most 140 characters. Other keyword arguments become XML
+    attributes, with `_` in their names replaced by `-`."""
     place = f'x="{number(x)}" y="{number(y)}"'
     shown = brief(text, MOST_LETTERS)
     return f"<text {place}{_written(attributes)}>{plain(shown)}</text>"
@@ -218,8 +218,9 @@ class Scale(NamedTuple):
 
 
 def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
-    """Return the positions and sizes, in pixels, at which to draw `spans` (ranges of a dimension) in a row, with a gap
-    between ranges that do not meet. `room` limits the total size before gaps are added and tiny ranges are widened.
+    """Return the positions and sizes, in pixels, at which to draw `spans` (ranges of a dimension) in a row. The sizes
+    are scaled to a total of at most `room`; then gaps between ranges that do not meet, and a least size for tiny
+    ranges, can make the row longer.
 
     Tiny ranges are widened so that they can be seen.
     """

@@ -151,8 +151,8 @@ def _number_notes(panels: Sequence[_PanelDrawer]) -> Iterator[str]:
 
 
 def colors_of(several: Iterable[Panels]) -> Colors:
-    """Return a dict with a color for each distinct set of ranks (Holders) that hold the same cell in any of the
-    pictures, sorted by ranks. `several` has one Panels for each picture."""
+    """Choose a color for each distinct Holders (the ranks that hold a cell) in any of the pictures, and return a dict
+    from Holders to color, with sorted keys. `several` has one Panels for each picture."""
     panels = [panel for cells in several for panel in cells.panels]
     distinct = _list_holders(panels)
     return dict(zip(distinct, palette(len(distinct)), strict=True))

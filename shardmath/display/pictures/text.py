@@ -53,7 +53,8 @@ def count(number: int, what: str) -> str:
 
 
 def count_more(number: int, most: int, what: str) -> list[str]:
-    """A list with a line that counts items beyond `most`, such as "... and 3 more buckets"; [] without such items."""
+    """Return a list with one line, such as "... and 3 more buckets", if only `most` of `number` items are shown; if
+    `number` is not above `most`, return []. `what` is the singular noun for an item."""
     if number <= most:
         return []
     more = count(number - most, f"more {what}")

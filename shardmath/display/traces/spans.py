@@ -142,7 +142,8 @@ def name_step(step: Step) -> str:
 
 def describe_message(message: Message) -> dict[str, object]:
     """Return a dict of details of `message`, to show with its span: "bytes", "pieces" (the number of slices sent),
-    "round", and "leg" (1 if the source sends the message, 2 or more if a rank relays it)."""
+    "round" (text that numbers the group of messages sent at the same time), and "leg" (1 if the source sends the
+    message, 2 or more if a rank relays it)."""
     return {
         "bytes": message.payload,
         "pieces": len(message.pieces),
