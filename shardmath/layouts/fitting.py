@@ -64,9 +64,9 @@ class Trim(NamedTuple):
 
 
 def trim(runs: Runs) -> tuple[Trim, Runs]:
-    """Return the slice (offset, step, length) of a local dimension without the padding at its ends, and a map from
-    positions in the slice to global positions. `runs` maps all local positions; if single elements are separated by
-    equal amounts of padding, the slice's step skips this padding, too."""
+    """Return the slice of the local dimension that `runs` describes, without padding at both ends, and a map from the
+    slice's positions to global positions. The slice's step is above 1 only if equal amounts of padding separate all
+    neighboring elements."""
     segments = runs.segments
     if not segments:
         return Trim(0, 1, 0), Runs((), 0)

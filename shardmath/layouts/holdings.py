@@ -67,9 +67,8 @@ def equivalent(a: Layout, b: Layout) -> bool:
 
 
 def holdings_digest(layout: Layout) -> tuple[str, str]:
-    """Return two digests: the first identifies the shape, the dtype and the elements on each rank, by ascending rank,
-    and the second identifies the rank numbers. Layouts with the same elements in the same order on each rank have equal
-    pairs of digests."""
+    """Return two digests: the first depends on the tensor's shape, its dtype and what each rank holds, in ascending
+    order of ranks, but not on the rank numbers. The second depends only on the rank numbers."""
     if layout._digest is None:
         order, ranks = _digest_ranks(layout.mesh)
         held = _digest_positions(layout.form, order)
@@ -170,21 +169,23 @@ class Windows(tuple[Layout, ...]):
 
     @property
     def is_single(self) -> bool:
-        """Whether this tuple has one layout and no other was removed from it, so that the local tensor has the tensor's
-        name. Otherwise, local tensors are called `name[i]`, where i is the layout's original index."""
+        """Whether this tuple has one layout and is not a selection from several, so that the local tensor has the
+        tensor's name. Otherwise, local tensors are called "name[i]", where i is the layout's index before any
+        selection."""
         return len(self) == 1 and self.numbers is None
 
     def local_name(self, name: str, window: int) -> str:
         """Return the name of the local tensor under the layout at index `window`: `name` if `is_single`, else
-        `name[i]`. The number i is `window`, or the layout's original index if other layouts were removed."""
+        `name[i]`. The number i is `window`; if this tuple is a selection from a larger one, i is the layout's index
+        there."""
         if self.is_single:
             return name
         number = window if self.numbers is None else self.numbers[window]
         return f"{name}[{number}]"
 
     def local_names(self, name: str) -> list[str]:
-        """Return the names of the local tensors, one per layout, in order: `name` if `is_single`, otherwise `name[i]`.
-        The number i is the layout's index in this tuple, or its original index if other layouts were removed."""
+        """List the names of the local tensors, one per layout, in order: `name` if `is_single`, else `name[i]`. The
+        number i is the layout's index; if this tuple is a selection from a larger one, i is the index there."""
         return [self.local_name(name, window) for window in range(len(self))]
 
     def locals(self, name: str, rank: int | None = None) -> Iterator[tuple[str, Layout]]:

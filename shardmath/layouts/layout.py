@@ -222,8 +222,8 @@ def _runs(layout: Layout, rank: int) -> tuple[Runs, ...]:
 def intern(
     shape: tuple[int, ...], dtype: str, mesh: Mesh, dims: tuple[Dimension, ...], partial: Partials
 ) -> Layout:
-    """Return the Layout with these fields; calls with equal fields return the same object. The fields must be
-    normalized as in an existing Layout, with the dtype's full name and without cuts that change nothing.
+    """Return the Layout with these fields, the same object for equal fields. `dtype` must be a full name, such as
+    "float32", and `dims` must not contain cuts that change nothing.
 
     Raises LayoutError if the fields contradict each other.
     """

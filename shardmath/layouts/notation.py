@@ -47,8 +47,8 @@ Partials: TypeAlias = tuple[tuple[str, str], ...]
 def parse(
     text: str, shape: tuple[int, ...], axes: Axes, rules: Rules
 ) -> tuple[tuple[Dimension, ...], Partials]:
-    """Read the layout `text` of a tensor of this `shape` on the mesh `axes` (name to size); return its dimensions and
-    its Partial axes. `rules` maps names in the text to placements.
+    """Parse `text`, the notation of a layout, and return the tensor's dimensions and its Partial axes. `axes` maps mesh
+    axes to sizes, and `rules` maps each name written as @name in `text` to a placement.
 
     Raises NotationError, with a caret under the error.
     """

@@ -233,7 +233,8 @@ class Packed:
 @public
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """A placement: dimension `dim` is cut into consecutive parts of `sizes` elements, one per rank along the mesh axis.
+    """A placement that cuts dimension `dim` into consecutive parts, one per rank along the mesh axis. Part i has
+    `sizes[i]` elements.
 
     veScale's RaggedShard and shards of flat optimizer buffers are divided this way.
     """
@@ -255,7 +256,8 @@ class Ragged:
         return _make_parts([_list_consecutive(self.sizes)])
 
     def digits(self, parts: int) -> tuple[Sizes]:
-        """Return a tuple with the placement's only cut: into parts of `sizes`, one per rank along the mesh axis.
+        """Return a tuple with the placement's only cut, in which part i has `sizes[i]` positions. `parts` is the number
+        of ranks along the mesh axis, and must be the number of sizes.
 
         Raises PlacementError unless there are `parts` sizes.
         """

@@ -73,8 +73,9 @@ def from_text(
     stored: Stored | None,
     rules: Rules | None,
 ) -> _Read:
-    """Return the dimensions and the Partial axes that the layout text `spec` describes. An `@name` in the text stands
-    for the placement `rules[name]`.
+    """Parse the layout text `spec` and return the tensor's dimensions and its Partial axes. `rules` maps each name
+    written as @name to a placement; `stored` (padded lengths) must be empty or None, because the text itself describes
+    padding.
 
     Raises LayoutError, PlacementError or NotationError. It is a LayoutError if `stored` (padded lengths) has entries:
     such padding belongs in the text, as in (n)=8.
@@ -117,9 +118,9 @@ def _parse(spec: str, shape: tuple[int, ...], axes: tuple[_Axis, ...]) -> _Read:
 def from_placements(
     spec: AxisSpec, shape: tuple[int, ...], mesh: Mesh, reading: Reading, stored: Stored
 ) -> _Read:
-    """Return how the placements `spec` divide each dimension of `shape`, padded as `stored` says, and the Partial axes.
-    If `reading` is "placement", each placement divides the parts that earlier ones left; if "order", the split factors
-    of StridedShard give the order of mesh axes, as in DTensor.
+    """Return how the placements `spec` divide each dimension of a tensor, and the Partial axes; `stored` maps each
+    padded dimension to its padded length or its stored positions. With the `reading` "placement", mesh axes divide a
+    dimension in the order of `spec`; with "order", in the order that StridedShard's split factors give.
 
     `stored` maps a dimension to its padded length, or to Runs that give each stored position's index in the tensor.
 

@@ -312,9 +312,9 @@ def flat_windows(
     dtype: object = "float32",
     buffer: str | None = None,
 ) -> tuple[tuple[Layout, ...], Store]:
-    """Describe a tensor of which each rank r has the row-major elements start..stop-1 in a local 1-d array, where
-    `ranges[r]` = (start, stop). Return a layout for each rectangular slice of each rank's elements, and a Store with
-    the offset of each such slice in the rank's array.
+    """Describe a tensor of which each rank r has the row-major elements start..stop-1, where `ranges[r]` = (start,
+    stop), in a 1-d array named `buffer` (default: `name`). Return a layout per rectangular slice of a rank's elements,
+    and a Store with the slices' offsets in these arrays.
 
     A range is (lo, hi) of the tensor's row-major elements. Windows are listed rank by rank and in order. They lie in a
     flat buffer per rank, called `buffer` (`name`, if not given), whose element 0 is the rank's element lo. Raises

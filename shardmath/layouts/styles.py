@@ -123,8 +123,8 @@ def _kind_of_tail(tail: str) -> str:
 
 
 def fits(pattern: str, name: str) -> bool:
-    """Return whether the tensor `name` matches `pattern`, a glob or one of the kinds that a name implies under tensor
-    parallelism. The kinds are "column", "row", "vocab" (divided by vocabulary) and "replicate" (not divided).
+    """Return whether the tensor `name` matches `pattern`. The patterns "column", "row", "vocab" and "replicate" match
+    tensors that tensor parallelism usually treats this way, judged by their names; any other pattern is a glob.
 
     None of these four is ever read as a glob.
     """

@@ -27,8 +27,8 @@ __all__ = ["WrittenDigit", "make_field"]
 
 
 class WrittenDigit(NamedTuple):
-    """One item in the parentheses of a dimension in a layout's text, such as tp or n in (tp n). It is a product of mesh
-    axes, a number of parts, a list of sizes, or a name that is not a mesh axis and stands for the remaining length.
+    """One item in the parentheses of a dimension in a layout's text, such as tp or n in (tp n). An item has mesh axes
+    (`axes`), a number of parts (`number`), sizes of the parts (`sizes`), or a name for the remaining length (`free`).
 
     `at` is its position in the text.
     """

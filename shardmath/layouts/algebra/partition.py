@@ -55,15 +55,16 @@ def partition(dimension: Dimension) -> Partition:
 
 
 def overlapping(dimension: Dimension) -> bool:
-    """Return whether ranks at two different coordinates on the dimension's axes hold the same position."""
+    """Return whether any position along `dimension` is on ranks at two different coordinates of the mesh axes that
+    divide `dimension`."""
     start, stop, _, _ = list_spans(cells(dimension))
     meets_next = stop[:-1] > start[1:]
     return bool(meets_next.any())
 
 
 def list_spans(parts: Sequence[Runs]) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return the ranges of consecutive positions in all `parts`, sorted by global start. The result is four arrays:
-    global start, global stop, local start, and the index of the part."""
+    """List the ranges of consecutive global positions in all `parts`, sorted by start. The result is four arrays: each
+    range's start, its stop, its offset in the part that contains it, and that part's index in `parts`."""
     rows = []
     for part, runs in enumerate(parts):
         for local, start, size in runs.segments:

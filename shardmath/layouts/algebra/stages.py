@@ -53,8 +53,8 @@ StartSize: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Digit:
-    """A division of a dimension into parts (`cut`), and the mesh axes along which each rank takes one of the parts.
-    Without axes, each rank takes all parts."""
+    """One division of a tensor dimension into parts, which the field `cut` describes. Each rank keeps the part at its
+    coordinate on the mesh axes `axes`, or all parts if `axes` is empty."""
 
     cut: Cut
     axes: tuple[str, ...] = ()
@@ -74,8 +74,8 @@ Coords: TypeAlias = Mapping[str, int]
 
 
 def stage_axes(stage: Stage) -> dict[str, int]:
-    """Return the mesh axes, name -> size, along which the cuts of `stage` divide a dimension among ranks, in the order
-    of the cuts."""
+    """Return the mesh axes, name -> size, that occur in `stage`, a sequence of cuts that divide a tensor dimension
+    among ranks. The axes are in the order of the cuts."""
     out: dict[str, int] = {}
     for digit in stage:
         out.update(zip(digit.axes, digit.sizes, strict=True))
@@ -93,7 +93,8 @@ def list_coordinates(axes: Mapping[str, int]) -> Iterator[dict[str, int]]:
 
 
 def stage_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """Return the positions, out of 0..length-1, that the rank at `coords` keeps after the cuts of `stage`, as Runs."""
+    """Return the ranges of positions in 0..length-1 that a rank keeps after all cuts of a dimension. `stage` is the
+    sequence of cuts, and `coords` has the rank's coordinate on each mesh axis."""
     pieces = [(0, length)]
     for digit in stage:
         cut = digit.cut
@@ -178,8 +179,9 @@ def _piece_runs(start: int, n: int) -> Runs:
 
 
 def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
-    """Return, as Runs (ranges), the positions, out of 0..length-1, that the rank at `coords` keeps after the cuts of
-    `stage`. This is the slower way, cut by cut, for stages with a custom placement written by the user."""
+    """Return the ranges of positions in 0..length-1 that the rank at mesh coordinates `coords` keeps after the sequence
+    of cuts `stage`. `stage_runs` returns the same faster, and calls this function only if a user's placement defines a
+    cut."""
     pieces = [identity(length)]
     for digit in stage:
         kept = None

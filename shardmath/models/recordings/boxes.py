@@ -26,8 +26,9 @@ MOST_BOXES = 1 << 16
 
 
 class Atom(NamedTuple):
-    """One axis of a Box (a grid of elements), with `number` elements. In the stored tensor, the axis runs along
-    dimension `dim` in steps of `step`; in the logical tensor, along dimension `of` in steps of `stride`."""
+    """One axis of a Box, a grid of elements that a stored tensor and a logical (checkpoint) tensor share. The axis has
+    `number` elements: at every `step`-th index in dimension `dim` of the stored tensor, and at every `stride`-th index
+    in dimension `of` of the logical tensor."""
 
     number: int
     dim: int

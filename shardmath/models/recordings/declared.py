@@ -32,8 +32,9 @@ _Shape: TypeAlias = tuple[int, ...]
 
 
 def record_declared(bound: KnownSide, shapes: Shapes, rank: int) -> Recorded:
-    """Return the Recorded of `rank`: which logical element is at each position of its stored tensors. It is computed
-    from `bound`, the declared storage, without loading weights; `shapes` maps logical names to shape and dtype.
+    """Return a Recorded: which element of which logical (checkpoint) tensor is at each position of the stored tensors
+    on `rank`. No weights are loaded: `bound` has the layouts that a trainer or engine declares, and `shapes` maps
+    logical names to shape and dtype.
 
     A stored tensor has the dtype of the first logical tensor in it.
     """

@@ -285,9 +285,9 @@ class _LayoutFinder:
         self._layouts_by_key: dict[object, Layout] = {}
 
     def add(self, name: str, entry: Entry) -> None:
-        """Find one layout of the tensor `name` over all ranks, for the shape and dtype `entry`, and add it to the dict
-        `self.layouts`. Otherwise, add the name to the list `self.missing` if no rank stores the tensor, or a message to
-        the list `self.faults` if no layout fits."""
+        """Look for one layout that describes the tensor `name` on all ranks, and add it to `self.layouts`; `entry` has
+        the tensor's shape and dtype. If no rank stores the tensor, its name goes to `self.missing`; if no layout fits,
+        a message goes to `self.faults`."""
         parts = {}
         for rank, on_rank in self.held.items():
             if name in on_rank.parts:

@@ -35,8 +35,9 @@ NO_PRODUCT = (
 
 
 class RecordedView:
-    """A view of a stored tensor: an index or a slice per dimension. The view has exactly the elements of a logical
-    tensor that the constructor's argument `pieces` lists.
+    """The indices and slices, one per dimension, that select the elements of one logical (checkpoint) tensor in a
+    stored tensor. The constructor finds them from `pieces`, which list these elements and their positions in the stored
+    tensor.
 
     Raises StoreError if the pieces do not form a view. `missing` is the number of dimensions of 1 that the stored
     tensor lacks; `cut` and `order` are as in a Slot; `runs` are the positions in each dimension of the view.

@@ -25,9 +25,9 @@ __all__ = ["group_tensors", "list_held", "pair"]
 def pair(
     trainer: KnownSide, engines: Mapping[str, KnownSide], rules: Mapping[str, Transform]
 ) -> tuple[dict[str, Layout], dict[str, Layout] | dict[str, tuple[Layout, ...]]]:
-    """Return (source, destination) for a plan: dicts of the trainer's and of the engines' layouts, by tensor name. A
-    destination value is one layout for one engine, and a tuple of layouts for several; the source has only tensors that
-    the engines or the transforms `rules` need.
+    """Return the source and the destination of a plan, dicts by tensor name: the trainer's layouts, and the engines'
+    layouts (a tuple per tensor for several engines). The source leaves out tensors that no engine stores and no
+    transform in `rules` reads.
 
     The second has one layout per tensor for one engine, else a tuple of layouts (windows). Raises PlanError if an
     engine stores only a part of a tensor.

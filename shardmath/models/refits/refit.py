@@ -245,8 +245,9 @@ def refit(
     served: Shapes | Vocabulary | None = None,
     rules: Mapping[str, Transform] | None = None,
 ) -> Refit:
-    """Return a Refit: a plan that moves weights from a trainer to one engine, or to several by name. `shapes` has the
-    shape and dtype of every weight; `unused` has globs of weights that an engine does not have to store.
+    """Return a Refit, a plan that moves weights from a trainer to one engine or to several, by name. `shapes` has the
+    trainer's shapes and dtypes, and `served` the engines' if these differ; `rules` then transform the weights, and
+    engines need not store weights that match a glob in `unused`.
 
     A side is a Stored, a RecordedSide, or layouts by name, such as `shardmath_torch.layout_of` returns for a module
     under FSDP2 or tensor parallelism. `unused` are globs of tensors that no engine needs. Shapes in a Vocabulary are

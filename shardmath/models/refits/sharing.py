@@ -33,9 +33,9 @@ Together: TypeAlias = tuple[Layout, ...]
 
 @memo()
 def share(held: tuple[Together, ...]) -> tuple[tuple[Together, ...], tuple[int, ...]]:
-    """Group the engines whose layouts differ only in ranks; `held[i]` has engine i's layouts, one per tensor. Return
-    (joined, groups): joined has, per tensor, one layout for each group over all ranks of its engines; `groups[i]` is
-    the index of engine i's group."""
+    """Group the engines whose layouts differ only in ranks, where `held[i]` has engine i's layouts, in order of
+    tensors. Return (joined, groups): `joined[t][g]` is the layout of tensor t over the ranks of all engines in group g,
+    and engine i is in group `groups[i]`."""
     groups: list[list[Together]] = []
     numbers = []
     for layouts in held:

@@ -90,9 +90,9 @@ def check_scales(
 def check_places(
     engines: Mapping[str, KnownSide], of: Vocabulary, rules: Mapping[str, Transform]
 ) -> None:
-    """Check in each engine that every quantized tensor begins at the block size times the index at which its scales
-    begin; raise StoreError if not. Both are indices in stored (fused) tensors; `of` has the shapes and dtypes of all
-    tensors, and `rules` the transforms that make scales."""
+    """Raise StoreError if, in any dimension, a quantized tensor's start index in an engine's stored tensor is not the
+    block size times the start index of its scales. `of` has the shapes and dtypes of all tensors, and `rules` the
+    transforms that make scales."""
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():

@@ -57,7 +57,7 @@ class Held:
 
     @property
     def names(self) -> set[str]:
-        """The names of all logical (checkpoint) tensors that are in the stored tensors of this object, its `blocks`."""
+        """The names of the logical (checkpoint) tensors that the stored tensors in `self.blocks` contain."""
         by_component = itertools.chain.from_iterable(block.names for block in self.blocks)
         return set(itertools.chain.from_iterable(by_component))
 

@@ -77,8 +77,8 @@ class _StoredDim:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """How a stored tensor, such as qkv, is divided among ranks. `stored` gives, for each of its dimensions, the local
-    length at each mesh coordinate; `dims` says how each logical tensor in it, such as q, is divided."""
+    """How a stored tensor, such as qkv, is divided among ranks. `stored[d]` gives the local length of dimension d by
+    mesh coordinate; `dims["q"]` says how each dimension of the logical tensor q is divided."""
 
     order: tuple[int, ...]
     stored: tuple[Stack | _StoredDim, ...]
@@ -202,9 +202,9 @@ def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed
 
 
 def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
-    """List a pair (notation, index) for each dimension of a stored tensor. The notation is parsed from the storage rule
-    `row`, such as (tp n); the index is the placeholder, such as "e", that numbers tensors stacked along the dimension,
-    or None without a stack.
+    """Return a pair for each dimension of a stored tensor, as the storage rule `row` declares it. The first item is the
+    dimension's parsed notation, such as (tp n); the second is the placeholder, such as "e", that numbers tensors
+    stacked along the dimension, or None.
 
     `ndim` is the number of dimensions that are not stacks.
     """

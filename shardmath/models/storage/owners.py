@@ -52,9 +52,9 @@ class Owner(NamedTuple):
         return sum(1 << rank for rank in ranks)
 
     def name(self, row: Row, star: str, local: Sequence[int]) -> list[str]:
-        """List the stored names of those experts of a rank whose indices on the rank, counted from 0, are `local`. In
-        the names of the storage rule `row`, `star` replaces `*`, and the expert's index replaces a placeholder such as
-        {ep e}."""
+        """List the names under which ranks store their experts: for each index in `local`, the name of a rank's expert
+        at that index, counted from 0. In the names of the storage rule `row`, `star` replaces `*`, and the index
+        replaces a placeholder such as {ep e}."""
         numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
@@ -69,8 +69,9 @@ class Owner(NamedTuple):
         return names
 
     def list_names(self, row: Row, star: str) -> list[str]:
-        """List, without repetition, all names that the tensor of the storage rule `row` has on any rank: if experts are
-        separate tensors, one name for each expert index on a rank. The word `star` replaces `*` in the rule's names."""
+        """List, without repetition, the names under which ranks store the tensor of the storage rule `row`; `star`
+        replaces `*` in the names. There is one name, except that experts stored as separate tensors have one for each
+        expert index on a rank."""
         most = max(map(len, self.stack.held.values())) if self.stack else 1
         named = self.name(row, star, range(most))
         return list(dict.fromkeys(named))
@@ -345,9 +346,9 @@ class Maker:
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]
     ) -> tuple[OwnedTensor, Layouts]:
-        """Return one stored tensor and the layouts of its logical tensors: layouts[i][j] is for component i, such as
-        gate or up, and stacked expert j. `names[i]` maps expert numbers to logical names of component i, and `numbers`
-        are the other numbers in these names, such as the layer.
+        """Return the stored tensor that consists of the logical tensors `names`, and their layouts: layouts[i][j] is
+        for component i, such as gate or up, and expert j. `names[i]` maps the experts' numbers to the names for
+        component i; `numbers` has the numbers that all names share, such as the layer's.
 
         Layouts are in order of expert number. Raises StoreError if
         numbers of a stack are missing, or differ in shape or dtype.

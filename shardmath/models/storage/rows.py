@@ -92,8 +92,8 @@ class Row:
 
     @property
     def spread(self) -> PatternPart | None:
-        """The placeholder in the stored names, such as {ep e}, that an expert's index on its rank replaces; None
-        without such a placeholder. Here, ep is the mesh axis that divides the experts e."""
+        """The placeholder, such as {ep e}, that stands for an expert's index on its rank in the stored names; None if
+        the names have no such placeholder. In {ep e}, the mesh axis ep divides the experts e."""
         for index in self.native.indices:
             if len(index.words) > 1:
                 return index
@@ -117,8 +117,8 @@ class _Head:
 
 @memo(64)
 def parse(text: str) -> tuple[Row, ...]:
-    """Parse the text of a storage table into a tuple of Rows; prefixes in a line [NATIVE = LOGICAL] are put before the
-    names in the rows below it.
+    """Parse the text of a storage table into a tuple of Rows. Below a line [NATIVE = LOGICAL], every row's stored name
+    gets the prefix NATIVE, and its logical name the prefix LOGICAL.
 
     A row below several such lines becomes one Row for each of them. Raises NotationError with a caret in the line.
     """

@@ -325,9 +325,9 @@ class Vocabulary:
             by_numbers[numbers] = name
 
     def find(self, template: str, stacked: int | None) -> _Grouped:
-        """Return the tensor names that become `template` when each integer in them is replaced by `{}`. The result is
-        nested dicts: found[others][number] is a name, where number is the name's integer at index `stacked`, such as
-        the expert's, and others is the tuple of the other integers.
+        """Return the tensor names that become `template` when `{}` replaces each integer in them, as nested dicts. The
+        inner key is the integer at index `stacked` in a name, such as the expert's; the outer key is the tuple of the
+        name's other integers.
 
         If `stacked` is None, the others are all numbers of a name, and the inner number is 0.
         """

@@ -33,8 +33,8 @@ __all__ = ["STYLES", "HFStyle", "ep_plan", "hf_parallel", "tp_plan"]
 
 
 class HFStyle(NamedTuple):
-    """A parallel style of transformers, such as "colwise", for a parameter. `dim` is the dimension in which the
-    parameter is divided among ranks, or None if each rank has the whole parameter.
+    """How a tensor-parallel style of the Hugging Face library transformers, such as "colwise", divides a parameter.
+    `dim` is the dimension that is divided among ranks, or None if each rank has the whole parameter.
 
     `halves` divides each half. `biases` and `vectors` say whether tensors named `bias` and tensors of one dimension are
     divided too; halves of vectors never are. With `even` it is an error if the axis does not divide the dimension.
@@ -80,8 +80,8 @@ HEAD = {"lm_head": "colwise_gather_output"}
 
 
 def tp_plan(config: object, *, prefix: str = "model.") -> dict[str, str]:
-    """Return the tensor-parallel plan (pattern -> style) of transformers for a language model with this `config`. Each
-    pattern that comes from the base model's plan gets `prefix` in front.
+    """Return the tensor-parallel plan (pattern -> style) of Hugging Face transformers for a language model with this
+    `config`: the plan of its base model, and a rule for "lm_head". `prefix` is put before the base model's patterns.
 
     Rules for embedding and head are added.
     """

@@ -138,8 +138,8 @@ UNKNOWN = """
 
 def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = False) -> str:
     """Return, as text, Megatron's storage rows (rules) for the layer `spec`, "te" or "local". `experts` says how routed
-    experts are stored: "grouped", "sequential" or "legacy"; with `unknown`, further rows store the other tensors of a
-    layer undivided.
+    experts are stored: "grouped", "sequential" or "legacy"; `unknown` adds rows that store all remaining tensors
+    undivided.
 
     Raises StoreError for an unknown spec or form.
     """

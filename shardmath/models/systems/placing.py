@@ -21,8 +21,8 @@ __all__ = ["divide_layers", "fill_sizes", "place_layers"]
 
 
 def divide_layers(layers: int, pp: int, *, spared: int = 0) -> list[int]:
-    """List the number of layers on each of `pp` pipeline stages. If layers remain after an even division, the stages
-    just before the last `spared` stages get one more layer each.
+    """List the number of layers on each of `pp` pipeline stages, divided as evenly as possible. The last `spared`
+    stages get no extra layer; the stages just before them get the extra layers, one each.
 
     >>> divide_layers(7, 4), divide_layers(7, 4, spared=1)
     ([1, 2, 2, 2], [2, 2, 2, 1])
@@ -41,9 +41,9 @@ def place_layers(
     renumber: bool = False,
     fix: str = "give the number of layers of each stage",
 ) -> tuple[Spot, ...]:
-    """Return the Spot (pipeline stage, chunk, number of the layer) of each of the `layers` layers of a model. Stage s
-    has `counts[c * pp + s]` layers in chunk (virtual stage) c; with `renumber`, layer numbers begin at 0 in each chunk.
-    `fix` is advice for the error message.
+    """Return the Spot (pipeline stage, chunk, layer number) of each layer, where stage s has `counts[c * pp + s]`
+    layers in chunk (virtual stage) c. Layers are numbered through the model or, with `renumber`, in each chunk of a
+    stage; `fix` is advice in the error if `counts` do not fit.
 
     Raises StoreError, with `fix` as advice, when `counts` have another length than pp times `chunks`, another sum than
     `layers`, or a negative number.
@@ -66,8 +66,8 @@ def place_layers(
 
 
 def fill_sizes(total: int, sizes: Mapping[str, int | None], of: str = "ranks") -> dict[str, int]:
-    """Return the axis `sizes`, where a size None is replaced by the number that makes the product of all sizes `total`.
-    Error messages use `of` as the noun after the total, as in "8 ranks".
+    """Return the sizes of mesh axes, where an axis of size None in `sizes` gets `total` divided by the product of the
+    other sizes. Error messages use `of` as the noun after the total, as in "8 ranks".
 
     Raises MeshError if the others do not divide the total.
 
