@@ -79,12 +79,11 @@ def _list_holders(demands: Demands) -> list[Ranks]:
 def share_lines(
     demands: Demands, length: list[int], nodes: Mapping[int, int] | None = None
 ) -> tuple[Ints, Ints]:
-    """Divide the bytes of each line (bytes that the same ranks hold) among these ranks, so that all ranks send about
-    equally much. Return (first, cuts): the h-th rank that holds line i sends its bytes from offset cuts[first[i] + h]
-    up to cuts[first[i] + h + 1].
+    """Divide bytes that several ranks hold among these ranks, so that all ranks (and nodes, if `nodes` maps ranks to
+    nodes) send about equally much. Return (first, cuts): of the `length[i]` bytes with index i, the h-th holder sends
+    those from offset cuts[first[i] + h] up to cuts[first[i] + h + 1].
 
-    With `nodes` (rank -> node), all nodes also send about equally much. The cuts of line i include 0 and its length,
-    `length[i]`.
+    The cuts of line i (bytes that the same ranks hold) include 0 and its length.
     """
     held = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
@@ -297,11 +296,12 @@ def _look_up_units(
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:
-    """Return an array: for each range of elements listed in `demands`, the size in bytes of the largest piece that must
-    be in one message. Such a piece is a rectangular slice of up to 64 KiB, or a row of a larger slice.
+    """Return, for each range of elements in the table `demands`, the size in bytes of the largest slice that must be
+    sent in one message. The slices depend on the layouts of `batches`, the groups of tensors to which the ranges
+    belong.
 
-    It is 0 for a range cut from a larger one. Such a range is a stripe of a unit; `batches` are the groups of tensors
-    in `demands`, with their layouts.
+    Such a slice is rectangular, with up to 64 KiB, or a row of a larger one. The size is 0 for a range cut from a
+    larger one, a stripe of a unit.
     """
     size = _look_up_units(demands, batches, lambda template: template.unit_size)
     grain = _look_up_units(demands, batches, unit_grains)

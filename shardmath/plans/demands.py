@@ -119,17 +119,17 @@ class _Requests(NamedTuple):
         return _Requests(*(column[rows] for column in self))
 
     def lines(self) -> Ints:
-        """Return an array with a key for each request, by which requests are grouped: twice the index of the set of
-        holders, plus 1 if holders and receivers are on one node. A request is elements that some ranks hold and others
-        need."""
+        """Return an array with a number for each request (elements that some ranks hold and others need); requests with
+        equal numbers have the same holders. The number is odd if holders and receivers are all on one node."""
         return self.holders * 2 + self.near
 
 
 def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> Demands:
-    """Make a Demands table of the bytes that `batches` (groups of equally sharded tensors) move, with the ranks that
-    hold and need them. It does not say yet which of the holders sends a byte.
+    """Make a table of the bytes that `batches` (groups of equally sharded tensors) move: which ranks hold them, and
+    which need them. With `topology`, if a receiver's node has holders, only these are listed as holders for this
+    receiver.
 
-    With `topology`, bytes that are held on a receiver's node will come from there.
+    The table does not say yet which of the holders sends a byte.
     """
     sets = Sets()
     requests = _stack(_list_requests(batches, sets))

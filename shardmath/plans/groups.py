@@ -63,8 +63,8 @@ Identities: TypeAlias = tuple[int, int]
 
 
 class Group(NamedTuple):
-    """Tensors that move in the same way, because their source layouts, and their destination layouts, are equal apart
-    from notation. `join_groups` merges groups with equal `key`.
+    """Tensors that move in the same way: all have one source layout and one destination layout, which each tensor can
+    write differently. Groups with equal `key` also move in the same way, and `join_groups` merges them.
 
     `src`, `dst` and `rule` belong to the first tensor.
     """
@@ -289,8 +289,9 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 def find_in_part(
     groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
 ) -> tuple[str, ...]:
-    """Return the names, ascending, of tensors of which the destination holds only some elements. Raises PlanError
-    unless this is permitted: by `window` for all tensors, by a tuple of layouts in `given[name]` for one."""
+    """Return the names, ascending, of tensors of which the destination holds only some elements. Raises PlanError for
+    such a tensor unless `window` is True, or `given[name]`, its destination as the caller gave it, is a tuple of
+    layouts."""
     in_part: list[str] = []
     for group in groups:
         if holds_all(group.dst):

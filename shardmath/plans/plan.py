@@ -76,7 +76,7 @@ __all__ = [
 
 
 class Movable(Protocol):
-    """A move of tensors from one side to the other: a Plan, its adjoint, or a Program of it.
+    """A move of tensors from source layouts to destination layouts: a Plan, its adjoint, or a Program made from a Plan.
 
     `src` and `dst` are each tensor's windows, by name ("" for two Layouts), names ascending;
     `is_tree` says whether there are names; `in_part` are the tensors, ascending, that the destination

@@ -130,8 +130,8 @@ class Template:
 
     @property
     def hidden(self) -> int:
-        """The number of items at the beginning of `overlays` that say which ranks hold which partial values, as if
-        partial values were dimensions of the tensor. Each later item is for one dimension of the tensor."""
+        """The number of items at the beginning of `overlays` that are about partial values and the ranks that hold
+        each. The other items are about the tensor's dimensions, one item for each."""
         return len(self.overlays) - self.src.ndim
 
 
@@ -176,9 +176,9 @@ def _make_template(src: Layout, dst: Layout, rule: Reduction) -> Template:
 
 
 def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Partition]]:
-    """Yield pairs (source, destination) of Partitions, which say which ranks hold which partial values. If `rule`
-    reduces partial values, the first pair is for these; then there is one pair for each item of `rule.matched`, mesh
-    axes along which values stay partial."""
+    """Yield pairs (source, destination) of Partitions, which say which ranks hold which partial values: first one pair
+    for the values that `rule` reduces, if any. Then there is a pair for each item of `rule.matched`, the mesh axes
+    along which values stay partial."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
         cell = np.zeros(1, np.int64)

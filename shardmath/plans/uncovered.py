@@ -105,8 +105,8 @@ def _union(dimension: Dimension) -> tuple[Ints, Ints]:
 
 
 def find_meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple[int, int]]:
-    """List the pairs (i, j) for which the bounding boxes of `src[i]` and `dst[j]` overlap; a destination j that
-    overlaps none is listed as (0, j)."""
+    """List the pairs (i, j) for which the bounding boxes of `src[i]` and `dst[j]` overlap. If `dst[j]` overlaps no
+    source layout, (0, j) is listed all the same, so that each j is in a pair."""
     if len(src) == len(dst) == 1:
         return [(0, 0)]
     meet = _hulls_meet(src, dst)

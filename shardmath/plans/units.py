@@ -49,9 +49,8 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 def unit_rows(t: Template) -> Ints:
-    """Return an array: for each unit (elements that move together), the number of elements in a row of its box.
-    Messages can be cut between rows; a row is all elements with one index along the first of the box's dimensions that
-    are longer than 1.
+    """Return an array: for each unit (elements that move together), the number of elements in a row of its box. A row
+    is the slice box[k], leading dimensions of length 1 left out; messages can be cut between rows.
 
     The number is 0 if the box is never cut, and -1 if the unit has several boxes.
     """
@@ -134,9 +133,9 @@ def list_columns(over: Overlay) -> Listed:
 
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
-    """Return three lists with an item for each box of `unit` (elements that move together): where it is, its shape, and
-    how many of the unit's elements lie before its end. Where it is: one index per dimension d, into the array `start`
-    of `t.overlays[d]`.
+    """Return three lists with an item for each box of `unit` (elements that move together): its position, its shape,
+    and how many of the unit's elements come before its end. Item d of a position is an index i: the box begins at index
+    `t.overlays[d].start[i]` of dimension d.
 
     Boxes are row-major.
     """

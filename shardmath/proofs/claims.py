@@ -148,9 +148,9 @@ class _ClaimedTensor:
         return self.held[key]
 
     def choose(self, target: _Target, t: Transfer) -> None:
-        """Record to which of the destination's partial values `t` goes, if the plan had a choice: for example, a whole
-        tensor can be added to any one of several partial sums. `target` has the index of the destination layout and of
-        the source's partial value."""
+        """Record which of the destination's partial values `t` is added to, unless the layouts leave no choice; a whole
+        tensor can be added to any of several partial sums. `target` names the destination layout, and the source's
+        partial value."""
         ranks = self.ranks[target.window]
         if not ranks.chosen:
             return

@@ -217,12 +217,12 @@ def _check_units(t: Template, what: str) -> None:
 
 
 class End(NamedTuple):
-    """The source or the destination of a move, as tables. In dimension d, `held[d]` is the number of the part that each
-    mesh position holds, and `sets[d]` lists sets of such numbers; unit u (elements that move together) lies in every
-    part of set number `set_numbers[u, d]`.
+    """Tables that say which mesh positions hold which units (elements that move together), at the source or at the
+    destination. Position p holds unit u if, in each dimension d, `held[d][p]` is in set number `set_numbers[u, d]` of
+    `sets[d]`.
 
-    `sets[d]` are sets of parts, `held[d]` is the part that each position holds,
-    and `set_numbers[:, d]` the set of each unit. Units with the same `code` have the same sets in every dimension.
+    `held[d][p]` is the number of a part, and `sets[d]` are sets of such numbers. Units with the same `code` have
+    the same sets in every dimension.
     """
 
     sets: list[Parts]

@@ -261,7 +261,7 @@ def evenly_divided(case: RuleCase) -> None:
 
 
 def uncut_where_said(case: RuleCase) -> None:
-    """Check that no border between shards cuts a parameter if the rule of `case` returns `num_optimizer_shards`."""
+    """Check that no border between shards cuts a parameter, if the layout of `case` has `num_optimizer_shards`."""
     layout = case.layout()
     count = layout.num_optimizer_shards
     if count is None:
@@ -288,7 +288,7 @@ def starts_aligned(case: RuleCase) -> None:
 
 
 def padding_accounted(case: RuleCase) -> None:
-    """Check that parameters and padding fill the buffer, and that a bucket's unpadded size covers its parameters."""
+    """Check that parameters and padding fill the buffer, and each bucket's parameters fit in its unpadded size."""
     layout = case.layout()
     padding = layout.padding
     held = sum(param.numel for param in case.params)

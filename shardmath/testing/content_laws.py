@@ -186,8 +186,8 @@ def _holds(layout: Layout, rank: int, element: tuple[int, ...]) -> bool:
 
 
 def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) -> None:
-    """Check that sending only the elements that changed since an earlier move, and writing them into its result, gives
-    the same result as moving the new tensor completely."""
+    """Check that a repeated move can send changes only: the changed elements, written over the result of the first
+    move, give the same as moving the changed tensor whole."""
     planned = plan(src, dst)
     (old,) = addends(src)
     last = max(old.size - 1, 0)

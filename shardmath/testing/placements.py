@@ -48,7 +48,8 @@ def _list_positions(placement: Placement, n: int, count: int) -> Ints:
 
 
 def in_bounds(placement: Placement, n: int, count: int) -> None:
-    """Check that `split` returns `count` parts, inside the length `n`, in a form that layouts accept."""
+    """Check that `placement.split(n, count)` returns `count` valid parts (Runs), with indices inside a dimension of
+    length `n`."""
     UserCut(placement, count).split(n)
 
 
@@ -93,7 +94,8 @@ def _copy(placement: Placement, n: int, count: int) -> Placement:
 
 
 def composes(placement: Placement, n: int, count: int) -> None:
-    """Check that the rank at coordinate r of a layout with the placement holds exactly part r."""
+    """Check that a layout that shards a dimension of length `n` over `count` ranks by `placement` gives rank r exactly
+    part r of `placement.split(n, count)`."""
     layout = _divide(placement, n, count)
     parts = placement.split(n, count)
     for rank, part in enumerate(parts):

@@ -160,7 +160,7 @@ def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, .
 
 def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[int, ...]) -> None:
     """Check that removing replicas from a plan's destination one by one gives the same plan as removing them together.
-    `leaving` has the ranks of these replicas, one replica after the other."""
+    `leaving` lists all ranks of one replica, then all ranks of the next; the replicas have equally many ranks."""
     planned = plan(src, dst)
     rest = without(planned, leaving)
     size = dst.mesh.size // dst.mesh.axis_size("copy")

@@ -29,9 +29,9 @@ Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 
 
 class Walk(NamedTuple):
-    """Counts of a simulated exchange: the most rounds of any rank, and the most messages and bytes (`staged`) of any
-    rank in one round. `steps` is the number of different values of `Message.step`, the place of a message's round in
-    the order that all ranks follow.
+    """Counts of a simulated exchange: `rounds` is the most rounds of any rank; `messages` and `staged` are the most
+    messages and bytes of any rank in one round. `steps` is the number of different `Message.step` values, the keys by
+    which all ranks order rounds.
 
     A round's messages and bytes are those that its rank sends and receives, together.
     """

@@ -149,8 +149,8 @@ EVERYWHERE: dict[str, set[str]] = {
 
 
 def rename(kind: str, name: str) -> str:
-    """Return the name that vLLM gives a module or tensor in a model of type `kind`. The argument `name` is its name in
-    most vLLM models, such as model.norm.weight."""
+    """Return how vLLM's models of type `kind` name the module or tensor that most vLLM models call `name`, such as
+    model.norm.weight."""
     for old, new in BY_KIND.get(plain(kind), ()):
         name = name.replace(old, new)
     return name

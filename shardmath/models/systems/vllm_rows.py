@@ -278,9 +278,9 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:
-    """Return a text that repeats the storage rules in `attention` for each usual name of an attention module, such as
-    self_attn, and those in `mlp` for each MLP name. `native` and `logical` are prefixes for stored and checkpoint
-    names; `scales` adds rules for block scales."""
+    """Return a text with the storage rules `attention` and `mlp`, each under headings for the usual names of such
+    modules, like self_attn. A heading puts the prefixes `native` (stored names) and `logical` (checkpoint names) before
+    a name; `scales` adds rules for block scales."""
     text = ""
     for modules, module_rows in ((MODULES["attention"], attention), (MODULES["mlp"], mlp)):
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]

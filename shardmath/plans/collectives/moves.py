@@ -37,10 +37,8 @@ class Move:
     number: Mapping[int, int]
 
     def members(self, groups: Groups) -> dict[tuple[int, ...], Members]:
-        """Return, by group, a tuple of the class number of each rank in it; ranks of one class hold the same.
-
-        A group is a tuple of ranks.
-        """
+        """Return a dict from each group in `groups`, a tuple of ranks, to the class numbers of these ranks, in the same
+        order. Ranks of one class hold the same elements before the move, and the same after it."""
         return {group: tuple(self.number[rank] for rank in group) for group in groups}
 
 

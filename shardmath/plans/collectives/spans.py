@@ -36,8 +36,8 @@ NOTHING: Holding = ((),)
 
 
 def spans_of(runs: Runs) -> Spans:
-    """Return the indices, in one dimension of the whole tensor, that a rank holds, as ascending ranges (start, stop).
-    `runs` maps the rank's local indices to these indices. The result is () if an index occurs twice."""
+    """Return the indices that a rank holds in one dimension of the whole tensor, as ascending ranges (start, stop); ()
+    if an index occurs twice. `runs` maps the rank's local indices to indices in the whole tensor."""
     return merge((g, g + n) for _, g, n in runs.segments) or ()
 
 

@@ -60,8 +60,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NumberedSets:
-    """The distinct sets of ranks that hold blocks of bytes; block i has the set with index `of[i]`. A second object of
-    this class has the sets of ranks that need the blocks.
+    """A set of ranks for each block of bytes: block i has set number `of[i]` of `count` distinct sets. One such object
+    lists the ranks that hold each block; another lists the ranks that need it.
 
     Members are listed for all `count` sets in one table: set `owner[j]` has the rank at position
     `member[j]`.

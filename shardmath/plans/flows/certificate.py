@@ -19,9 +19,10 @@ __all__ = ["Certificate", "Witness", "make_certificate"]
 
 
 class Witness(NamedTuple):
-    """The ranks that force a bound on the time: at least `nbytes` must enter or leave them over their links.
+    """The reason why no schedule of a move can be faster: at least `nbytes` must enter or leave `ranks`, as `direction`
+    says, over links that together carry at most `bytes_per_s`.
 
-    They do so at `bytes_per_s` or less. The program's other ranks, in the other direction, show the same;
+    The program's other ranks, in the other direction, show the same;
     these are fewer.
     """
 

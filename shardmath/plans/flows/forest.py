@@ -28,9 +28,8 @@ Sent: TypeAlias = dict[int, dict[int, int]]
 
 
 def list_edges(network: Network) -> Iterator[Edge]:
-    """Divide the bytes of `network` evenly among its sinks, the groups of ranks (or nodes) that will send them. Yield
-    (line, sink, count): the sink sends `count` bytes of the line, which is the id of bytes that the same sinks can
-    send.
+    """Decide evenly who sends the bytes of `network`. Yield (line, sink, count): the group of ranks (or the node) with
+    id `sink` sends `count` of the bytes that have the id `line`.
 
     Bytes are whole. Uses the network up.
     """

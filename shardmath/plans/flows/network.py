@@ -53,8 +53,9 @@ class Subnetwork(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Groups of ranks that together send `nbytes` bytes, each in proportion to its weight; `weight` is the sum of the
-    weights. Group s sends `sent[s][l] / weight` bytes of line l, which is bytes that the same groups can send."""
+    """Groups of ranks, with ids `sinks`, that together send `nbytes` bytes, each in proportion to its weight in the
+    Network; `weight` is the sum of these weights. The number of bytes with id l that group s sends is `sent[s][l] /
+    weight`."""
 
     nbytes: int
     weight: int

@@ -33,9 +33,8 @@ def find_least_sent(once: list[int], held: list[tuple[int, ...]]) -> int:
 def shed_to_target(
     copies: list[int], once: list[int], held: list[tuple[int, ...]], target: int
 ) -> list[int]:
-    """List, for each i, how many bytes other ranks must send in place of the ranks `held[i]`, so that no rank sends
-    much more than `target`. Without help, these ranks send `copies[i]` bytes in all; they always send at least
-    `once[i]` themselves.
+    """List, for each i, how many of the `copies[i]` bytes that the ranks `held[i]` would send are left to other ranks,
+    so that no rank sends much more than `target`. At least `once[i]` bytes stay with `held[i]`.
 
     A holder can send more if its lines cannot be shortened.
     """

@@ -77,8 +77,8 @@ def crossing_bytes(plan: Plan | Transposed | Program, topology: Topology | None 
 
 
 def find_running(plan: object, topology: Topology | None) -> Program:
-    """Return `plan` if it is a Program, else a Program for `topology` that sends the plan's transfers straight from
-    their senders.
+    """Return `plan` itself if it is a Program; else return a Program for `topology` with the plan's transfers, in which
+    no rank forwards bytes for other ranks.
 
     Limits of such a Program are not computed. Raises PlanError as `certify` does.
     """

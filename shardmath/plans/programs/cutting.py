@@ -49,8 +49,8 @@ class Pace(NamedTuple):
     by_addend: bool
 
     def is_like(self, other: Pace) -> bool:
-        """Return whether cutting transfers by this Pace and by `other` is sure to give the same messages between any
-        two ranks that are in the `ranks` of both."""
+        """Return whether this Pace and `other` are sure to cut transfers between two ranks into the same messages. Only
+        ranks that both `self.ranks` and `other.ranks` contain are considered."""
         if self == other:
             return True
         # If all streams go in one turn, the other ranks make no difference.

@@ -41,9 +41,9 @@ __all__ = ["find_legs"]
 def find_legs(
     plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
 ) -> Iterator[Legs]:
-    """Yield one Legs, the routes of all bytes in `demands`; with `relays`, yield nothing if no rank has others forward
-    bytes for it. With `by_node`, bytes enter each node of `per_node` ranks once; without it, each receiving rank gets
-    its bytes separately.
+    """Yield the routes of all bytes in `demands`, as one Legs. With `by_node`, bytes enter each node of `per_node`
+    ranks once, not once per rank; `relays` lets nodes forward bytes for busy senders, and yields nothing if no sender
+    needs it.
 
     Relays that shed nothing change nothing: the legs would equal those without relays.
     """

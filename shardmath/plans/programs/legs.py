@@ -110,9 +110,9 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
 
 
 def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
-    """Return, for each row of `bands` (a range of bytes), how many nodes receive it directly from ranks that hold it at
-    the source. Row i belongs to block of bytes number `block[i]`; `groups[b]` lists how many ranks of each node receive
-    block b."""
+    """Return, for each range i of bytes in `bands`, how many nodes receive it directly from a rank that holds it at the
+    source, not through another node. Range i is in block number `block[i]` of the bytes, and `len(groups[b])` nodes
+    receive block b."""
     by_block = lengths(groups)
     nodes = by_block[block]
     classes = bands.classes[block]

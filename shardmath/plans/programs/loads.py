@@ -137,9 +137,9 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
 
 
 def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
-    """Add up the rows of `pairs`, and return the numbers of bytes that ranks send and receive, as an array with indices
-    [phase, hop, rank, link]. A phase is the index of a partial value; link is 0 for bytes sent and 1 for bytes received
-    inside a node, 2 and 3 for those between nodes."""
+    """Add up the rows of `pairs` into an array of byte counts, with indices [partial value, hop, place of a rank in
+    `prog.ranks`, link]. Links 0 and 1 are bytes sent and received inside a node, links 2 and 3 bytes sent to and
+    received from other nodes."""
     shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
     out_link = 2 * pairs.far
@@ -152,9 +152,8 @@ def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
 
 
 def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
-    """Return an array of shape (`turns`, `ranks`): the most messages that each rank sends and receives at once in each
-    turn of the exchange. In the first hop, ranks number r and s exchange messages in turn (r + s) % `turns`; later hops
-    are shifted.
+    """Return an array of shape (`turns`, `ranks`): how many messages each rank sends and receives in each turn, added
+    up. In hop h, counted from 0, ranks number r and s exchange messages in turn (r + s + 2 * `ranks` * h) % `turns`.
 
     There is one message for each leg and peer in each direction, whatever the phase.
     """
@@ -174,9 +173,9 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
 
 
 def sum_round_loads(prog: Program) -> Loads:
-    """Return how many bytes each rank sends and receives in each round, as an array with indices [partial value, time
-    slot, group of peers, rank, link]; the first three number the round. Link 0 is bytes sent inside a node, 1 received
-    inside a node, 2 sent to other nodes, 3 received from them.
+    """Return how many bytes each rank sends and receives, as an array [partial value, time slot, turn, rank, link]; in
+    one turn of a time slot, a rank exchanges messages with some of its peers. Links 0 and 1 are bytes sent and received
+    inside a node, links 2 and 3 bytes sent to and received from other nodes.
 
     Bytes are exact, slice by slice. The latest loads are cached with the legs: a program that is scheduled is often
     certified and proved next.

@@ -186,12 +186,13 @@ class Outline:
     def part(
         self, *, peers: int, max_inflight_bytes: int = INFLIGHT_BYTES, by_addend: bool = False
     ) -> RankProgram:
-        """Make this rank's program: the messages that it sends and receives, in order. Transfers are cut so that a rank
-        with `peers` peers (the most that any rank has) has at most `max_inflight_bytes` in flight. With `by_addend`,
-        partial values of a sum are sent one after the other.
+        """Make this rank's program: the messages that it sends and receives, in order. Transfers are cut into messages
+        so that no rank has more than `max_inflight_bytes` in flight; `peers` is the largest number of peers that any
+        rank has.
 
-        A plan needs `by_addend` if otherwise some rank's part does not keep the order of addends. The limit applies to
-        a plan; a program has its own. Raises ExchangeError if the limit has no room for a message.
+        With `by_addend`, partial values of a sum are sent one after the other. A plan needs it if
+        otherwise some rank's part does not keep the order of addends. The limit applies to a plan; a program has its
+        own. Raises ExchangeError if the limit has no room for a message.
         """
         rounds = self.rounds
         pace = None

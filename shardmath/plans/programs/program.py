@@ -262,8 +262,9 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
-    """Cut `streams` (bytes from one rank to another) into Slices (ranges of bytes), and number the time slot of each.
-    The slot numbers are without delays: callers add these, so that bytes are forwarded only after they arrive."""
+    """Cut `streams` (bytes from one rank to another) into Slices (ranges of bytes), and number the time slot of each as
+    if nothing were forwarded. The caller must add a slot for each earlier hop, so that bytes are forwarded only after
+    they arrive."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = prog.legs.lines.blocks.owners_of(streams.block)
     most = streams.root.max(initial=0) + 1
@@ -369,9 +370,8 @@ Places = TypeVar("Places", int, Ints)
 
 
 def turn_of(places: Places, leg: Places, ranks: int) -> Places:
-    """Return a number that, modulo the number of turns, is the turn in which two ranks exchange messages, as in a
-    round-robin tournament. `places` is the sum of their indices among `ranks` ranks; `leg` is 1 for the first hop of
-    the bytes, 2 for the second.
+    """Return a number t for two ranks: they exchange messages in turn t % n, if there are n turns. `places` is the sum
+    of their indices among `ranks` ranks; `leg` is 1 for the first hop of the bytes, 2 for the second.
 
     With 2 * `ranks` turns a rank has one peer in each turn; with 2 * `ranks` turns for each leg, one peer and one leg.
     """

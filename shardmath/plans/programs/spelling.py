@@ -29,9 +29,9 @@ __all__ = ["spell_parts"]
 def spell_parts(
     plan: Plan, demands: Demands, given: Stretches, relayed: Bools, parts: StretchParts
 ) -> tuple[list[Transfer], Offsets]:
-    """Return the transfers that send `parts` (ranges of elements, cut from the byte ranges `given`), and Offsets
-    `first`: transfers first[i] to first[i + 1] - 1 send part i. If `relayed[i]`, the sender takes byte range i from its
-    destination tensors, where it arrived before, and not from its source tensors.
+    """Return the transfers that send `parts`, and Offsets: transfers first[i] to first[i + 1] - 1 send part i. Parts
+    are cut from the byte ranges `given` of the table `demands`; if `relayed[j]`, range j is sent from the sender's
+    destination tensors, where it arrived before.
 
     The sender of a `relayed` stretch is a rank of the destination and sends what it has received,
     folded in already. Raises MeshError if a rank is not in the mesh of its side.

@@ -107,9 +107,9 @@ def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints)
 
 
 class Straight(NamedTuple):
-    """A table of bytes that nodes receive directly from ranks that hold them at the source, not forwarded by another
-    node. Row i is `size[i]` bytes of block of bytes number `block[i]`, received by the rank in row `entry[i]` of an
-    `_Entries` table.
+    """A table of bytes that ranks receive directly from ranks that hold them at the source, not forwarded. The rank in
+    row `entry[i]` of an `_Entries` table receives `size[i]` bytes of block number `block[i]`, bytes that the same ranks
+    need.
 
     An item is `size` bytes: from byte `begin` of the content of `block`, at `place` on its line, to entry
     number `entry`.

@@ -44,8 +44,8 @@ class Stretches(NamedTuple):
 
 
 class StretchParts(NamedTuple):
-    """Parts of byte ranges that go from rank to rank. Part i belongs to byte range `stretch[i]`, and has the elements
-    `lo[i]` to `hi[i]` - 1 of each of `copies[i]` consecutive tensors, from tensor number `tensor[i]` on.
+    """Parts of byte ranges that go from rank to rank. Part i belongs to byte range number `stretch[i]`, and has
+    elements `lo[i]` to `hi[i]` - 1 of each of the tensors number `tensor[i]` to `tensor[i]` + `copies[i]` - 1.
 
     The elements are counted in a unit (elements that move together), to which row `row[i]` of the demands belongs.
     Tensors are numbered in their batch.
@@ -64,9 +64,9 @@ class StretchParts(NamedTuple):
 
 
 def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
-    """Cut the byte ranges `given` into parts, each of which is the same range of elements in consecutive tensors.
-    `demands` is the table of bytes in which the ranges lie, and `batches` are groups of equally sharded tensors, whose
-    elements are these bytes."""
+    """Cut the byte ranges `given` into parts, each of which is the same range of elements in one or more tensors.
+    `demands` says which elements of which tensors the bytes are; `batches` are these tensors, in groups that are
+    sharded equally."""
     grid = make_grid(demands, batches)
     cut = _cut_by_row(grid, given)
     by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])

@@ -32,8 +32,9 @@ Pair: TypeAlias = tuple[Layout, Layout]
 
 
 def count_common(pairs: Mapping[Pair, int], ranks: Ints) -> Ints:
-    """Return an array (i, j) of the bytes that `ranks[i]` at the source and `ranks[j]` at the destination both hold.
-    `pairs` maps (source layout, destination layout) to the number of tensors that have these layouts."""
+    """Return an array whose entry (i, j) is the number of bytes, over all tensors, that `ranks[i]` at the source and
+    `ranks[j]` at the destination both hold. `pairs` maps (source layout, destination layout) to the number of tensors
+    that have these layouts."""
     common = np.zeros((len(ranks), len(ranks)), np.int64)
     for shared in _compare(pairs, ranks):
         _add(common, shared)
@@ -63,8 +64,9 @@ class _Shared(NamedTuple):
 
     @property
     def key(self) -> tuple[bytes, ...]:
-        """A dict key, equal for objects whose tables of bytes can be added up. Keys are equal if the same ranks are
-        replicas of each other, both at the source and at the destination."""
+        """A dict key, equal for objects whose `table`, the bytes that source and destination ranks have in common, can
+        be added entry by entry. Keys are equal if the same ranks are replicas of each other, at the source and at the
+        destination."""
         columns = *self.rows[:2], *self.columns[:2]
         return tuple(column.tobytes() for column in columns)
 

@@ -115,7 +115,7 @@ def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> Layou
 
 def relabel(src: Side, dst: Side) -> Relabeling:
     """Find the renumbering of the ranks of `dst` with which a plan from `src` moves the fewest bytes. If `dst` is
-    Partial, each rank keeps the partial value that `dst` gives it.
+    Partial, a rank is only given the number of a rank that has the same partial value.
 
     `src` and `dst` are as in `plan`. `saving`, in bytes, is exact. The search takes 16 bytes of memory per pair of
     destination ranks. Raises PlanError if names, shapes, dtypes or reductions differ, and if scipy is needed and not
