@@ -69,8 +69,9 @@ class Broadcast:
 
     @property
     def posted(self) -> tuple[Round, ...]:
-        """The messages that the plan has for this rank, grouped into rounds: messages posted together and completed
-        before the next round. They serve only reports, as this engine broadcasts whole tensors instead."""
+        """The messages that the plan has for this rank, needed only for reports: this engine broadcasts whole tensors
+        instead of sending them. They are grouped into rounds (messages posted together, and completed before the next
+        round)."""
         return self._part.rounds
 
     def keep(self, task: Task, gone: Collection[int]) -> Broadcast:

@@ -22,7 +22,8 @@ NO_TAG = 0
 
 
 class WireMessage(NamedTuple):
-    """A message over NCCL: memory to send, or to receive into; `place` is the other rank's number in the group."""
+    """A message over NCCL to or from the rank with number `place` in the process group. The tensor `memory` is sent if
+    `sends` is True; otherwise, it receives the message."""
 
     sends: bool
     memory: Tensor

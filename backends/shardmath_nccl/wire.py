@@ -158,8 +158,9 @@ class NcclWire:
         return self._batch
 
     def start(self) -> None:
-        """Start all queued messages as one NCCL group; if 8 groups are in flight, first wait for the oldest. Raises
-        PeerFailure if the start fails, or if the oldest group fails or is late."""
+        """Start all queued messages as one batch, coalesced as by ncclGroupStart and ncclGroupEnd; if 8 batches are in
+        flight, first wait for the oldest. Raises PeerFailure if the start fails, or if the oldest batch fails or is
+        late."""
         # Messages posted later are of the next group, even if this one fails.
         batch, self._batch = self._batch, _Batch()
         if not batch.ops:

@@ -310,9 +310,9 @@ def pairs(
 
 @st.composite
 def copies(draw: Draw) -> tuple[Layout, Layout, tuple[int, ...]]:
-    """A hypothesis strategy for a source layout, a destination layout with two or more copies of the tensor on disjoint
-    sets of ranks, and a tuple of ranks that leave the job. These are all ranks of one or more copies; at least one copy
-    keeps all its ranks.
+    """A hypothesis strategy for tuples (source layout, destination layout, ranks that leave the job). The destination
+    has two or more copies of the tensor on disjoint sets of ranks; the leaving ranks are all ranks of one or more
+    copies, but never of all copies.
 
     Both layouts have one shape. No rank of those copies is in the source layout, and the other ranks still reduce in
     the same way.

@@ -45,9 +45,8 @@ def check_transform(transform: Transform, src: Layout, dst: Layout, seed: int) -
 def preparing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `transform.prepare`, which computes the tensors to send, gives for each rank's part of a source tensor
-    the same values as in that rank's part of its results for the whole tensor. The source tensor's values are drawn by
-    `seed`."""
+    """Check that `transform.prepare`, which computes the tensors to send, commutes with slicing: on each rank of `src`,
+    `prepare(part)` equals the rank's part of `prepare(whole)`. The values are random, drawn by `seed`."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     tensor = _draw_tensor(src, seed)
     wires = whole.prepare(0, {"w": tensor})
@@ -59,9 +58,9 @@ def preparing_commutes_with_slicing(
 def finalizing_commutes_with_slicing(
     transform: Transform, src: Layout, dst: Layout, seed: int
 ) -> None:
-    """Check that `transform.finalize`, given a rank's parts of the received tensors, returns the rank's part of the
-    result that it returns for the whole tensors. `transform.prepare` computes the received tensors from random values
-    drawn by `seed`."""
+    """Check that `transform.finalize`, which computes a destination tensor from received tensors, commutes with
+    slicing: on each rank of `dst`, `finalize(parts)` equals the rank's part of `finalize(whole)`. The values are
+    random, drawn by `seed`."""
     whole, parts = _transform_whole_and_parts(transform, src, dst)
     wires = whole.prepare(0, {"w": _draw_tensor(src, seed)})
     tensor = _only(whole.finalize(0, wires))

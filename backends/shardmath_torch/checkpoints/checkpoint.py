@@ -69,10 +69,9 @@ def save(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save this rank's `tensors` (local tensors and bytes by name), together with all other ranks', as one checkpoint
-    at `path`, a folder or URL; an older one is replaced. `layouts` maps each name to the tensor's layout, or to None
-    for bytes that differ per rank. `paths` maps a name to the tuple of keys under which torch's own loaders put the
-    tensor into nested dicts.
+    """Save this rank's `tensors` (local tensors and bytes by name), together with all other ranks', as a checkpoint at
+    `path`, a folder or URL; an older one is replaced. `layouts` maps each name to a layout, or to None for bytes that
+    differ per rank; `paths`, only for nested dicts in torch.distributed.checkpoint, maps names to tuples of keys.
 
     `tensors` are this rank's local tensors, `layouts` the layouts of all ranks, the same on all, both by name; a
     tensor held as several windows comes as a tuple of layouts and local tensors `name[0]`, `name[1]`, ... A layout of

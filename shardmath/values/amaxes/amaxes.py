@@ -129,8 +129,9 @@ class Amaxes:
         return out
 
     def find_known(self, rank: int) -> Floats | None:
-        """Return an array of the amax (largest magnitude) of each block that `rank` holds numbers of, if the format
-        fixes it; None if it must be measured."""
+        """Return an array filled with the `tensor_amax` (largest magnitude of the tensor) that the user gave to an FP8
+        format, with one item per block that `rank` holds numbers of. In all other cases amaxes must be measured; return
+        None."""
         shape = self._find_part(rank).shape
         if isinstance(self.format, FP8) and self.format.tensor_amax is not None:
             return np.full(shape, self.format.tensor_amax, np.float32)
@@ -168,9 +169,9 @@ class Amaxes:
     def settle(
         self, rank: int, own: Floats, arrived: Mapping[str, Floats]
     ) -> tuple[Format, Floats]:
-        """Return the format with which `rank` quantizes its part, and the amaxes (largest magnitudes) of its blocks
-        over all ranks. `own` has the amaxes of the rank's own elements, from `measure`; `arrived` maps the names from
-        `list_local` to the arrays of amaxes that other ranks sent.
+        """Return the format to quantize with (for NVFP4, one that has the whole tensor's amax), and the amaxes (largest
+        magnitudes) of the blocks of `rank` over all ranks. They combine `own`, from `measure`, and `arrived`, the
+        arrays from other ranks by the names from `list_local`.
 
         For NVFP4, the format includes the whole tensor's amax. The names are those that `list_local` gives. Raises
         PlanError.

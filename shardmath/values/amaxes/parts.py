@@ -49,9 +49,9 @@ class PartStretches(NamedTuple):
         return 0 in ends
 
     def boxes(self, sizes: Sizes) -> Iterator[tuple[Box, Box]]:
-        """Divide the rank's positions into boxes that can each be quantized separately, and yield each as two tuples of
-        slices: into the tensor, and into an array of only the rank's positions. `sizes` has the size of blocks in each
-        dimension (None: the whole dimension).
+        """Divide the rank's positions into boxes that can each be quantized separately; yield each box as its slices in
+        the tensor, and in an array of only the rank's positions. `sizes` is the shape of a block, whose numbers share
+        one scale (None: the whole dimension).
 
         In each dimension, a box begins where a block begins, or ends in the block in which it begins.
 
@@ -124,8 +124,9 @@ class TouchedBlocks(NamedTuple):
         return numbers
 
     def locate(self, cover: Box) -> Box:
-        """Convert `cover`, which has one slice of the tensor's block indices per dimension, to index an array that has
-        items only for blocks with elements that the rank holds. The result selects the same blocks there."""
+        """Convert `cover`, ranges of block indices in the whole tensor, to ranges of indices in an array that has items
+        only for blocks with elements that the rank holds. Both have one slice per dimension, and select the same
+        blocks."""
         located = []
         for numbers, span in zip(self.numbers, cover, strict=True):
             first = int(np.searchsorted(numbers, span.start))

@@ -34,8 +34,9 @@ Side: TypeAlias = Mapping[str, LayoutOrWindows]
 
 
 class Share(NamedTuple):
-    """The amaxes (largest magnitudes of blocks) that one rank exchanges, each with a number that all ranks share.
-    Number `sent[i]` is the amax of the rank's block `sources[i]`; number `received[i]` is for its block `targets[i]`.
+    """The amaxes (largest magnitudes of blocks) that one rank sends and receives, as indices in the list of all
+    exchanged amaxes (`sent`, `received`). `sources` and `targets` have, for each of them, the index of the rank's
+    block.
 
     A slot is the number of one rank's amax of one block. A rank touches the blocks of which it holds positions. It
     sends slots `sent`, filled with the amaxes of its touched blocks at `sources`; and receives slots `received`, which

@@ -35,8 +35,8 @@ __all__ = ["Lying", "PlacedRow", "Receivers"]
 
 
 class Lying(NamedTuple):
-    """The location of a tensor in memory, in elements: the number of its storage (`row`), the position of its first
-    element in the storage, and its strides."""
+    """The location of a tensor in memory: the integer with which the caller identifies its storage (`row`), the
+    position of its first element there, and its strides, both in elements."""
 
     row: int
     start: int

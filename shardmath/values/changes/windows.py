@@ -32,9 +32,9 @@ Steps: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangedWindow:
-    """A box of a tensor, whose elements are numbered from 0 with the dimensions in `order` from outermost to innermost.
-    `number` converts these numbers to row-major numbers in the whole tensor; `find` converts row-major numbers to
-    these."""
+    """The elements of a box of a tensor, numbered from 0, with dimension `order[0]` outermost and `order[-1]`
+    innermost. `number` converts these box numbers to flat (row-major) indices in the whole tensor; `find` converts flat
+    indices to box numbers."""
 
     shape: tuple[int, ...]
     box: tuple[slice, ...]
@@ -108,9 +108,9 @@ def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]
 
 
 def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
-    """Merge two neighboring dimensions into one if the outer stride equals the inner size times the inner stride; drop
-    dimensions of size 1. `steps` lists dimensions as (size, stride), outermost first; the result lists the remaining
-    ones in the same form, at least one."""
+    """Simplify `steps`, the (size, stride) of an array's dimensions from outermost to innermost, to fewer dimensions
+    that visit the same offsets in the same order. Dimensions of size 1 are dropped, and contiguous neighbors merged; at
+    least one dimension remains."""
     joined: list[tuple[int, int]] = []
     for size, step in steps:
         if size == 1:

@@ -203,8 +203,9 @@ def _punch_holes(runs: Sequence[Runs], ranges: Sequence[Ranges]) -> tuple[Runs, 
 
 
 def narrow(portion: Portion, box: Box) -> Portion:
-    """Return `portion` (elements that one rank holds, and their places in its local array) without its elements outside
-    `box`. Their places become holes, as if they had no element."""
+    """Return `portion` (the elements that one rank holds) without the elements outside `box`, which has a range of
+    global positions per dimension. In the local array, the positions of removed elements become holes (positions
+    without an element)."""
     pairs = zip(portion.runs, box, strict=True)
     return portion._replace(runs=tuple(restrict(runs, lo, hi) for runs, (lo, hi) in pairs))
 

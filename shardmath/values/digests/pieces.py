@@ -57,8 +57,8 @@ Piece: TypeAlias = tuple[DimensionPart, ...]
 
 def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Iterator[Piece]:
     """Divide a local array into boxes whose digests can be computed fast and then summed; yield each as one range of
-    local positions per dimension. `runs` maps local to global positions, `order` lists dimensions by ascending stride,
-    and an element is read as `words` integers.
+    local positions per dimension. `runs` maps local to global positions; `order` (dimensions by ascending stride) and
+    `words` (integers per element) tell how the array lies in memory.
 
     Pieces are cut near the ends of long ranges in `runs`.
     """
@@ -140,7 +140,7 @@ def _span_segments(segments: Sequence[Segment]) -> DimensionPart:
 @memo(256)
 def weigh_part(seed: int, dimension: int, part: DimensionPart) -> tuple[Ints, ...]:
     """Return the random weights with which a digest multiplies elements, one for each local position of `part`. They
-    are in one array, or, if `part.inner` is not 0, in two arrays whose outer product has the weights."""
+    are in one array or, for a long range (`part.inner` above 0), in two arrays whose outer product has the weights."""
     if part.inner:
         ((_, start, size),) = part.segments
         block = np.arange(start >> part.inner, (start + size) >> part.inner)

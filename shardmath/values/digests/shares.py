@@ -187,8 +187,9 @@ MAKE_ALIKE = "make the replicas equal, or use a layout with Partial if they are 
 
 
 def word_unlike(name: str, unlike: Unlike, box: Box, fix: str = MAKE_ALIKE) -> str:
-    """Return the error message that says that replicas of the tensor `name` differ in `box`. `unlike` tells which ranks
-    hold the same bits, and which ranks hold other bits; `fix`, advice for the user, ends the message."""
+    """Return the error message that says that ranks hold different values of the tensor `name` in `box`, although they
+    are replicas. `unlike` tells which ranks agree with the first replica, and which do not; `fix`, advice for the user,
+    ends the message."""
     others = sorted({holder.rank for holder in unlike.others})
     alike = sorted({holder.rank for holder in unlike.alike})
     holds = "holds" if len(others) == 1 else "hold"

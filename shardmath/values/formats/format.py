@@ -178,10 +178,9 @@ class Format(ABC):
     def layouts(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> tuple[Layout, ...]:
-        """Return the layouts of the arrays that quantizing makes from a tensor with this `layout`: data, scales and any
-        others. If ranks divide numbers that share a scale, each gets the scale if `duplicated`; otherwise FormatError
-        is raised, with the tensor's `name`. Dtypes are torch's, such as "float8_e4m3fn", if `kinds` is set, else
-        numpy's.
+        """Return the layouts of the arrays (data, scales and any others) that quantizing makes from a tensor with this
+        `layout`; dtypes are torch's if `kinds`, else numpy's. When several ranks hold numbers that share a scale, each
+        of them gets the scale if `duplicated`; otherwise FormatError, with the tensor's `name`, is raised.
 
         The layouts come in the order of `parts`. Local arrays have no unused positions, even if the tensor's local
         arrays have some.
@@ -206,9 +205,9 @@ class Format(ABC):
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False
     ) -> Layout:
-        """Return the layout of the scales that quantizing makes from a tensor with this `layout`. If ranks divide
-        numbers that share a scale, each gets the scale if `duplicated`; otherwise FormatError is raised, with the
-        tensor's `name`. The dtype is torch's, such as "float8_e8m0fnu", if `kinds` is set, else numpy's.
+        """Return the layout of the scales that quantizing makes from a tensor with this `layout`; the dtype is torch's
+        if `kinds`, else numpy's. When several ranks hold numbers that share a scale, each of them gets the scale if
+        `duplicated`; otherwise FormatError, with the tensor's `name`, is raised.
 
         The layout has no holes.
 
@@ -293,9 +292,9 @@ class Format(ABC):
     def dequantize(
         self, *parts: Array, where: Index = ..., shape: tuple[int, ...] | None = None
     ) -> Floats:
-        """Convert `parts`, the arrays that `quantize` returned for a box of a tensor, back into one float32 array of
-        the box's shape. The box is at the index `where` of a tensor of this `shape`; by default, it is the whole
-        tensor.
+        """Convert `parts`, the arrays that `quantize` returned for a box of a tensor, each passed as a positional
+        argument, back into one float32 array of the box's shape. The box is at the index `where` of a tensor of this
+        `shape`; by default, it is the whole tensor.
 
         Numbers outside the range of float32 become infinite. Raises FormatError for arrays that do not fit.
         """
@@ -353,8 +352,8 @@ def read_array(given: object, dtype: str, what: str) -> Array:
 
 
 def read_choice(value: Format, field: str, choices: tuple[str, ...]) -> None:
-    """Check that the attribute `field` of the format `value` equals an item of `choices`, and set it to that item: a
-    plain str, even if it was an instance of a subclass. Raises FormatError if the attribute equals no item."""
+    """Check that the attribute `field` of the format `value` equals one of `choices`, and raise FormatError if not. The
+    attribute is replaced by the equal choice, so that an instance of a subclass of str becomes a plain str."""
     given = getattr(value, field)
     choice = known(given, choices)
     if choice is None:

@@ -33,7 +33,8 @@ FORMATS: tuple[Format, ...] = (
 
 
 class Row(NamedTuple):
-    """A line in the table of formats that `listing` returns: how one format quantizes a matrix of M rows and K columns.
+    """A line in the table of formats that `listing` returns: for one format and a matrix of M rows and K columns, the
+    dtypes of data and scales, the shape of the scales, the size of a block, and where the matrix can be cut.
 
     Parts can be quantized separately if they begin at multiples of `row_cuts` and `column_cuts`, and end there or at
     the end of a dimension.

@@ -102,10 +102,10 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """Return where each scale is after `swizzle`, which reorders scales of this `shape` into a flat array for tensor
-    cores. Each range in the Runs maps consecutive indices of the flat array to consecutive row-major indices of scales.
+    """Return a map from each index in the flat array that `swizzle` makes of scales of this `shape` to the row-major
+    index of the scale at that place. `swizzle` reorders scales for tensor cores.
 
-    Padding is in no range.
+    Padding is not in the map.
     """
     numbers = np.arange(math.prod(shape)).reshape(shape)
     return _make_runs(_swizzle_numbers(numbers))

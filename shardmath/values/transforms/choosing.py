@@ -42,9 +42,9 @@ class Paired(NamedTuple):
 
 
 def pair(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Paired:
-    """Choose transforms for tensors by `rules` (name pattern to transform), and group the layouts in `src` (before a
-    move) and in `dst` (after it). The returned Paired has, per tensor, one tuple before and one after the move: the
-    tensor's layout, then its companions' layouts, such as its scales'.
+    """Choose each tensor's transform by `rules` (name pattern to transform), and collect its layouts before a move
+    (`src`) and after it (`dst`). For each of the two, the Paired has one tuple per tensor: its layout, then the layouts
+    of companions (tensors stored with it, such as scales).
 
     Raises PlanError as `choose` does, for a companion that is missing, and for a tensor that only one side has.
     """
@@ -101,7 +101,8 @@ def _find_companions(
 
 
 def choose(rules: Mapping[str, Transform], names: Sequence[str]) -> dict[str, Transform]:
-    """Return a dict from each of `names` that matches a pattern of `rules` to the transform of the first such pattern.
+    """Return a dict from tensor name to transform: each of `names` has the transform of the first pattern in `rules`, a
+    glob or a kind of weight such as "column", that matches it. Names that match no pattern are left out.
 
     Raises PlanError for an unused pattern.
     """

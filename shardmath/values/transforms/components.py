@@ -192,12 +192,13 @@ class Companion:
 
 @runtime_checkable
 class HasConditions(Protocol):
-    """The protocol of transforms that cannot compute if ranks divide certain data, such as all numbers that share a
-    scale. Their method `check_layout` rejects layouts that divide such data, at the source or at the destination."""
+    """The protocol of transforms that cannot run under every layout, such as quantization if one scale depends on
+    numbers of several ranks. Their method `check_layout` raises PlanError for such a layout, at the source or the
+    destination."""
 
     def check_layout(self, layout: Layout, end: End, name: str) -> None:
-        """Raise PlanError if ranks cannot compute the transform at `end` ("source" or "destination") when each has only
-        its own part, under `layout`, of the tensor `name`."""
+        """Raise PlanError if a rank would need other ranks' elements of the tensor `name` to compute the transform at
+        `end` ("source" or "destination"). `layout` is the tensor's layout there."""
         ...
 
 
@@ -210,8 +211,8 @@ def list_companions(transform: object, end: End) -> tuple[Companion, ...]:
 
 
 def read_end(given: object, what: str) -> End:
-    """Check and return `given`, which a user passed to a transform as `at`, the end that computes: "source" or
-    "destination". Raises PlanError, which names the transform `what`, for other values."""
+    """Return `given`, the value of a transform's argument `at`: the end of the move at which it computes, "source" or
+    "destination". Raises PlanError for other values; `what` is the transform's name in the message."""
     if known(given, ("source", "destination")) is None:
         raise PlanError(f"{what} has at={shown(given)}; give 'source' or 'destination'")
     return given  # type: ignore[return-value]
@@ -238,8 +239,8 @@ class Transform(Protocol):
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
         """Compute from `array`, a part of the source's tensor, the arrays to send in its place, such as quantized data
-        and their scales. The part divides no elements that are computed together; `src` and `dst` are the tensor's
-        shape and dtype before and after the move.
+        and scales. The part has all or none of the elements that are computed together; `src` and `dst` are the
+        tensor's shape and dtype before and after the move.
 
         The result has an array for each item that `components` returns, in that order.
         """

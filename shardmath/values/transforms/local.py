@@ -45,7 +45,8 @@ class WireJob(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The local name of the tensor itself, not of a companion: the first name in `held`."""
+        """The key of the tensor's local array in the rank's dict of arrays: the first name in `held`, which lists
+        companions, such as scales, after the tensor."""
         return self.held[0][0]
 
     @property

@@ -51,7 +51,8 @@ class Cast:
             raise PlanError(f"Cast({self.dtype!r}) has lossy={self.lossy!r}; give True or False")
 
     def path(self, src: Form, dst: Form) -> tuple[str, str, str]:
-        """Return the dtypes that each number has one after the other: the source's, `dtype`, the destination's."""
+        """Return the three dtypes through which each number is cast, in order: the source's dtype, this Cast's `dtype`,
+        and the destination's dtype."""
         return src.dtype, self.dtype, dst.dtype
 
     def components(self, src: Form, dst: Form) -> tuple[Component, ...]:

@@ -108,8 +108,9 @@ class Transformed:
         return [name for name in held if name not in companions]
 
     def find_held(self, wires: Container[str]) -> list[str]:
-        """Return the names of the source's tensors that are sent under a name in `wires`. A transformed tensor counts
-        if `wires` has the first of the tensors sent in its place; companions, such as scales, are left out."""
+        """Return the names of the source's tensors that are sent under a name in `wires`; companions, such as scales,
+        are left out. If several tensors are sent for one source tensor, such as data and scales, only the name of the
+        first must be in `wires`."""
         names = []
         for name in self._list_tensors(self.held_src, 0):
             wired = self.wired.get(name)
@@ -172,9 +173,9 @@ class Transformed:
 
 
 def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transformed:
-    """Find which tensors to send so that the transforms in `rules`, by name pattern, can convert tensors with the
-    layouts `src` into tensors with the layouts `dst`. The returned Transformed has these layouts and the layouts of the
-    tensors to send.
+    """Find which tensors to send to convert tensors with layouts `src` into tensors with layouts `dst`; `rules` maps
+    patterns of tensor names to the transforms that convert them. The returned Transformed has `src`, `dst` and the
+    layouts of the tensors to send.
 
     Sides are two layouts, or two mappings from name to a layout or a tuple of them, as `plan` takes them. Dtypes may
     differ between them, and so may shapes and companions if a transform says so. Plan the wire tensors with

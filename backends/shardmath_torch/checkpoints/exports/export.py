@@ -97,9 +97,9 @@ def export(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Write the model `source` to the folder `path` as safetensors files, which transformers and inference engines can
-    load. Pass `layouts` if `source` is a dict of local tensors; `mesh` has the ranks on which plain (not sharded)
-    tensors are equal. `tied` maps further names of a tensor, which share its stored copy, to its name.
+    """Write the model `source` to the folder `path` as safetensors files; pass `layouts` if it is a dict of local
+    tensors. `tied` maps a tied tensor's additional names to the name under which it is stored; `mesh` tells which ranks
+    have equal copies of plain (not sharded) tensors.
 
     `source` is a module (its parameters and persistent buffers under its own names; for transformers' models, named and
     split as by `save_pretrained`); or this rank's local tensors with the `layouts` of all ranks, as `save` takes them;

@@ -43,8 +43,8 @@ TIED = "names to names of tensors"
 
 class ExportSource(NamedTuple):
     """Tensors to export, by name: this rank's local tensors, and all ranks' layouts. `tied` maps further names of a
-    tensor to the name under which it is stored. `shapes` has the shape in the file of each tensor that is a slice of a
-    module's tensor; other tensors are not in it."""
+    tensor to the name under which it is stored; `shapes` overrides the layout's shape for tensors that are stored as
+    slices of a module's tensor."""
 
     tensors: Mapping[str, Tensor]
     layouts: Mapping[str, Windows]
@@ -112,9 +112,9 @@ def describe_source(
     source: nn.Module | Mapping[str, Tensor],
     layouts: Mapping[str, LayoutOrWindows | None] | None,
 ) -> dict[str, str]:
-    """Return texts about `source` that must be equal on all ranks, as a dict. The text at the key "the source" is its
-    kind, such as "a module". If `source` is a dict, each of its sharded tensors has a text, too, at the key
-    `repr(name)`."""
+    """Return texts that must be equal on all ranks, as a dict: under the key "the source", the kind of `source`, such
+    as "a module". If `source` is a dict, the key `repr(name)` of each sharded tensor has its global shape, and for a
+    DTensor also its dtype, placements and mesh axes."""
     if isinstance(source, nn.Module):
         return {"the source": "a module"}
     claims = {"the source": "tensors" if layouts is None else "tensors with layouts"}
@@ -142,9 +142,9 @@ def lay_out(
     mesh: Mesh | None,
     group: Group | None,
 ) -> ExportSource:
-    """Return this rank's tensors of `source`, and their layouts on all ranks, as an ExportSource. The call is
-    collective if `source` is a module or `layouts` is None; `mesh` has the ranks on which plain (not sharded) tensors
-    are equal."""
+    """Return this rank's tensors of `source`, and their layouts on all ranks, as an ExportSource; collective if
+    `source` is a module or `layouts` is None. With `mesh`, the caller tells which ranks have equal copies of plain (not
+    sharded) tensors."""
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:

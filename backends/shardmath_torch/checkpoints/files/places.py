@@ -184,7 +184,7 @@ Place: TypeAlias = Path | Remote
 
 def place(path: str | os.PathLike[str] | Remote) -> Place:
     """Return `path` as a Path, or as a Remote if it is the URL of a service, such as "s3://...". Raises CheckpointError
-    for values that are not text, for an empty path, and for a URL that no installed fsspec file system can open."""
+    for a value of another type, for an empty path, and for a URL that no installed fsspec file system can open."""
     if isinstance(path, Remote):
         return path
     text: object = os.fspath(path) if isinstance(path, str | os.PathLike) else path
@@ -261,8 +261,8 @@ def _place_of_url(url: str, scheme: str) -> Place:
 
 
 def opened(file: Place, buffering: int = -1) -> BinaryIO:
-    """Open `file` to read its bytes, and return the stream. Raises OSError at once, without a wait for a
-    pipe's writer, if a local file is a pipe, device or folder."""
+    """Open `file` to read its bytes, and return the stream. Raises OSError if a local file is a pipe, device or folder;
+    for a pipe, this does not wait for a writer."""
     if isinstance(file, Remote):
         return file.open("rb")
     # With an opener, a handle is closed once, whenever Ctrl-C comes.

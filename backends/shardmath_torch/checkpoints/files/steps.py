@@ -73,10 +73,9 @@ def on_all(
     claim: Callable[[_T], Claim] | None = None,
     fix: str | Callable[[str], str] = SAME,
 ) -> _T:
-    """Call `act` on every rank of `group`, and return this rank's result. Every rank raises CheckpointError, which
-    names the `step`, if `act` fails on any rank, or if `claim(result)` (a text, or a dict of texts) differs between
-    ranks. If results differ, `fix` ends the message: a text, or a function that makes one, given the difference in
-    words.
+    """Call `act` on every rank of `group`, and return this rank's result; if `act` fails on any rank, every rank raises
+    CheckpointError, which names the `step`. It is also raised if `claim(result)`, a text or a dict of texts, differs
+    between ranks; `fix`, advice for the user, then ends the message.
 
     `act` must not communicate. `fix`, or what it returns for what differs, ends the message about different claims. A
     rank that is interrupted in `act` raises the interrupt.
@@ -158,9 +157,9 @@ def _find_difference(here: Mapping[str, str], there: Mapping[str, str]) -> tuple
 
 
 def gather_all(step: str, mine: object, count: int, group: Group | None) -> list[Any]:
-    """Gather the objects `mine` of all ranks, and return them as a list in the order of `group`. Without a process
-    group, the list has `count` times this process's `mine`; otherwise `count` is not used. Raises CheckpointError if a
-    rank is lost, or calls this with another `step`, the operation's name."""
+    """Gather the object `mine` of every rank into a list in the order of `group`, of `count` ranks; without a process
+    group, the list has `mine` `count` times. Raises CheckpointError if a rank is lost, or calls this with another
+    `step`, the operation's name."""
     if is_alone():
         return [mine] * count
     try:
@@ -184,8 +183,9 @@ def step_lost(step: str, error: ExchangeError) -> CheckpointError:
 
 
 def step_failed(step: str, failures: Mapping[int, str], group: Group | None) -> CheckpointError:
-    """Return the CheckpointError for a `step` that failed on some ranks; `failures` maps a failed rank's number in
-    `group` to its message. The error shows the message of the lowest such number, and that rank's global rank."""
+    """Return the CheckpointError for a `step` that failed on some ranks; `failures` maps the number of each failed rank
+    in `group` to its message. The error has the message and the global rank of only the first of these ranks in
+    `group`, and counts the others."""
     first = min(failures)
     rank = first if group is None else dist.get_global_rank(group, first)
     others = ""
