@@ -135,9 +135,11 @@ def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredB
 def as_blobs(
     path: Place, found: Any, tensors: Mapping[str, StoredTensor]
 ) -> dict[str, dict[int, str]]:
-    """Return `found`, the dict in which a checkpoint lists saved bytes, with ranks as ints: it maps a name to a dict
-    from each rank to the bytes' key in `tensors`. Raises CheckpointError, which names the checkpoint's `path`, if
-    `tensors` lacks such a key, or if a name has no rank."""
+    """Return the dict that maps each name saved as bytes to a dict from rank to the key of that rank's bytes in
+    `tensors`. It is `found`, parsed from the checkpoint at `path`, with ranks converted to ints.
+
+    Raises CheckpointError if `tensors` lacks such a key, or if a name has no rank.
+    """
     blobs: dict[str, dict[int, str]] = {}
     missing: list[str] = []
     for name, by_rank in found.items():
@@ -184,8 +186,8 @@ def _as_rank(rank: object) -> int:
 
 
 def file_in(folder: Place, name: object) -> Place:
-    """Return the path of the data file `name` in `folder`, at any depth. Raises CheckpointError if `name` leads out of
-    the folder."""
+    """Return the path of the data file in `folder` whose relative path is `name`; it can be in a subfolder. Raises
+    CheckpointError if `name` is not a path inside the folder."""
     if not isinstance(name, str) or not name or "\0" in name or _leads_out(Path(name)):
         what = f"{folder} is damaged: its metadata names a data file {shown(name)}"
         raise CheckpointError(f"{what} that is not in this folder; fetch it again")

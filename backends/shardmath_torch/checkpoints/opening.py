@@ -219,9 +219,12 @@ class _Files:
         self._places: dict[object, Place] = {}
 
     def find(self, name: str, info: Any) -> Place:
-        """Return the path of the file that holds a stored part (box) of tensor `name`, as torch's storage record `info`
-        says. Raises CheckpointError if the path leads out of the folder, or if the data were saved through torch's
-        stream extensions, such as compression."""
+        """Return the path of the file that holds a part of tensor `name`. `info`, from torch's metadata, has the file's
+        path relative to the checkpoint's folder.
+
+        Raises CheckpointError if the path leads out of the folder, or if the data were saved through torch's stream
+        extensions, such as compression.
+        """
         if getattr(info, "transform_descriptors", None):
             through = shown(info.transform_descriptors)
             what = f"tensor {shown(name)} was saved through torch's extensions {through}"

@@ -132,9 +132,10 @@ class Reader(storage.StorageReader):
         return pack_marks(self._marks_to_check) if self._chunks.total else None
 
     def divide_checks(self, packed: Sequence[bytes], rank: int) -> None:
-        """Choose a share of the chunks (ranges of bytes with a checksum) that this rank reads, for it to check; other
-        ranks check the rest. `packed` has each rank's `touched` (flags of the chunks that it reads), and `rank` is this
-        rank's index in the list.
+        """Record for which chunks (ranges of bytes) this rank verifies checksums: a share of the chunks that it reads.
+        `packed` has each rank's flags of the chunks that the rank reads, and `rank` is this rank's index in `packed`.
+
+        Other ranks check the rest.
 
         From an object store each rank checks all that it fetches: to fetch takes longer than to hash.
         """

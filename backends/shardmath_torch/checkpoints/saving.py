@@ -67,9 +67,9 @@ _StoredNames: TypeAlias = dict[str, dict[int, str]]
 
 
 def check_apart(keys: Mapping[str, Iterable[str]], fix: str) -> None:
-    """Raise CheckpointError if two tensors have a local tensor of the same name; `keys` maps each tensor's name to its
-    local tensors' names. For example, a tensor `w` with several layouts has local tensors `w[0]`, `w[1]`, ..., which
-    another tensor might be named, too. `fix` is advice in the message."""
+    """Raise CheckpointError if two tensors have a local tensor of the same name, such as "w[0]" for both a tensor "w"
+    with several layouts and a tensor "w[0]". `keys` maps each tensor's name to its local tensors' names; `fix` is the
+    error's advice."""
     first: dict[str, str] = {}
     for name, local_keys in keys.items():
         for key in local_keys:
@@ -114,8 +114,8 @@ class SavePlanner(theirs.SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Keep `state_dict`, this rank's values to be written, by name: local tensors, and bytes for names without a
-        layout."""
+        """Keep `state_dict`, the values by name that this rank can write: a local tensor for each name with a layout,
+        and bytes for each other name."""
         self._state_dict = state_dict
 
     def create_local_plan(self) -> SavePlan:
@@ -193,8 +193,8 @@ class SavePlanner(theirs.SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Keep the bytes that this rank writes under `new_plan`, so that `resolve_data` can return them; return the
-        plan unchanged. They are this rank's values for names without a layout."""
+        """Keep the values to be saved as plain bytes, rather than as tensors with a layout, that this rank writes under
+        `new_plan`. `resolve_data` returns them later; the plan is returned unchanged."""
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan
@@ -358,9 +358,12 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
 
 
 def check_paths(paths: Paths, names: Container[str]) -> None:
-    """Raise CheckpointError unless `paths` maps names in `names` to tuples of dict keys (str) and list indices (int)
-    that spell the name, as ("a", 0) spells "a.0". Also raise it if one path begins with another, or if two paths need a
-    dict and a list in the same place."""
+    """Check `paths`, which maps some of `names` to their keys in a nested state dict, such as "a.0" to ("a", 0). Raises
+    CheckpointError if a path does not match its name, or if two paths cannot be in one nested dict.
+
+    Keys are str for a dict and int for a list. Two paths contradict each other if one begins with the other, or if they
+    need a dict and a list in the same place.
+    """
     given = mapping(paths, "paths is ", "names to tuples of keys", CheckpointError)
     for name, path in given.items():
         _check_path(name, path, names)

@@ -130,8 +130,8 @@ class Checkpoint:
         raise CheckpointError(f"{what}; it has {has}: {fix}")
 
     def find_blob(self, name: str, rank: int) -> str:
-        """Return the name under which the checkpoint stores the bytes that `rank` saved as `name`, or if it saved none,
-        the bytes that the lowest rank saved. If ranks did not save `name` separately, the result is `name` itself."""
+        """Return the checkpoint's name for the bytes that `rank` saved as `name`, or for the bytes of the lowest rank
+        that saved some if `rank` saved none. Returns `name` itself if ranks did not save it separately."""
         by_rank = self.blobs.get(name)
         if not by_rank:
             return name
@@ -160,9 +160,11 @@ class Checkpoint:
     def check_archives(
         self, names: Iterable[str], share: tuple[int, int]
     ) -> dict[StoredBox, Strided]:
-        """Check the dtype and shape in torch.save archives of the tensors `names` against the checkpoint's metadata,
-        and return a dict from each archive (a stored part of a tensor) to the offset, shape and strides of its elements
-        in the file. Only archives i, i + n, i + 2n ... of `share` (i, n) are checked.
+        """Check that the stored parts of tensors `names` that are torch.save archives agree with the metadata, and
+        return the offset, shape and strides of each part's elements in its file. With `share` (i, n), only parts i, i +
+        n, i + 2n, ... are checked.
+
+        Raises CheckpointError if an archive has another dtype or shape than the metadata says.
 
         Raises CheckpointError if an archive holds another tensor than the metadata says.
         """

@@ -97,9 +97,8 @@ def _unpack_marks(packed: Iterable[bytes], total: int) -> Iterator[NDArray[np.ui
 
 
 def take_share(packed: Sequence[bytes], rank: int, total: int) -> Marks:
-    """Return a flag for each chunk (range of bytes) of a file: whether `rank` is the rank selected to verify the
-    chunk's checksum. `packed` has each rank's flags, from `pack_marks`, for which of the `total` chunks that rank
-    reads.
+    """Return one flag for each of `total` chunks (ranges of bytes with a checksum): whether `rank` has to verify the
+    chunk. `packed` has each rank's flags, made by `pack_marks`: which chunks the rank reads.
 
     Raises CheckpointError for marks of another number of chunks.
 

@@ -53,8 +53,8 @@ def _find_package(package: str) -> Path | None:
 
 
 def read_arrived(folder: Path, layouts: Mapping[str, Layout]) -> dict[str, torch.Tensor]:
-    """Return the whole tensors, by name, assembled by `layouts` from the files that the destination ranks wrote to
-    `folder`."""
+    """Return the whole tensors by name, assembled from the files that the ranks of the demo's destination wrote to
+    `folder` after its move. `layouts` has the tensors' layouts on these ranks."""
     ranks = sorted({rank for layout in layouts.values() for rank in layout.mesh.ranks})
     shards = {rank: load_file(shard_file(folder, rank)) for rank in ranks}
     tensors = {}

@@ -32,9 +32,11 @@ Holders: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Lower bounds on the bytes that each rank receives and sends in a move in which no rank forwards bytes for others.
-    At least one rank in `forced_by` sends `busiest` bytes or more, since only these ranks hold certain bytes that
-    others need."""
+    """Lower bounds on the bytes that each rank receives (`received`) and sends (`sent`) in a move in which no rank
+    forwards bytes for others. At least one of the ranks `forced_by` has to send `busiest` bytes or more.
+
+    Only the ranks `forced_by` hold certain bytes that others need.
+    """
 
     received: dict[int, int]
     sent: dict[int, int]

@@ -175,8 +175,8 @@ def my_rank() -> int:
 
 
 def group_of_mesh(mesh: DeviceMesh) -> Group | None:
-    """Return the process group of all ranks of `mesh`; None if torch cannot make one. If the group does not exist yet,
-    it is made, for which all ranks of the default group must make this call.
+    """Return the process group of all ranks of `mesh`, or None if torch cannot make one. A group that does not exist
+    yet is made collectively: all ranks of the default group have to make this call.
 
     A mesh of one axis has a group. For a part of a mesh of all ranks, its flattened axes give one:
     all ranks make the groups of all such parts together.

@@ -41,9 +41,12 @@ ALIGNMENT = 64
 
 
 class Written(NamedTuple):
-    """A tensor's place in a safetensors file: the offset and length of its torch.save archive, the offset of the
-    tensor's bytes, which lie inside the archive, and the checksums of these bytes. Both offsets count from the start of
-    the file; `sums` joins one hexadecimal checksum per chunk."""
+    """A tensor's place in a safetensors file: the offset (`archive`) and `length` of the torch.save archive that
+    contains the tensor, and the offset of its bytes (`start`). `sums` joins hexadecimal checksums, one for every 4 MiB
+    of the tensor.
+
+    Both offsets count from the start of the file.
+    """
 
     archive: int
     length: int
@@ -63,9 +66,8 @@ Named: TypeAlias = Mapping[str, tuple[tuple[int, ...] | None, Tensor]]
 
 
 def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
-    """Write `tensors` to a safetensors `file`, and return a dict from each name to the tensor's place (a Written).
-    Around each tensor's bytes, the file has an archive that torch.load can read; `tally` counts bytes as they are
-    written, for progress reports.
+    """Write `tensors` to a safetensors `file`, the bytes of each inside an archive that torch.load can read, and return
+    each tensor's place by name. `tally` counts the bytes as they are written, for progress reports.
 
     The tensors are contiguous, on the CPU, and fill their storages.
     """

@@ -129,8 +129,8 @@ def _create(file: Path) -> BinaryIO:
 
 
 def check_tied(tied: Iterable[str]) -> None:
-    """Raise CheckpointError if one of `tied`, further names of tensors, is a reserved key, such as "format", of the
-    metadata in a safetensors header. The names are written there as keys."""
+    """Raise CheckpointError if a name in `tied` equals a reserved metadata key of the safetensors header, such as
+    "format". `tied` has additional names of saved tensors, which the header stores as metadata keys."""
     for name in tied:
         if name in TAKEN:
             what = (

@@ -95,13 +95,13 @@ def _check_fit(weights: Weights, name: str, layout: Layout) -> None:
 def load(
     weights: Weights, layouts: Mapping[str, Layout], rank: int, *, progress: Progress | None = None
 ) -> dict[str, torch.Tensor]:
-    """Read the local tensors of `rank` from the safetensors `weights`, divided as `layouts` say, and return them by
-    name, on the CPU.
+    """Read the local tensors that `rank` has by `layouts` from the safetensors checkpoint `weights`, and return them by
+    name, on the CPU. `progress` is called with the bytes done so far and the total.
 
     They have the shape `layout.local_shape(rank)`; positions without an element are zero.
 
-    Raises WeightsError if the checkpoint lacks a name or has it with another shape or dtype. `progress` is called with
-    the bytes of local tensors that are done, and of all of them.
+    Raises WeightsError if the checkpoint lacks a name or has it with another shape or dtype. The bytes given to
+    `progress` are bytes of local tensors.
     """
     out = {}
     tally = _begin_tally(layouts, rank, progress)
@@ -144,9 +144,10 @@ def check(
     *,
     progress: Progress | None = None,
 ) -> int:
-    """Compare `tensors`, the local tensors of `rank` by name, byte by byte with `weights`, divided as `layouts` say;
-    return the number of bytes compared. Raises WeightsError, with the tensor, the rank and the global index, at the
-    first difference.
+    """Compare each local tensor of `rank` in `tensors` with the part of the checkpoint `weights` that the tensor's
+    layout gives to `rank`, and return the number of bytes compared. Raises WeightsError at the first difference.
+
+    The error has the tensor, the rank and the global index.
 
     `progress` is as in `load`.
     """

@@ -56,8 +56,8 @@ Origin: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """An index entry for an optimizer's state tensor that has the shape and layout of its parameter, and this
-    `dtype`."""
+    """An index entry for an optimizer's state tensor that has the shape and layout of its parameter. Its own `dtype`
+    can differ from the parameter's."""
 
     dtype: str
     origin: Origin = ()

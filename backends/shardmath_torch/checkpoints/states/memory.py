@@ -163,8 +163,8 @@ def spots_of(tensors: Iterable[Tensor]) -> list[MemorySpot]:
 
 
 def find_meetings(tensors: Iterable[Tensor]) -> Iterator[tuple[MemorySpot, MemorySpot]]:
-    """Yield the `MemorySpot`s (address range, shape, strides, dtype) of any two of `tensors` that share a byte, unless
-    the two spots are equal. A pair is yielded, too, if it takes too long to decide whether they share one."""
+    """Yield each pair of different `MemorySpot`s (address range, shape, strides, dtype) of `tensors` that overlap in
+    memory. A pair is also yielded if it takes too long to decide whether the two overlap."""
     # By spot, so that a tensor that thousands of parameters share is compared once.
     by_spot: dict[MemorySpot, Tensor] = {}
     for tensor in tensors:
@@ -186,6 +186,9 @@ def _reaches(spot: MemorySpot, later: MemorySpot) -> bool:
 
 
 def find_crowded(tensors: Iterable[Tensor]) -> set[MemorySpot]:
-    """Return the `MemorySpot`s (address range, shape, strides, dtype) of all `tensors` that share a byte with another
-    of them, unless the two spots are equal. For example, two different views of the same bytes are both included."""
+    """Return the `MemorySpot`s (address range, shape, strides, dtype) of `tensors` that overlap a different spot of
+    another of these tensors. Tensors with equal spots do not count as overlapping.
+
+    For example, two different views of the same bytes are both included.
+    """
     return {spot for pair in find_meetings(tensors) for spot in pair}

@@ -229,9 +229,9 @@ def model_of(
     group: Group | None = None,
     ask: Ask | None = None,
 ) -> Model:
-    """Return the parameters and buffers listed in `described`, each as this rank's part with its layout. Plain tensors
-    count as replicated on `mesh`, by default the DTensors' mesh or the ranks of `group`; the function `ask` returns how
-    ranks divide sharded tensors.
+    """Return the parameters and buffers in `described`, each as this rank's part with its layout; plain tensors count
+    as replicated on `mesh`. The function `ask` takes sharded tensors by name, and returns each rank's part of each
+    tensor.
 
     `ask` takes tensors by name, and returns local shapes of DTensors, index ranges of CheckpointableTensors. The
     default of `mesh` is the DTensors' largest mesh, or the ranks of `group`. Without `ask` the call is collective if
@@ -291,8 +291,8 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
 
 
 def ask_group(tensors: Mapping[str, Tensor], group: Group | None) -> Ask | None:
-    """Gather from all ranks which part of each of `tensors` they hold, and return a function that looks up the gathered
-    parts. Returns None if there is nothing to gather, or no process group.
+    """Gather from all ranks which part of each of `tensors` they hold. Returns a function that takes tensors by name
+    and returns each rank's part of each tensor, or None if there is nothing to gather.
 
     Given tensors by name, the function returns name -> rank -> part: a DTensor's local shape, or the index ranges of a
     checkpointable tensor. There is nothing to gather if `tensors` has neither. All ranks must have such tensors under

@@ -347,9 +347,12 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
-    """Raise CheckpointError if nothing tells how ranks divide `entry`, an optimizer state item of a sharded `parameter`
-    (a DTensor or torch CheckpointableTensor). The error names the parameter by `name` and the item by `key`, such as
-    "exp_avg"."""
+    """Raise CheckpointError if `entry`, an optimizer state item of a sharded `parameter`, has a tensor that is neither
+    a scalar nor placed like the parameter. The error names the parameter by `name` and the item by `key`, such as
+    "exp_avg".
+
+    How ranks divide such a tensor is not known. A sharded parameter is a DTensor or torch CheckpointableTensor.
+    """
     match entry:
         case Own(shape=shape):
             is_known = not shape

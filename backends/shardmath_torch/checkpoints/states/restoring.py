@@ -91,9 +91,12 @@ class Free(NamedTuple):
 
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
-    """Return the memory that loaded optimizer values are allowed to overwrite: state tensors, and tensors in options
-    such as learning rates, that share no memory with other tensors. `goals` are the parameter groups to restore; a
-    tensor that several options share is allowed, too."""
+    """Return the memory of optimizer state tensors, and of tensors in options such as learning rates, that loaded
+    values can overwrite. Memory that another tensor of `model` or `goals` (the parameter groups to restore) uses is
+    left out.
+
+    A tensor that several options share is allowed.
+    """
     states = _list_states(goals)
     options = _list_options(goals)
     slots = [slot.local for slot in model.slots.values()]

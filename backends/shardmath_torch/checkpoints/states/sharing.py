@@ -42,9 +42,9 @@ _Found: TypeAlias = dict[MemorySpot | None, tuple[str, Tensor]]
 
 
 def mark_shared(entries: dict[str, Entries], states: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Mark optimizer state items whose values are one object: set `origin` in each item's description to the first such
-    item in `states`. Both arguments map parameter name -> key of the item -> its description (in `entries`) or its
-    value (in `states`)."""
+    """Mark optimizer state items whose values in `states` are the same object: set `origin` of their descriptions in
+    `entries` to a tuple that names the first such item. Both arguments map parameter name -> key of the item -> value
+    or description."""
     for (name, key), origin in find_origins(states).items():
         marked = replace(entries[name][key], origin=origin)
         entries[name] = {**entries[name], key: marked}

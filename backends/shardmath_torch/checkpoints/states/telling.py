@@ -68,7 +68,8 @@ def tell_names(model: Model, optimizer: Optimizers, group: ProcessGroup | None) 
 
 def tell_among_meshes(model: Model, optimizer: Optimizers, tensors: Iterable[Tensor]) -> Elsewhere:
     """Gather and return reports on optimizer state as `tell_state` does, but among the ranks on the meshes of `model`.
-    Their process group is found from the module's `tensors`.
+    Unless these are all ranks, their process group is taken from a DTensor in `tensors`, whose one-dimensional mesh has
+    just these ranks.
 
     Raises CheckpointError if these ranks have no group, and on a rank that is on no mesh.
     """

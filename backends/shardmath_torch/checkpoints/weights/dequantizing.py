@@ -29,9 +29,9 @@ __all__ = ["dequantize"]
 
 
 def dequantize(one: QuantizedRead, data: Tensor, scales: Tensor, rank: int) -> Tensor:
-    """Return the local tensor that `rank` has of a quantized tensor, dequantized to the module's dtype. `one` describes
-    the tensor, `data` is its part stored for this rank, and `scales` has one factor for each block (tile of elements)
-    that `data` overlaps."""
+    """Return the local tensor of `rank` for the quantized tensor that `one` describes, dequantized to the module's
+    dtype. `data` has the same elements, still quantized, and `scales` has a factor for each block (tile of elements)
+    that they overlap."""
     out = make_zeros(one.layout, rank)
     factors = _convert_scales(scales, one.format.parts[1].dtype)
     shape = one.layout.shape

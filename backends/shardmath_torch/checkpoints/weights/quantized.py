@@ -72,8 +72,8 @@ def check_format(format: object) -> None:
 
 
 def find_scales(checkpoint: Checkpoint, stored: str) -> str | None:
-    """Return the stored name of the scales of the tensor `stored`; None if it has none, or is not of dtype int8, uint8,
-    FP8 or FP4."""
+    """Return the name under which `checkpoint` has the scales of a quantized tensor, whose data it has under the name
+    `stored`. Returns None if it has no such scales, or if the data's dtype is not int8, uint8, FP8 or FP4."""
     dtype = checkpoint[stored].dtype
     # int8 is not in a format; its scales are found so that it is not loaded without them.
     if dtype != "int8" and not has_same_bytes("uint8", dtype):
@@ -93,9 +93,11 @@ def say_scaled(checkpoint: Checkpoint, name: str, layout: Layout, stored: str, s
 def pair(
     checkpoint: Checkpoint, name: str, layout: Layout, stored: str, scales: str, format: Format
 ) -> QuantizedRead:
-    """Return how to read the tensor `name`, of `layout` in the module, that is stored quantized as `stored` with
-    `scales`: the layouts of its data and of its scales (`QuantizedRead`). Raises CheckpointError if they do not fit
-    `format`."""
+    """Return a description of how to read a quantized tensor, which has `name` and `layout` in the module. `stored` and
+    `scales` are the names under which `checkpoint` has its quantized data and its scales.
+
+    Raises CheckpointError if data and scales do not fit `format`.
+    """
     data_part, scale_part = format.parts
     data = checkpoint[stored]
     found = checkpoint[scales]

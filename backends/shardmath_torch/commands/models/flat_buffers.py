@@ -172,11 +172,14 @@ def state_views(
     axis: buffers.Axis = None,
     shape: Literal["flat", "nd"] = "flat",
 ) -> dict[str, Tensor]:
-    """Return a dict from parameter name to a view of `array`, the flat tensor with `rank`'s part of an optimizer state
-    buffer, divided along `axis` of `mesh`. With `shape` "nd" a view has as many dimensions as the parameter; several
-    views of one parameter have the keys `name[0]`, `name[1]` ...
+    """Return views of `array` by parameter name; `array` is flat and has the part of an optimizer state buffer that
+    `rank` holds. The buffer is divided along `axis` of `mesh`; with `shape` "nd", a view has as many dimensions as its
+    parameter.
 
-    They have the layouts that `buffers.state_layouts` gives, and the array's dtype. A rank outside the mesh has none.
+    Several views of one parameter have the keys `name[0]`, `name[1]` ...
+
+    The views have the layouts that `buffers.state_layouts` gives, and the array's dtype. A rank outside the mesh has
+    none.
 
     Raises StoreError for an array that is not flat, or not as long as the rank's share of the
     buffer, and ParamLayoutError as `state_layouts` does.
@@ -201,12 +204,13 @@ def state_views(
 def views(
     store: Store, layouts: Held, rank: int, arrays: Tensor | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a dict of the local tensors of `rank` by name, as detached views into flat arrays (1-d tensors). `store`
-    finds the array and the offset of each tensor; `arrays` maps array names to arrays, or is the only array.
+    """Return the local tensors of `rank` by name, as detached views into `arrays`: flat tensors by name, or the only
+    one. `layouts` has the tensors' layouts by name, and `store` tells in which array and at which offset each local
+    tensor begins.
 
-    `layouts` has the tensors' layouts by name. A tensor with several layouts has a view `name[i]` for each layout i. A
-    single array is `buffers.SHARD`. Tensors that the rank has no part of are left out. Raises StoreError for an array
-    that is missing, too short, not flat, or of another dtype.
+    A tensor with several layouts has a view `name[i]` for each layout i. A single array is `buffers.SHARD`. Tensors
+    that the rank has no part of are left out. Raises StoreError for an array that is missing, too short, not flat, or
+    of another dtype.
     """
     named = {buffers.SHARD: arrays} if isinstance(arrays, Tensor) else arrays
     found = {}

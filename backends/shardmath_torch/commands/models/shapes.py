@@ -64,8 +64,8 @@ Entry: TypeAlias = tuple[tuple[int, ...], str]
 
 
 class Unstack(NamedTuple):
-    """A rule to replace the suffix `stacked` of a tensor's name by each of `parts`. Parts with {e}, such as "{e}.gate"
-    and "{e}.up", are slices of the tensor: index e of dimension 0, and one of the equal parts of dimension 1.
+    """A rule to rename or split a tensor whose name ends with `stacked`; `parts` are the suffixes for the new names. A
+    suffix with {e}, such as "{e}.gate", stands for one slice of the tensor for each expert e.
 
     Parts without {e} are other names for the unchanged tensor.
 
@@ -122,8 +122,8 @@ def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[s
 def parameters(
     model: PretrainedConfig | str, *, dtype: str | None = None, shared: Collection[str] = ()
 ) -> tuple[Param, ...]:
-    """Return the trained parameters among the tensors of `shapes` as Params (name, shape, dtype and more) for laying
-    out flat buffers, in the model's order; those named in `shared` count as shared embeddings.
+    """Return the trainable parameters of `model` as Params (name, shape, dtype and more) for laying out flat buffers,
+    in the model's order. Parameters named in `shared` get `shared_embedding=True`.
 
     Experts have `.experts.` in their names; embeddings and output layers are not managed by LayerWise optimizers;
     `model` and `dtype` are as in `shapes`. Raises ShardError as `shapes` does, and for a name in `shared` that is not a

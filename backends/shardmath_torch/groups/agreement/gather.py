@@ -178,8 +178,8 @@ def mark_told(error: BaseException, group: Group | None) -> None:
 
 @contextmanager
 def in_step(group: Group | None) -> Iterator[None]:
-    """Mark the `with` block as this rank's local work in a collective call, while the other ranks wait. If this thread
-    begins an operation on the group in the block, or a second such block, ExchangeError is raised."""
+    """Mark the `with` block as this rank's local part of a collective call on `group`, while the other ranks wait. In
+    the block, ExchangeError is raised if this thread begins an operation on the group, or enters another such block."""
     if compat.is_alone():
         yield
         return
@@ -194,8 +194,7 @@ def _is_relied_on(party: Party, votes_before: int) -> bool:
 
 def word_lost(error: Exception, group: Group | None, what: str) -> ExchangeError:
     """Return the error to raise after a torch collective failed with `error`, and mark the group as broken if this
-    library has a transport for it. In the error's text, `what` follows "did not" or "were to", as in "ranks were to
-    save"."""
+    library has connections for it. `what` is a verb for the failed action, such as "save" in "ranks were to save"."""
     party = party_of(compat.group_of(group))
     if party is None:
         lost = f"a rank is gone, or did not {what}: {message_of(error)}"

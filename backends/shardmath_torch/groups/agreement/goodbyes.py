@@ -118,9 +118,11 @@ class Goodbyes:
         self._beside(lambda: self._read(self._open())).join(limit)
 
     def find(self, key: str, number: int, blamed: int | None = None) -> str:
-        """Return a text that names the other ranks that left the group, or closed the mover `key`, before vote `number`
-        (an agreement of all ranks); "" if there are none. For `blamed`, a rank whose connection ended, closing any
-        mover since the previous vote is enough.
+        """Return a text that names the other ranks that left the group, or closed the mover `key`, before the group's
+        vote `number`; "" if there are none. A rank given as `blamed` is also named if it closed another mover since the
+        previous vote.
+
+        A vote is an agreement of all ranks; the connection of the rank `blamed` has ended.
 
         The text has the lowest rank's reason.
         """
@@ -138,8 +140,8 @@ class Goodbyes:
         return f"{show_ranks(sorted(reasons))} left: {reasons[first]}"
 
     def listen(self, act: Callable[[], bool]) -> None:
-        """Start a thread that calls `act` and reads new notices, again and again, until `act` returns False or `end` is
-        called."""
+        """Start a thread that calls `act` and reads new notices of ranks that leave, repeatedly, until `act` returns
+        False or `end` is called. `act` is the reaction to the notices; it returns False when no more are needed."""
 
         def loop() -> None:
             while act() and not self._end_bell.wait(LOOK_AGAIN_S):

@@ -50,9 +50,8 @@ _Way: TypeAlias = Literal["send", "receive"]
 
 
 def describe_crossing(given: object, tensor: str | None, rank: int | None) -> str:
-    """Return words for an error message: which tensor the failed rank `rank` had to send or receive by the plan
-    `given`. They name `tensor`; if it is None, they name the first tensor in the plan that `rank` exchanges with
-    others."""
+    """Return words for an error message, such as "tensor 'w' had to be sent by it", about the failed rank `rank` in a
+    move by the plan `given`. If `tensor` is None, they name the first tensor that `rank` exchanges with others."""
     if not isinstance(given, Plan | Transposed | Program):
         return "ranks were to agree"
     if tensor is None and rank is not None:

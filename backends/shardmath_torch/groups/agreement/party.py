@@ -49,8 +49,11 @@ Describe: TypeAlias = Callable[[PeerFailure, int | None], str]
 
 
 def is_time(timeout: object) -> TypeGuard[float]:
-    """Whether `timeout` is a time to wait: seconds above 0 and at most LONGEST_S. A number of numpy may be one: make it
-    a float, since timedelta and locks take no other, and sums with the clock would have numpy's precision."""
+    """Whether `timeout` is a time to wait: a Python or NumPy number of seconds above 0 and at most LONGEST_S. The
+    caller has to convert a NumPy number to a float before use.
+
+    Timedelta and locks take no NumPy number, and sums with the clock would have its precision.
+    """
     if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.integer | np.floating):
         return False
     # A float16 cannot be compared with LONGEST_S, nor an int of any size become a float.
@@ -157,9 +160,9 @@ class Party:
         what: str = "group",
         patience: float = 0.0,
     ) -> _T:
-        """Run `act`, an operation of all ranks, and return its result; other threads cannot use the group meanwhile.
-        `patience` limits the wait for them, in seconds. In errors, `what` is the word for the group, and `describe`
-        returns the text about the work that a failed rank stopped.
+        """Wait up to `patience` seconds until no other thread uses the group, then run `act`, a collective operation,
+        and return its result. Error messages call the group `what`, such as "mover", and say with `describe` which work
+        a failed rank stopped.
 
         `act` begins with a vote, unless ranks agreed on such an operation before.
 

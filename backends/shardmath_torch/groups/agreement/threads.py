@@ -100,7 +100,8 @@ def _nothing() -> None:
 
 
 class Errand:
-    """A background job in a thread that other threads wait for; `act` is its work, `call_off` ends it early."""
+    """A background job: a thread that runs the function `act`, and whose end other threads can wait for. The function
+    `call_off` makes the job end early."""
 
     def __init__(self, act: Callable[[], None], call_off: Callable[[], None] = _nothing) -> None:
         self.is_over = False

@@ -200,9 +200,9 @@ class Turns:
 
     @property
     def latest(self) -> tuple[str, int, bool]:
-        """The identity of the latest operation that the ranks agreed on, equal on all ranks: a random text that the
-        group has drawn, the operation's number, and whether the ranks voted on it (False if an earlier agreement
-        replaced the vote)."""
+        """The identity of the group's latest collective operation, equal on all ranks: a random text that identifies
+        the group, the operation's number, and whether ranks voted on it. They do not vote on an operation that they
+        agreed on earlier."""
         return self.nonce, self.votes, self.unasked is None
 
     @property
@@ -244,9 +244,9 @@ class Turns:
     def taken(
         self, patience: float, what: str = "group", let_go: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Reserve the group for an operation of all ranks during the `with` block, after waiting at most `patience`
-        seconds for other threads. If the group is found to be broken (unusable), `let_go` is called to close
-        connections, and ExchangeError is raised, with `what` as the word for the group.
+        """Reserve the group for a collective operation in the `with` block, waiting at most `patience` seconds for
+        other threads. Raises ExchangeError if the group is broken; `what` is the error's noun for the group, and
+        `let_go` closes connections first.
 
         Also raises ExchangeError if another thread's operation takes longer. Whether the group is broken may be unknown
         if an exception ended the operation before in the middle; only then is `let_go` called.
@@ -264,8 +264,8 @@ class Turns:
 
     @contextmanager
     def call(self, patience: float) -> Iterator[None]:
-        """Reserve the group for this thread during the `with` block, in which one call does several collective steps,
-        after waiting at most `patience` seconds for such calls of other threads. A thread can nest these blocks.
+        """Reserve the group during the `with` block for one call of this thread that has several collective steps.
+        Waits at most `patience` seconds while another thread has such a block; this thread can nest them.
 
         Raises ExchangeError if another thread's call takes longer.
         """
@@ -314,9 +314,9 @@ class Turns:
     def listen(
         self, store: Store, name: str, rank: int, ranks: Sequence[int], serves: bool
     ) -> None:
-        """Start to watch `store` for notices of ranks that leave the group, stored there under `name`; a second call
-        does nothing. With `serves`, the store's server runs in this process, so this rank, on leaving, waits until the
-        other `ranks` have read its notice."""
+        """Start to watch `store` for notices, stored under `name`, of ranks that leave the group; a second call does
+        nothing. `serves` says that the store's server runs in this process, so this rank leaves only when the other
+        `ranks` have read its notice."""
         if self.goodbyes is not None or len(ranks) == 1:
             return
         self.goodbyes = Goodbyes(store, name, rank, ranks, serves)
@@ -333,8 +333,8 @@ class Turns:
             self.goodbyes.say(key, self.votes, why)
 
     def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
-        """Record `errand`, a job that runs a move in the background, as the latest job, and return the previous one, or
-        None. The previous job has to end before the move of `errand` begins."""
+        """Record `errand`, a job that runs a move in the background, as the group's latest job, and return the previous
+        one, or None. The job `errand` has to wait until the previous one has ended before it begins its move."""
         with self._queue:
             previous, self.beside = self.beside, errand
         return previous
@@ -416,8 +416,8 @@ def in_thread(given: str | None) -> str:
 
 
 def check_thread(turns: Turns, given: str | None) -> None:
-    """Reserve the thread name `given` (None: the calling thread's name) for the calling thread. Ranks match calls of
-    threads that have the same name; raises ExchangeError if another live thread of this process has it."""
+    """Reserve `given`, or the calling thread's name if None, for the calling thread; ranks match calls of threads that
+    have the same name. Raises ExchangeError if another live thread of this process has it."""
     if given is None and _is_thread_of_autograd():
         return
     name = _name_thread() if given is None else given

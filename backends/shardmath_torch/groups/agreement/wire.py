@@ -41,8 +41,8 @@ class PeerFailure(Exception):
 
 
 def check_is_torchs(error: BaseException, *files: str) -> None:
-    """Raise `error` again unless it was raised in torch's source files or in `files`. These further arguments are the
-    paths of source files that call torch.
+    """Raise `error` again unless it was raised in torch's source files or in one of `files`. These, the paths of other
+    source files that call torch, are passed as further positional arguments.
 
     Otherwise an error of a signal handler, raised during the call, would be taken for the network's.
     """
