@@ -84,7 +84,8 @@ def words(tensor: Tensor) -> Tensor:
 
 
 class Seen:
-    """A read-only NumPy view of a tensor's memory, with elements of type `kind`; keeps the tensor alive."""
+    """A read-only NumPy view of all elements of a torch tensor, which keeps the tensor alive. `kind` is the NumPy type
+    of the view's elements, as text; it has the size of the tensor's elements."""
 
     def __init__(self, tensor: Tensor, kind: str) -> None:
         self._tensor = tensor
@@ -150,8 +151,8 @@ def divide(cells: Tensor, by: int) -> None:
 
 @memo()
 def missing(name: str, op: str) -> bool:
-    """Whether torch lacks the operation `op` (a reduction such as "sum", or "fill", or "divide") for the dtype
-    `name`."""
+    """Whether torch cannot do the operation `op` on tensors of the dtype `name`. `op` is "fill", "divide", or the name
+    of a reduction such as "sum"."""
     # Viewed from bytes, since torch cannot make zeros of some types.
     memory = torch.zeros(dtypes.itemsize(name), dtype=torch.uint8, device="cpu")
     element = memory.view(dtype_of(name))

@@ -26,8 +26,8 @@ _idle: WeakKeyDictionary[Store, socket.socket | None] = WeakKeyDictionary()
 
 
 def apart_from(store: Store) -> Store:
-    """Return a second connection to the store, the same at each call, for use while a waiting call locks the first one;
-    the store itself if it cannot be cloned.
+    """Return a second connection to the server of `store`, for use while another thread waits on `store` and so locks
+    it. Every call returns the same connection; a store that cannot be cloned is returned itself.
 
     The first call connects, and waits until the store answers. Raises as `check_served` does.
     """

@@ -102,8 +102,8 @@ class _Log(NamedTuple):
         return {line.removeprefix(LEAVES) for line in self.lines if line.startswith(LEAVES)}
 
     def find_objection(self) -> str:
-        """Return the error text that a second process with rank 0 wrote into this log; "" if there is none. The log is
-        the text in the store by which the processes of a group meet."""
+        """Return the error text that a process wrote into this log because two processes have rank 0; "" if there is
+        none. The log is a text in the store, to which processes append lines while they form a group."""
         for line in self.lines:
             if line.startswith(OBJECTS):
                 return str(json.loads(line.removeprefix(OBJECTS)))

@@ -95,7 +95,8 @@ class Linger(NamedTuple):
 
 
 class Quit(Exception):
-    """The exception that makes a generator of steps undo its changes to the store, since the process has to stop."""
+    """The exception that is raised in a generator of requests to a store if this process has to stop, as after Ctrl-C.
+    The generator then yields the requests that undo its changes."""
 
 
 Step: TypeAlias = Read | Swap | Add | Drop | Purge | Pause | Linger

@@ -124,9 +124,9 @@ class CommitBlock:
 
     @property
     def may_be_unheard(self) -> bool:
-        """Whether other ranks might not learn of an error in this rank's block, since a mover in it moves without
-        asking all ranks each time (agree="once"). If movers were named in `smt.commit`, this is False once all of them
-        have moved."""
+        """Whether an error in this rank's `smt.commit` block might stay unknown to other ranks. A mover with
+        agree="once" (no vote before each move) causes this, until all movers passed to `smt.commit`, if any, have
+        moved."""
         return self._agrees_once and (not self._named or bool(self._list_missing()))
 
     def _list_missing(self) -> list[str]:
@@ -134,7 +134,8 @@ class CommitBlock:
         return [member.name for key, member in self._named.items() if key not in self._keys]
 
     def object(self) -> str:
-        """Return why the block cannot be committed, as an objection for the vote; "" if it can."""
+        """Return why this rank cannot commit the moves of its `smt.commit` block; "" if it can. Ranks vote on the
+        commit, and the text makes the vote fail."""
         missing = self._list_missing()
         if missing and not self.objection:
             what = (

@@ -42,8 +42,8 @@ class Arrival(NamedTuple):
 
 @dataclass
 class Landing:
-    """The state of one mover's destinations on this rank: the number of committed moves, torn (perhaps partly updated)
-    tensors, and the latest `commit` block in which the mover moved. Received bytes are put in place at the block's end.
+    """The state of one mover's destination tensors on this rank: how many moves were committed, which tensors might be
+    partly updated, and the latest `smt.commit` block in which it moved.
 
     `former` is the number of moves that others committed before this mover joined.
     """
@@ -73,8 +73,8 @@ class Landing:
 
     def follow(self, former: int) -> Landing:
         """Return the state of this mover's destinations for its next plan, with the same version (number of committed
-        moves). `former` is the highest version of the other ranks: the next commit makes the version 1 + the higher of
-        the two.
+        moves). The next commit sets the version to 1 + the larger of this version and `former`, the highest version on
+        other ranks.
 
         The torn (perhaps partly updated) tensors stay the same, too. So the state is no longer in doubt.
         """
@@ -119,7 +119,7 @@ class Landing:
 
     @contextmanager
     def telling(self, turns: Turns) -> Iterator[None]:
-        """Return a context manager: if the group breaks in its block, the error also says whether this rank's
+        """Return a context manager: if the group breaks in the `with` statement, the error says whether this rank's
         destinations are old, new, or perhaps partly updated. Later errors say so, too; `turns` tells whether the group
         is broken.
 

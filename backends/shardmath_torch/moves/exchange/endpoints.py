@@ -89,8 +89,8 @@ Strides: TypeAlias = Mapping[str, tuple[int, ...]]
 def locate(
     key: str, strides: Sequence[int], slices: Sequence[slice], shape: tuple[int, ...]
 ) -> StridedView:
-    """Return the view of the tensor `key`, with these `strides`, that `slices` (one per dimension, of step 1) select;
-    `shape` is the view's shape."""
+    """Return the view that `slices` (one per dimension, of step 1) select from the tensor with key `key` and strides
+    `strides`. `shape` is the view's shape."""
     offset = 0
     for part, stride in zip(slices, strides, strict=True):
         offset += part.start * stride
@@ -140,8 +140,8 @@ def drop_sends(rounds: Iterable[BoundRound], gone: Collection[int]) -> tuple[Bou
 
 
 def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
-    """Return `rounds` with their sends and receives split, so that each transfer of at least `nbytes` is a separate
-    message; unchanged if `nbytes` is None."""
+    """Return `rounds` with their messages split, so that each slice of a tensor of at least `nbytes` bytes is sent as a
+    separate message. If `nbytes` is None, return the rounds unchanged."""
     if nbytes is None:
         return tuple(rounds)
     return tuple(_separate_large_pieces(whole, nbytes) for whole in rounds)

@@ -90,13 +90,13 @@ class Exchange:
         self._staging.reserve(self._needed_bytes)
 
     def let_go(self) -> None:
-        """Drop the engine's views of tensors and of staging memory, which would keep that memory alive: the caller's
-        tensors, and staging memory that was replaced by a larger allocation."""
+        """Drop the engine's references to the caller's tensors and to staging memory, so that their memory can be
+        freed."""
         self._held_tensors = self._views = None
 
     def keep(self, task: Task, gone: Collection[int]) -> Exchange:
-        """Return a copy of the engine for `task` (this rank's part of another plan, with its group and connections), on
-        the same tensors, without sends to the ranks in `gone`. The copy takes over this engine's free staging memory.
+        """Return a copy of the engine for `task`, this rank's part of another plan, with the same tensors but no sends
+        to the ranks in `gone`. The copy uses the group and connections of `task`, and takes over free staging memory.
 
         Raises torch's error if memory is short.
         """

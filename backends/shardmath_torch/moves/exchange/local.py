@@ -297,8 +297,8 @@ def _list_own_parts(want: Wanted, key: str, tensors: Tensors) -> list[Tensor]:
 
 
 def witness(*given: Local) -> Callable[[], str]:
-    """Note where destination tensors lie in memory; each argument is a tensor, or a dict of tensors by name. Returns a
-    function that returns an error text if a tensor has been freed or moved since then, else ""."""
+    """Record the memory addresses of destination tensors; each argument is a tensor, or a dict of tensors by name.
+    Return a function that returns an error text if one of them was freed or moved since then, else ""."""
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})

@@ -46,8 +46,8 @@ class Engine(Protocol):
 
     @property
     def begun(self) -> int | None:
-        """Return how many steps of its latest move this rank has begun; after the last step has ended, return the
-        number of all steps plus 1. None means unknown.
+        """Return how many steps of its latest move this rank has begun, or None if unknown; after the move, the number
+        of all steps plus 1. A step is a round of messages, or the work on reductions before or after all rounds.
 
         Step 1 sets initial values for reductions, each later step is one round of messages, and the last divides sums
         for averages.

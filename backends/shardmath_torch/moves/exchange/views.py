@@ -88,8 +88,8 @@ class _Copies(NamedTuple):
     folds: list[Fold]
 
     def run(self) -> list[Fold]:
-        """Copy each tensor in `out_of` to the tensor at the same index in `into`. Return the message's reductions, such
-        as sums, which the caller does afterwards."""
+        """Make the copies of one message: copy each tensor in `out_of` to the tensor at the same index in `into`.
+        Return the reductions, such as sums, that the caller does afterwards."""
         if self.into:
             torch._foreach_copy_(self.into, self.out_of)
         return self.folds

@@ -40,9 +40,9 @@ class BoundTensors:
     def prepare(
         self, call: Call, ends: Stages, carrier: Carrier, device: torch.device
     ) -> tuple[Tensors, Tensors]:
-        """Return the source and destination tensors of `call` by name, after the Stages in `ends` have replaced some,
-        such as by copies of another dtype. Also prepare `carrier`, which moves the bytes, for the returned tensors;
-        these must be on `device`.
+        """Return dicts of the tensors to send and to receive into, made from the tensors of `call` by the stages in
+        `ends`, such as casts. Also prepare `carrier`, which moves the bytes, for these tensors, which must be on
+        `device`.
 
         Tensors whose memory is the same as in the previous call are not checked and prepared for again. Raises
         ExchangeError if the tensors do not fit the plan or are not on `device`.

@@ -85,9 +85,8 @@ class Call(NamedTuple):
         return float(self.timeout) if is_time(self.timeout) else None
 
     def keep(self) -> Call:
-        """Return the call with copies of its mappings of tensors (not of the tensors), so that the caller can change
-        the mappings. If the call has `held` set, a promise that later moves are of the same tensors, the call itself is
-        returned."""
+        """Return the call with copies of its dicts of tensors (not of the tensors), so that the caller can change the
+        dicts. With `held`, the caller promises to use the same tensors in all moves, so no copies are made."""
         if self.held:
             return self
         return self._replace(src=keep(self.src), out=keep(self.out))

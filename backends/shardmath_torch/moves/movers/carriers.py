@@ -49,7 +49,8 @@ class Carrier(Protocol):
 
     @property
     def shadow_bytes(self) -> int:
-        """The bytes of shadows (memory next to destinations) that stay allocated between moves."""
+        """The bytes of shadows that stay allocated between moves. Shadows are second buffers, as large as the
+        destinations, that hold received bytes until the move is committed."""
 
     def word(self, how: object) -> str:
         """Return a word for the kind of move that the caller's option `how` selects: "move" if everything is sent, or
@@ -72,8 +73,8 @@ class Carrier(Protocol):
         None if that is impossible. `make_engine` takes this carrier's engine and returns the new carrier's engine."""
 
     def let_go(self) -> None:
-        """Drop references to tensors, and free the memory for moves. The next move takes its tensors and allocates
-        memory again."""
+        """Drop references to the caller's tensors, and free the memory allocated for moves. Before the next move,
+        `prepare` must be called again."""
 
     def list_torn(self) -> tuple[str, ...]:
         """Return the keys of destinations whose values might be partly updated; call it after `carry` has raised."""

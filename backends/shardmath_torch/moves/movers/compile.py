@@ -75,8 +75,9 @@ MakeCarrier: TypeAlias = Callable[[Task, Engine, Shadows | None], Carrier]
 
 
 def make_whole(task: Task, engine: Engine, shadows: Shadows | None) -> Whole:
-    """Return the carrier that moves all bytes of `task` in each move, by `engine`, into `shadows` (memory next to the
-    destinations) if given."""
+    """Return the object that moves all bytes of `task`, this rank's part of a plan, by `engine`. The bytes are received
+    into `shadows` (second buffers of the destinations, used until the move is committed) if given, else into the
+    destinations."""
     return Whole(task.part, engine, shadows)
 
 
@@ -91,11 +92,10 @@ def compile(
     commit: str = DIRECT,
     agree: str = EVERY,
 ) -> Mover:
-    """Return a Mover, which moves this rank's tensors by the plan or program each time all ranks call it. Collective
-    over `group` (default: all ranks). `engine` names the implementation. Calls of different ranks are paired by the
-    name `thread` (default: the calling thread's name). With `commit="all"`, a failed move leaves destinations
-    unchanged. Before every move, all ranks confirm that they are ready; with `agree="once"`, only before the first move
-    of each combination of call options.
+    """Return a Mover, which moves this rank's tensors by the plan or program whenever all ranks call it. Collective
+    over `group` (default: all ranks). Options choose the implementation (`engine`), the name that pairs calls of
+    different ranks (`thread`), whether a failed move leaves destinations unchanged (`commit`), and how often ranks vote
+    (`agree`).
 
     - `timeout`: in seconds.
     - `max_inflight_bytes` (default: 1 GiB): bound of a rank's staging memory. A program has its own bound, for its
@@ -123,9 +123,9 @@ def make_ready(
     make_carrier: MakeCarrier = make_whole,
     agree_first: AgreeFirst | None = None,
 ) -> Ready:
-    """Compile a plan with `settings`, and return the parts of its mover. `stages` do extra work before and after each
-    move, `make_carrier` makes the object that moves the bytes, and `agree_first` is a collective check to call before
-    each later plan is compiled for the mover.
+    """Compile a plan with `settings`, and return the plan, connections and memory that a Mover needs. `stages` do extra
+    work, such as casts, around each move, `make_carrier` makes the object that moves the bytes, and `agree_first` is a
+    collective check that `Mover.replan` calls first.
 
     With `agree_first` ranks compare arguments other than the plan, on which they agreed before this call. Collective;
     raises ExchangeError on all ranks if the plans or settings differ among ranks.

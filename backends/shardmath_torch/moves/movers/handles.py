@@ -104,9 +104,9 @@ class Handle:
 
 
 def find_objection(party: Party, thread: str | None, async_op: object) -> str:
-    """Return an error text if the calling thread cannot run a move in the background, or if `async_op` is not a bool;
-    otherwise "". `party` is this rank as a member of a process group. Ranks pair their moves by the name `thread`
-    (None: the calling thread's name)."""
+    """Return an error text if the calling thread cannot run a move in the background on the process group of `party`,
+    or if `async_op` is not a bool; else "". Ranks pair their calls by the name `thread`, so no other thread can be
+    using it."""
     if not isinstance(async_op, bool):
         return f"async_op={shown(async_op)} is not a bool; pass True or False"
     if not compat.has_own_connections(party.group):

@@ -123,8 +123,8 @@ class Mover(Leaving):
 
     @property
     def is_broken(self) -> bool:
-        """Whether the mover's group takes no more calls after a failure: then make another group, and `replan` to
-        it."""
+        """Whether a failure has broken the mover's process group, so that every later call raises an error. If so, make
+        another group, and call `replan` with it."""
         return bool(self._party.turns.broken)
 
     @property

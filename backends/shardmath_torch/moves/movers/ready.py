@@ -43,9 +43,9 @@ class Former(NamedTuple):
     objection: str = ""
 
     def count_peers(self, plan: object) -> int | None:
-        """Return the number of peers that this rank reports to the others for `plan`: the ranks it sends to or receives
-        from, whichever are more, but at least the most of any rank under the previous plan. Return None if this rank's
-        part of the previous plan cannot be reused.
+        """Return the largest of three numbers: ranks that this rank sends to under `plan`, ranks that it receives from,
+        and the most that any rank had under the previous plan. Return None if this rank's part of that plan cannot be
+        reused.
 
         `peers` is the largest such number of any rank under the previous plan. The result is never below it, since a
         smaller number would change the pace of all ranks.
@@ -59,7 +59,8 @@ class Former(NamedTuple):
 
     def follow(self, plan: object, pace: Pace) -> RankProgram | None:
         """Return this rank's part of `plan`, derived from its part of the previous plan; None if that is impossible.
-        `pace` limits the bytes per message and the number of ranks that are exchanged with at once."""
+        `pace` limits the bytes of a message, and the number of ranks with which one rank exchanges messages at the same
+        time."""
         return follow(self.part, plan, pace) if isinstance(plan, Plan) else None
 
     def keep_carrier(self, task: Task) -> Carrier | None:

@@ -67,8 +67,8 @@ class Settings(NamedTuple):
 
     @property
     def patience(self) -> float:
-        """The seconds to wait for another rank: the timeout minus 1.2 times `grace`. That time remains for finding out
-        which rank failed, and for raising the error."""
+        """The seconds to wait for another rank: the timeout minus 1.2 times `grace`. The subtracted seconds are for
+        finding out which rank failed, and for raising the error."""
         # An extra fifth of the grace is for closing connections and raising the error.
         return self.timeout - 1.2 * self.grace
 

@@ -55,7 +55,8 @@ def check_progress(progress: object) -> None:
 
 
 class Meter:
-    """A counter of one move's bytes that calls a progress function; `failure` is that function's error, or None."""
+    """A counter of the bytes that one move has sent and received, which passes its counts to the caller's progress
+    function. An error of that function is kept in `failure` (else None)."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -64,9 +65,8 @@ class Meter:
         self.failure: Exception | None = None
 
     def hear(self, lap: int, about: object, at_s: float) -> None:
-        """Report progress when phase number `lap` of a move ends, if that is the ranks' vote before the move, or the
-        wait for one message. In the second case, `about` is the Message, whose bytes then count as done; otherwise it
-        is not used."""
+        """Report progress if phase number `lap` of a move, which has just ended, is the ranks' vote or the wait for a
+        message. After a wait, `about` is the Message, whose bytes count as done; `at_s`, the time, is not used."""
         if lap == AGREED:
             self._tell()
         elif lap in (ARRIVED, LEFT) and isinstance(about, Message):

@@ -68,9 +68,8 @@ class Timed:
 
     @property
     def agreed(self) -> Vote | None:
-        """Return a Vote: the call's name, and the time when this rank could start the move. That is the end of the
-        ranks' vote, or the same point of a call that needs no vote; None if the rank did not get that far.
-        """
+        """Return a Vote: the call's name, and the time when the ranks' vote ended, or, without a vote, when this rank
+        went on to move. Return None if the rank did not get that far."""
         return next(find_votes([self], unasked=True), None)
 
 

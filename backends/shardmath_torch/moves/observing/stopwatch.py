@@ -74,9 +74,8 @@ class Ledger:
         return None if self._last_call is None else self._last_call.sum_up()
 
     def time(self, label: object, progress: object) -> Stopwatch:
-        """Return a running Stopwatch for a new call. `label` is the caller's text for reports, `progress` the function
-        to call with bytes done and bytes in all; values of other types are ignored.
-        """
+        """Return a running Stopwatch for a new call. `label` is a text for reports (ignored if not a str), and
+        `progress` a function to call with the bytes done and all bytes (ignored if not callable)."""
         return Stopwatch(self, label, progress)
 
     def note_last(self, call: Stopwatch) -> None:

@@ -119,8 +119,8 @@ class Sparse:
         return "move" if self._goes_whole(how) else "changes"
 
     def prepare(self, src: Tensors, dst: Tensors, held: bool) -> None:
-        """Have the next `load`, if it sends only changed elements, check that its tensors are the same as in the last
-        move of all elements. The arguments are not used."""
+        """Note that the next move can have other tensors; the arguments are not used. A `load` that sends only changed
+        elements then checks that its tensors are the same as in the last move of all elements."""
         self._are_same_tensors = False
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:

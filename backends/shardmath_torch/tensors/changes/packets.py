@@ -58,7 +58,8 @@ def count_bytes(sizes: Sequence[int], counts: Sequence[int]) -> int:
 
 
 def pack(given: Sequence[Some], packet: Tensor) -> None:
-    """Write the changed elements `given`, and their numbers in the message, into the byte tensor `packet`."""
+    """Write changed elements of a message, and the position of each in the message, into the byte tensor `packet`.
+    `given` has one Some (elements and positions) per element size."""
     sizes = [some.itemsize for some in given]
     counts = [len(some.numbers) for some in given]
     for some, (numbers, words) in zip(given, _split_packet(packet, sizes, counts), strict=True):

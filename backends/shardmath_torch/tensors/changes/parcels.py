@@ -32,12 +32,13 @@ class Packet(Message):
 
     @property
     def payload(self) -> int:
-        """The bytes of the packet: of elements, and of each element's number in the message."""
+        """The bytes to send: the changed elements, and the position of each in the message, together."""
         return self.nbytes
 
 
 class Notice(Message):
-    """A message with the counts of changed elements in all later messages from one rank to another."""
+    """A message, sent before the elements of a move, that tells how many changed elements each later message of the
+    move from its sender to its receiver has."""
 
     __slots__ = ()
 

@@ -54,10 +54,9 @@ class Incoming:
         return lying
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
-        """Return for each message a tuple with the number of changed elements per element size, or None if all its
-        elements are sent. `received[r]` lists these numbers for all messages from rank r, with WHOLE instead of a
-        number where all elements are sent.
-        """
+        """Return for each message a tuple of its numbers of changed elements, one per element size; None if all its
+        elements are sent. `received[r]` lists these numbers, message by message, for all messages from rank r; a
+        message of which all elements are sent has WHOLE (-1) for each."""
         rest = {rank: iter(counts) for rank, counts in received.items()}
         found: list[Counts] = []
         for message, sizes in zip(self.messages, self.sizes, strict=True):

@@ -120,9 +120,8 @@ class Outgoing:
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:
-        """Count the changed elements in `given`, which has them by message. Return a dict from receiving rank to a list
-        of counts, message by message: one count for each element size, or WHOLE in place of each if all elements are
-        sent.
+        """Return a dict from receiving rank to a list of how many elements in `given` changed: for each message, one
+        number per element size. If all elements of a message are sent, each of its numbers is WHOLE (-1).
 
         Messages are in the order of sending.
         """

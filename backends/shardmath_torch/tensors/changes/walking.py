@@ -171,8 +171,9 @@ class Walker:
         self._notices = gather_rounds(notices, part.rank)
 
     def sort(self, changed: Sequence[Changed]) -> Sorted:
-        """Return, for each message and each copy within this rank, the changed elements that belong to it, or None if
-        all its elements are sent. Also reserve staging memory for messages with all elements."""
+        """Return the changed elements of each message to send and of each copy within this rank; None for a message or
+        copy of all its elements. Also allocate the staging memory for messages of all elements, before anything is
+        sent."""
         self._staging.reserve(self._needed_bytes)
         return self.outgoing.sort(changed)
 

@@ -47,9 +47,9 @@ class SavedPart(NamedTuple):
 
 
 def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
-    """Return a Recorded that maps each position in the tensors that the transformers library saves for `module` to an
-    element of the module's tensors; None if it saves them unchanged. `shapes` has shape and dtype of the module's
-    tensors, by name.
+    """Return a Recorded, which tells for each element that the transformers library saves for `module` which element of
+    the module's tensors it is; None if they are saved unchanged. `shapes` has shape and dtype of the module's tensors,
+    by name.
 
     Raises StoreError if transformers computes with them.
     """

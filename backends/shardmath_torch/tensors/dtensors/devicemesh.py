@@ -107,8 +107,8 @@ def _gather_requests(own_request: _T, existing: Container[_T], what: str) -> lis
 def group_for(
     ranks: Iterable[int], meshes: Iterable[DeviceMesh | None] = ()
 ) -> dist.ProcessGroup | None:
-    """Return a process group of `ranks`, taken from one of `meshes` or made once; None if `ranks` are all ranks, or
-    this rank is not among them.
+    """Return a process group of `ranks`, from one of `meshes` if it has such a group, else made by a collective call
+    and kept for later calls. Return None if `ranks` are all ranks, or this rank is not among them.
 
     None stands for the default group, if these are all ranks. A rank outside gets None. Otherwise the group is made on
     first use, collectively over the default group: all ranks call at once, also for different groups that were not made

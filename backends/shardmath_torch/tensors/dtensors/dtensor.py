@@ -62,8 +62,8 @@ MAKE_ANEW = "make the DTensor with the shape and the placements that its local t
 
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     """Return the layout of a DTensor: the elements that each rank of its mesh holds. If `_StridedShard` placements are
-    ambiguous, `reading` chooses: "placement" splits by mesh axes from left to right, "order" in another order of axes,
-    as FSDP2 does. With None, ranks compare local shapes to decide.
+    ambiguous, mesh dimensions split the tensor from left to right with reading="placement", in FSDP2's order with
+    "order"; with None, ranks compare local shapes to decide.
 
     Collective over the ranks of its mesh if its placements have two readings that differ at its
     sizes, unless `reading` ("placement" or "order") is given. Raises LayoutError if a local shape,
