@@ -51,10 +51,9 @@ LATER_S = 2 * HEARD_S
 
 @dataclass(frozen=True)
 class Board:
-    """A board of messages in the key-value store `store`, through which trainer and engine ranks coordinate updates;
-    this rank is number `place` of `size`.
-
-    The trainer's ranks have the first places.
+    """A board of messages in the key-value store `store`, through which all ranks of trainer and engines coordinate
+    updates. `size` is the number of these ranks; this rank has number `place` among them, counted from 0, with the
+    trainer's ranks first.
     """
 
     store: Store
@@ -206,9 +205,9 @@ class Board:
                 self.store.delete_key(f"begin update {number}/{place}")
 
     def break_off(self, what: str, why: str, leave: Callable[[], None]) -> str:
-        """Post `why`, this rank's reason for a failure, under the name `what` for other ranks, and disconnect by
-        calling `leave`. If `why` is "", post nothing, and return the reason that another rank has posted; in all other
-        cases, return "".
+        """After a failure, disconnect this rank by calling `leave`. If `why`, its own reason for the failure, is not
+        "", first post it to other ranks under the name `what`, and return ""; otherwise return the reason that another
+        rank has posted there.
 
         `why` is "" for an error that other ranks have caused.
         """

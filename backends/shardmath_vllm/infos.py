@@ -86,7 +86,9 @@ class TrainerInfo:
         return self.rank == 0
 
     def tell(self, engine: int, meeting: str) -> dict[str, Any]:
-        """Return the message that tells the workers of engine `engine` to connect under the name `meeting`."""
+        """Return the message that tells the workers of engine `engine` how to connect to the trainer. `meeting` is the
+        name that the trainer and all workers give in order to find each other.
+        """
         first = self.trainers + sum(self.engines[:engine])
         told = Joining(
             address=self.address,

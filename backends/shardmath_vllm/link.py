@@ -85,8 +85,8 @@ class Link:
 
     @property
     def board(self) -> Board:
-        """The board through which the group's ranks exchange messages. Raises ExchangeError if the group was left,
-        and in a process that was forked from the rank's: it would speak over the rank's connections.
+        """The board through which the group's ranks exchange messages. Raises ExchangeError if this rank has left the
+        group, and in a forked child process, which would use the connections of its parent.
         """
         compat.check_not_forked(self.group)
         store = compat.store_of(self.group)

@@ -47,8 +47,9 @@ class Given:
 
 
 class Where(Protocol):
-    """The settings for connecting, equal on all ranks that connect: address, number of ranks (`size`), time limit, and
-    settings of moves.
+    """The settings for connecting, equal on all ranks that connect: the `address` of the store, the number of ranks
+    (`size`), and the `timeout` for waiting on other ranks. For later moves, `transport` is the backend, and
+    `max_inflight_bytes` the limit of bytes in flight.
     """
 
     @property

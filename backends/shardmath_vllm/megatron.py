@@ -37,13 +37,14 @@ def read_megatron(
     dtype: str | None = None,
 ) -> Source:
     """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel, given as
-    `chunks`: the model, or a list of its virtual stages. `order` is the trainer's order of parallel axes, such as
-    "tp-cp-ep-dp-pp", where tp varies fastest over the ranks. Collective over the default group.
+    `chunks`: the model, or a list of its virtual stages. `config` is the model's Hugging Face configuration. `spec`
+    (kind of layers: "te" or "local"), `order` (of parallel axes) and `vocab_multiple` (vocabulary sizes are padded to
+    it) are as in the trainer. Engines get parameters in `dtype` (default: the trainer's). Collective.
 
-    `spec` is the trainer's kind of layers, "te" or "local", `vocab_multiple` its make_vocab_size_divisible_by. Chunks
-    may be wrapped, as by Megatron's DistributedDataParallel. `config` is Hugging Face's configuration of the model: an
-    object, or a mapping of its fields. Engines get parameters as numbers of type `dtype`, by default the trainer's own;
-    buffers always as they are. Raises StoreError for a model whose storage rows do not describe.
+    `order` is like "tp-cp-ep-dp-pp", where tp varies fastest over the ranks; `vocab_multiple` is Megatron's
+    make_vocab_size_divisible_by. Chunks may be wrapped, as by Megatron's DistributedDataParallel. `config` is an
+    object, or a mapping of its fields. Engines get buffers always as they are. Collective over the default group.
+    Raises StoreError for a model whose storage rows do not describe.
     """
     modules = tuple(_unwrap(chunk) for chunk in _list_chunks(chunks))
     # Typed by what Megatron says of them alone.

@@ -18,8 +18,8 @@ __all__ = ["register"]
 
 def register() -> None:
     """Register shardmath's trainer and worker classes with vLLM as "shardmath"; a second call does nothing. Also patch
-    vLLM: before engines receive new weights, they drop values that they cached with old weights, and calls of
-    workers skip answers that an earlier call left unread.
+    vLLM's engines: they drop values cached with old weights before new ones arrive, and skip answers of their workers
+    that an earlier call left unread.
     """
     if BACKEND in WeightTransferEngineFactory._registry:
         return

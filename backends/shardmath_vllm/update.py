@@ -60,7 +60,9 @@ class Phase(Enum):
 
 
 class Step(Enum):
-    """A step of a weight update, or an event that ends the update."""
+    """The steps and ends of a weight update on one rank. For example, ARRIVE says that the new weights have arrived,
+    END that the update has ended, and FAIL that it has failed.
+    """
 
     CALL = "call"
     CHECK = "check"

@@ -48,8 +48,8 @@ def give_shards_back(group: Any) -> None:
 
 
 def has_gathered(keeper: object, sharded: Tensor, now: object) -> bool:
-    """Whether `now`, a tensor found where a module held the shard `sharded`, is FSDP2's gathered parameter for that
-    shard. `keeper` is the FSDPParam; False if its shard is another tensor.
+    """Whether `now` is the gathered parameter that FSDP2 has put into a module in place of the shard `sharded`.
+    `keeper` is an FSDPParam, FSDP2's object for a parameter; False if `keeper.sharded_param` is not `sharded`.
     """
     if now is None or getattr(keeper, "sharded_param", None) is not sharded:
         return False

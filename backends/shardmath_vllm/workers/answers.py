@@ -50,7 +50,9 @@ class _Asking:
         self.asked = 0
 
     def enqueue(self, *args: Any, **named: Any) -> Any:
-        """Send a request by the wrapped queue's `enqueue`, and add 1 to `asked`; return what `enqueue` returns."""
+        """Send a request to all workers by `enqueue` of vLLM's queue, which this object wraps; return what `enqueue`
+        returns. Add 1 to `asked`, the number of requests sent.
+        """
         sent = self._queue.enqueue(*args, **named)
         self.asked += 1
         return sent

@@ -118,8 +118,8 @@ def _drop_pooled(executor: Any) -> None:
 
 
 def drop_parts(worker: Any) -> bool:
-    """Drop the outputs that a pooling worker has kept for parts of prompts, and return False. If the worker has cached
-    outputs of a query (for late interaction), drop nothing and return True.
+    """Drop the outputs that a pooling worker has cached for parts of prompts. Returns True, and drops nothing, if the
+    worker holds the cached outputs of a query (for late interaction); otherwise returns False.
     """
     runner = worker.model_runner
     # Of vLLM's two runners, one pools beside itself, on the last stage alone, and drops parts itself.

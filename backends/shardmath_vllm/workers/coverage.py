@@ -57,9 +57,9 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 
 def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
-    """Raise StoreError if the weight loader, by its record `recorded`, leaves elements of `model` unwritten. Padding,
-    tensors that checkpoints lack because vLLM makes them (such as KV cache scales), and tensors whose names match a
-    glob in `own` do not count.
+    """Raise StoreError if the weight loader, by its record `recorded`, leaves elements of `model` unwritten. Only these
+    can stay unwritten without an error: padding, tensors that vLLM makes (such as KV cache scales), and tensors whose
+    names match a glob in `own`.
     """
     faults = []
     for native, left in recorded.unwritten.items():

@@ -173,7 +173,7 @@ class Loading:
     @torch.no_grad()
     def finish(self) -> None:
         """End the loading of weights, so that the model runs again. vLLM now converts the loaded weights of attention
-        layers for inference; any other module whose weights are not yet converted gets its earlier tensors back.
+        layers for inference. Other modules that have not received all their weights get their earlier tensors back.
         """
         for module in self._model.modules():
             if get_layerwise_info(module).can_load() and not is_deferred_attention_layer(module):

@@ -32,8 +32,8 @@ GETTERS = {"get_tp_group": "_TP", "get_ep_group": "_EP"}
 
 def join_groups(store: Store, joining: Joining) -> dict[str, dist.ProcessGroup]:
     """Connect a process group for each of vLLM's groups (such as tensor parallel) with more than one worker. Return
-    these by the name of the group's getter in vLLM, such as "get_tp_group". Workers meet in `store`; `joining` is the
-    message that told this worker to connect, with the transport and the timeout.
+    these by the name of the group's getter in vLLM, such as "get_tp_group". Workers meet in `store`; `joining`, the
+    message that told this worker to connect, has the transport and timeout to use.
 
     Collective over the engine's workers, which find each other in the meeting's own store.
 

@@ -145,8 +145,8 @@ def layout_among(
     reading: Reading | None = None,
     meshes: Iterable[DeviceMesh | None] = (),
 ) -> Layout:
-    """Return a DTensor's layout. If its `_StridedShard` placements are ambiguous, `reading` chooses as in
-    `from_dtensor`; with None, the ranks of its mesh and the others in `ranks`, which also need the layout, gather local
+    """Return a DTensor's layout. If its `_StridedShard` placements are ambiguous, `reading` chooses ("placement" or
+    "order", as in `from_dtensor`); if it is None, all ranks in `ranks` and in the DTensor's mesh gather their local
     shapes to decide. `meshes` are searched for a process group of all these ranks.
 
     A rank that is not among these ranks does not take part, and gets the layout of one of the two readings.

@@ -97,8 +97,8 @@ def _mesh_of_world() -> Mesh:
 
 
 def lift(layout: Layout, mesh: Mesh) -> Layout:
-    """Return `layout` on the larger `mesh`, replicated along the added axes. If the layout's mesh is not a submesh of
-    `mesh` that contains this rank, `layout` is returned unchanged.
+    """Return `layout` on `mesh`, replicated along the axes that the layout's mesh lacks. `layout` is returned unchanged
+    if its mesh is not a submesh of `mesh`, or does not contain this rank.
     """
     part = layout.mesh
     rank = compat.rank_or_0()

@@ -59,7 +59,9 @@ SILENT = Said()
 
 
 class TensorMove(Protocol):
-    """The interface of a compiled move of one tensor."""
+    """The interface of a callable that moves one tensor, as planned before, from this rank's source tensor `src` into
+    its destination tensor `out`. `said` has facts that all ranks compare first.
+    """
 
     def __call__(self, src: Tensor | None, *, out: Tensor | None, said: Said) -> None:
         """Move `src`, this rank's source tensor, into `out`, its destination; `said` is the same on all ranks."""
@@ -96,8 +98,9 @@ class _Counts(NamedTuple):
     copies: int = 0
 
     def advance(self, copies: bool) -> _Counts:
-        """Return the numbers of tensor moves with communication, and of local copies since the last move, after one
-        more operation: a copy if `copies` is True, otherwise a move. A move sets the number of copies to 0."""
+        """Return new counters with one more local copy if `copies` is True, otherwise with one more move (with
+        communication). The field `moves` counts all moves; the field `copies` counts copies since the last move.
+        """
         return _Counts(self.moves, self.copies + 1) if copies else _Counts(self.moves + 1)
 
     @property

@@ -131,7 +131,8 @@ def _is_plain_partial(placement: theirs.Partial) -> bool:
 
 @memo()
 def placements_of(layout: Layout) -> Placements:
-    """Return DTensor placements, one per mesh axis, that stand for `layout` in at least one way to read them.
+    """Return DTensor placements for `layout`, one per mesh axis. `_StridedShard` can be read in two ways ("placement"
+    and "order" of `from_dtensor`); at least one of them gives `layout`.
 
     Raises PlacementError, with the reason, if there are none.
     """

@@ -105,7 +105,9 @@ class _Kernel:
     scales: Tensor
 
     def run(self, measured: bool) -> None:
-        """Quantize the tensor, box by box; compute the scales too unless `measured` (they are already written)."""
+        """Quantize the tensor, one slice of it at a time. If `measured`, use the scales that `self.scales` already
+        holds; otherwise compute these scales, too.
+        """
         shape = tuple(self.values.shape)
         work = _SlabLoop(self.format, shape, self.values.device, 2)
         for slab, (numbers, magnitudes) in work:

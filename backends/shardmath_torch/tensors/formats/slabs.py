@@ -42,8 +42,8 @@ def choose_most(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockSpan:
-    """A range of a tensor's dimension that quantization divides into blocks. If `count` is above 1, the range has
-    `count` blocks of `size` positions each; otherwise it has `size` positions, all in one block.
+    """A range of positions in one dimension of a tensor: `count` whole quantization blocks of `size` positions each. If
+    `count` is 1, the range is `size` positions of one block: all or a part of it.
 
     It begins at position `start` of the dimension, which is in block number `first`.
     """
@@ -63,7 +63,9 @@ class BlockSpan:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A box of a tensor, made of whole blocks or a part of one; `spans` has its range in each dimension."""
+    """A rectangular slice of a tensor: whole quantization blocks (the elements of a block share a scale), or a part of
+    one block. `spans` has the slice's range in each dimension.
+    """
 
     spans: tuple[BlockSpan, ...]
 
@@ -83,7 +85,9 @@ class Slab:
         return self.split(tensor)
 
     def split(self, box: Tensor) -> Tensor:
-        """Return a view of `box` in which dimensions of several blocks are split in two: block, and position in it."""
+        """Return a view of `box`, a tensor that holds this slab's slice of a larger tensor. Each dimension with several
+        quantization blocks, of several positions each, is split in two: block, and position in it.
+        """
         # From the last dimension backwards, so that earlier dimensions keep their numbers.
         for d in reversed(range(len(self.spans))):
             span = self.spans[d]

@@ -67,14 +67,18 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 
 def is_checkpointable(tensor: object) -> bool:
-    """Whether `tensor` has the attributes that `checkpointable` sets, and is not a DTensor."""
+    """Whether `tensor` is a tensor with the attributes `global_shape`, `global_offsets`, `local_offsets` and
+    `local_sizes`, which tell its part of a global tensor. False for a DTensor.
+    """
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         return False
     return all(hasattr(tensor, name) for name in ATTRIBUTES)
 
 
 def keep_boxes(source: Tensor, tensor: Tensor) -> None:
-    """Give `tensor`, a detached copy of `source`, the attributes that `checkpointable` has set on `source`, if any."""
+    """Copy to `tensor`, a detached copy of `source`, the attributes that tell which part of a global tensor `source`
+    holds, such as `global_offsets`. Does nothing if `source` lacks them.
+    """
     if is_checkpointable(source):
         for name in ATTRIBUTES:
             setattr(tensor, name, getattr(source, name))

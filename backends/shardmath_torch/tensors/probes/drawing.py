@@ -150,8 +150,8 @@ class TypedElements:
 
     def find(self, words: Sequence[Words], dtype: torch.dtype) -> tuple[_Flat, _Truths]:
         """Return two arrays by position in a loaded tensor of `dtype`: the number of the checkpoint element found
-        there, and whether one was found. `words[r]` has the tensor's bits after trial run r of the loader, which show
-        digit r of each element's number.
+        there, and whether one was found. In trial run r, each checkpoint element had a value that encodes digit r of
+        its number; `words[r]` has the bits that the loader left in the tensor.
         """
         numbers = np.zeros(len(words[0]), np.int64)
         exists = np.ones(len(words[0]), np.bool_)

@@ -37,7 +37,8 @@ ALL = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """The content of some memory: elements of checkpoint tensor `tensor`, from element `start`, at constant strides.
+    """The content of some memory, read as a contiguous array of `shape`: index `i` holds element
+    `start + sum(i * strides)` of the flattened checkpoint tensor `tensor`.
 
     Its numbers have `dtype`: the logical tensor's type, or the type that lost some of them (`lossy`). `made` names the
     operations that computed it from the logical tensor.
@@ -52,9 +53,8 @@ class Content:
     lossy: bool = False
 
     def read(self, view: Tensor, into: Tensor) -> list[Piece]:
-        """List which elements of a checkpoint tensor a copy of `view` to `into` would write, and to which positions in
-        the memory of `into`. `view` is a view of a tensor without data that stands for the checkpoint tensor, or for a
-        copy of its elements.
+        """List which checkpoint elements a copy of `view` to `into` would write, and to which positions in the memory
+        of `into`. `view` is a view of a tensor (without data) whose memory this Content describes.
 
         Raises StoreError if very many pieces are needed.
         """
@@ -83,8 +83,8 @@ class Content:
         return Piece(self.tensor, box.cell[0], element, tuple(blocks))
 
     def copied(self, view: Tensor, copy: Tensor, made: str = "") -> Content | None:
-        """Return the Content of `copy`, made from `view` by operation `made`; None unless constant strides describe all
-        of its memory.
+        """Return the Content of `copy`, computed from `view`, a view of memory that this Content describes; None unless
+        constant strides describe all memory of `copy`. `made` names the operation ("" for a plain copy).
         """
         if not is_dense(copy):
             return None

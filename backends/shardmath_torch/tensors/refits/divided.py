@@ -32,9 +32,9 @@ def find_contradictions(
     natives: Mapping[Native, Tensor],
     rank: int,
 ) -> list[str]:
-    """Return an error for each DTensor in `natives` (the tensors that `rank` stores) that is Partial, or whose
-    placements give `rank` other elements than planned. By name of a checkpoint tensor, `layouts` has its planned
-    layout, and `slots` its place in a stored tensor. `stored` has the stored tensors' local shapes.
+    """Return an error for each DTensor in `natives`, the tensors that `rank` stores, that is Partial, or whose
+    placements give `rank` other elements than planned. `layouts` and `slots` map a checkpoint tensor's name to its
+    planned layout, and to its place in a stored tensor. `stored` maps each stored tensor to its local shape.
 
     Elements are compared only for a DTensor that is one whole logical tensor, has the planned shape, and has placements
     that tell its elements.

@@ -61,7 +61,9 @@ class _HeldAt(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A tensor to check before moves: its name, its layout in memory, and the modules and mappings that hold it."""
+    """A tensor that later moves read or write, and the modules and mappings that hold it (`places`). Before a move,
+    these are checked for another tensor in its place.
+    """
 
     name: str
     tensor: Tensor

@@ -154,8 +154,8 @@ class Reading:
 
     @property
     def is_written_at_times(self) -> bool:
-        """Whether the weight loader wrote to the tensor in a trial run, but after the first run only in runs that
-        started with the tensor's old content. Before other runs, the tensor was filled with a start value.
+        """Whether the weight loader wrote to the tensor in some trial run, but only in these: the first run, and runs
+        that began with the tensor's old content. In all other runs, the tensor began with a start value.
 
         Runs before which the target holds a given `value` do not count.
         """
@@ -218,8 +218,9 @@ class _Guess:
         self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
 
     def check(self, run: Run, seen: Words) -> None:
-        """Compare `seen`, the target's values after `run`, with the values of the guessed elements; set `right`, a mask
-        of correct guesses, to False where they differ.
+        """Check the earlier guess of which checkpoint element each position of the target tensor holds. Set `right`, a
+        mask by position, to False where `seen`, the target's values after `run`, differs from that element's value in
+        this run.
         """
         cells = np.flatnonzero(self.right)
         if not len(cells):

@@ -69,16 +69,16 @@ def record(
     ways: tuple[Ways, ...] = ("views", "numbers"),
 ) -> Recorded:
     """Call the weight loader `load`, and return where in the tensors of `into` it stores each element of the checkpoint
-    tensors in `shapes`. `functions` maps the name of each tensor in `into` that `load` computes from a checkpoint
-    tensor, instead of copying it, to the name of a function, such as "neg_exp".
+    tensors in `shapes`. `load` takes a mapping, or pairs of name and tensor (`form`); `ways` permits calls with tensors
+    without data ("views") and with data ("numbers"). `functions` maps the name of each tensor that `load` computes,
+    instead of copying it, to a function's name, such as "neg_exp".
 
-    `ways` permits calls with tensors without data ("views"), with data ("numbers") or both. With both ways, data are
-    used only for tensors that are still unknown. The tensors in `into` are restored after each run. `shapes` are global
-    shape and dtype by logical name; `load` takes such tensors as a mapping, or as `pairs` of name and tensor. `into` is
-    the module, or mutable mapping from name to tensor, into which it loads, or a list of these, one per virtual stage.
-    `functions` has the function of each target that is computed: {"A": "neg_exp"}, in another chunk than the first {"A
-    of chunk 1": "neg_exp"}. Raises StoreError if another target is computed, if two tensors are written into one cell,
-    and if an element lies twice in one target.
+    With both ways, data are used only for tensors that are still unknown. The tensors in `into` are restored after each
+    run. `shapes` are global shape and dtype by logical name. `into` is the module, or mutable mapping from name to
+    tensor, into which `load` loads, or a list of these, one per virtual stage. `functions` has the function of each
+    target that is computed: {"A": "neg_exp"}, in another chunk than the first {"A of chunk 1": "neg_exp"}. Raises
+    StoreError if another target is computed, if two tensors are written into one cell, and if an element lies twice in
+    one target.
     """
     plain = Vocabulary(shapes).shapes
     _check_words("form", form, FORMS)

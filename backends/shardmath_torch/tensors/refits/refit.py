@@ -243,7 +243,9 @@ class Refit(Leaves):
 
     @property
     def version(self) -> int:
-        """The number of moves that are committed and in place on this rank, as in `Mover.version`."""
+        """The number of moves that all ranks have committed and whose values are now in this rank's tensors, as in
+        `Mover.version`.
+        """
         return self._mover.version
 
     @property
@@ -253,7 +255,9 @@ class Refit(Leaves):
 
     @property
     def in_doubt(self) -> bool:
-        """Whether other ranks may be one version ahead, since the group's store did not answer."""
+        """Whether other ranks might have committed the last move although this rank has not, because the group's
+        key-value store did not answer this rank.
+        """
         return self._mover.in_doubt
 
     @property
@@ -293,11 +297,10 @@ class Refit(Leaves):
         functions: Mapping[str, Function] | None = None,
         modules: Sequence[nn.Module] | None = None,
     ) -> None:
-        """Set this rank's tensors, which every later call moves: `src` of the trainer, `dst` of engines. `functions`
-        maps names to functions, each of which computes an engine's tensor from a received tensor. Collective.
-
-        `own` are globs for the names of engine tensors that the trainer lacks. Later calls raise an error if a
-        parameter was replaced in `modules` (default: all live modules).
+        """Set this rank's tensors for all later moves: `src` on a trainer rank, `dst` on an engine rank. Collective.
+        `own` has globs for the names of engine tensors that the trainer lacks. `functions` maps names to functions,
+        which compute engine tensors from received ones. Later calls raise an error if a parameter was replaced in
+        `modules` (default: all live modules).
 
         Pass all parameters and persistent buffers, by the names under which the rank stores them. `src` are a trainer
         rank's tensors, `dst` an engine rank's, by engine if there are several; a mapping per chunk if the rank has

@@ -158,8 +158,9 @@ def bind_views(
     *,
     receives: bool,
 ) -> Views:
-    """Check this rank's tensors, `natives`, against the names and shapes that were planned for them, which `bound` has.
-    Return the slices of these tensors to send, or to receive into if `receives` is True, as Views.
+    """Check this rank's stored tensors, `natives`, against the planned names and shapes in `bound`. Return the slices
+    of these tensors to send, or to receive into if `receives`, as Views. `slots` maps each tensor's name in the plan to
+    its slice of a stored tensor; `own` has globs for the names of tensors that the trainer lacks.
 
     `bound` has the planned names and shapes of stored tensors, `layouts` the dtypes of the plan's tensors. `natives`
     has tensors by (virtual stage, stored name), `slots` and the Views by their names in the plan. `own` are globs for

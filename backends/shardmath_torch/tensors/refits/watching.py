@@ -183,7 +183,9 @@ class Watch(TorchDispatchMode):
         return result
 
     def check_values(self, read: Iterable[Tensor]) -> None:
-        """Raise StoreError if the values of a tensor in `read` were never computed; keep the error as `failure`."""
+        """Raise StoreError if the weight loader reads values of a tensor that stands for checkpoint data and has no
+        data itself. `read` has the tensors that are read; the error is also kept as `failure`.
+        """
         for tensor in read:
             if tensor.device.type != "meta" and key_of(tensor) in self._contents:
                 self.failure = StoreError(

@@ -20,8 +20,8 @@ def join_group(group: compat.Group | None, timeout: float) -> Party:
 
 
 def agree(party: Party, claim: str, objection: str) -> None:
-    """Compare `claim` on all ranks of the process group in which `party` represents this rank. Raises ExchangeError on
-    each of them if claims differ, or if one has an `objection`.
+    """Compare `claim` on all ranks of a process group, in which `party` represents this rank. Raises ExchangeError on
+    all these ranks if claims differ, or if a rank objects: `objection` is its reason, "" for none.
     """
     ballot = Ballot(claim, objection=objection)
     party.together(lambda: party.vote(ballot), lambda failure, rank: "ranks were to agree")

@@ -123,8 +123,8 @@ class EndStage(Stage):
 
     @property
     def own(self) -> frozenset[str]:
-        """The names of the plan's destination tensors that are received in buffers, to compute the caller's tensors
-        from them.
+        """The plan's names of the destination tensors that are received into buffers, because a transform then
+        computes the caller's tensors from them.
         """
         return frozenset(key for worker in self._finalizers.values() for key, _ in worker.job.wires)
 
@@ -220,9 +220,9 @@ class EndStage(Stage):
             worker.let_go()
 
     def name_torn(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the destination tensors that a failure can have left torn (partly overwritten). These are
-        the tensors received without a transform whose names in the plan are in `keys`, and the tensors that were being
-        computed at the failure.
+        """Return the names of the caller's destination tensors that a failed move can have left partly overwritten.
+        These are tensors received directly, without a transform, if `keys` has their names in the plan, and tensors
+        that a transform was computing at the failure.
         """
         torn = []
         for job, worker in self._parts[1]:
@@ -341,11 +341,11 @@ def agree_again(
     settings: Settings,
     planned: Transformed | None = None,
 ) -> None:
-    """Check that a mover with `transforms` can replace its plan by `plan`. Raises ExchangeError on all ranks if `plan`
-    does not move the transformed tensors, or if `transforms` differ between ranks. Collective.
+    """Check that a mover with `transforms` can replace its plan by `plan`; otherwise raise ExchangeError on all ranks.
+    Collective, with the timeout of `settings`. If `planned` (the transforms for which `plan` was made) is given, it
+    must equal `transforms`.
 
-    If `planned` is given, the transforms for which `plan` was made, also check that `transforms` equal these. Only the
-    timeout of `settings` is used.
+    `plan` must move the transformed tensors, and `transforms` must be equal on all ranks.
     """
 
     def check_all() -> None:
@@ -365,11 +365,10 @@ def make_ends(
     commit: object,
     holds: bool = False,
 ) -> tuple[Plan | Program, EndStage]:
-    """Return the plan of the transformed tensors (`plan`, or a new one if None), and the stage of a move that applies
-    `transforms` on this rank. If `commit` is "all", this stage computes into copies, which are copied to the
-    destination tensors after all ranks have succeeded; otherwise it writes there directly. Collective.
-
-    With `holds`, callers promise to change no mapping of tensors that they have passed to a move.
+    """Return the plan of the transformed tensors (`plan`, or a new one if None), and the object that applies
+    `transforms` on this rank in moves. If `commit` is "all", results are computed in copies, and written to the
+    destination tensors after all ranks have succeeded. `holds=True` promises that callers never change a mapping of
+    tensors that they have passed to a move. Collective.
     """
     party = join_group(group, timeout)
     plan_and_stage, objection = attempt(

@@ -135,8 +135,9 @@ class MegatronHook:
     def make_worker(
         self, job: WireJob, rank: int, end: End, device: torch.device
     ) -> _Sending | _Receiving:
-        """Return the object that calls the hook to transform the local tensor of `job` on `rank`: before sending if
-        `end` is "source", after receiving if "destination".
+        """Return the object that calls the hook to transform one local tensor of `rank`: before sending if `end` is
+        "source", after receiving if "destination". `job` names this tensor, and the tensors sent or received in its
+        place.
 
         Raises ExchangeError if the hook contradicts its rule.
         """

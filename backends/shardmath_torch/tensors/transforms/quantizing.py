@@ -96,8 +96,8 @@ def dequantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Valu
 
 
 def requantize_into(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:
-    """Convert quantized `values` (data and scales) from the format `t.old` to the format `t.new`, and write the results
-    into `out`. `t` is a Requantize (this transform); `src` and `dst` are not used.
+    """Convert quantized `values` (data and scales) from format `t.old` to format `t.new`, and write the results into
+    `out`. `t` is the Requantize transform to apply; `src` and `dst` are not used.
     """
     assert isinstance(t, Requantize)
     numbers = dequantize(t.old, values, torch.float32)

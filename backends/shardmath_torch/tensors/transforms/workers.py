@@ -62,8 +62,8 @@ class Worker(Protocol):
 
 @runtime_checkable
 class HasWorkers(Protocol):
-    """The interface of a transform, such as a Megatron hook, that makes a Worker for each local tensor: an object that
-    transforms the tensor before sending or after receiving.
+    """The interface of a transform, such as a Megatron hook, that makes a Worker for each local tensor. The Worker
+    transforms this tensor before sending or after receiving.
     """
 
     def make_worker(self, job: WireJob, rank: int, end: End, device: torch.device) -> Worker:
