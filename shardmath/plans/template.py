@@ -330,14 +330,15 @@ def _list_sets(sets: Parts) -> tuple[Ints, Ints]:
 
 
 def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
-    """The place of each unit by its first elements on both sides."""
+    """The number of each unit, counted in the order in which units are sent: by where they start in the tensor, then in
+    the destination's array. Units that share both starts go by their size."""
     sources = []
     targets = []
     for over, pair in zip(overlays, units.pairs.T, strict=True):
         row = over.first[pair]
         sources.append(over.start[row])
         targets.append(over.dst[row, 0])
-    # lexsort's last key counts most: the first dimension's start at the source, only then the rest.
+    # lexsort's last key counts most: the first dimension's start in the tensor, only then the rest.
     keys = [*sources, *targets, units.size]
     keys.reverse()
     order = np.lexsort(keys)

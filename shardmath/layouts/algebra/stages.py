@@ -290,13 +290,14 @@ def check_stage(stage: Stage, length: int) -> None:
 
 
 def _part_sizes(digit: Digit, size: int) -> set[int]:
-    """The sizes of the parts of a piece; of long runs of equal parts, the first and the last."""
+    """The sizes that the parts of a piece have. Raises PlacementError, by the cut, if it does not fit the piece."""
     cut = digit.cut
     count = cut.count(size)
     if isinstance(cut, UserCut):
         return set(map(len, cut.split(size)))
     if isinstance(cut, Sizes):
         return set(cut.sizes)
+    # Ranks may be more than parts, or fewer: only parts up to the number of ranks are kept, and the rest are empty.
     kept = math.prod(digit.sizes) if digit.axes else count
     # Sizes never grow from part to part. Chunks and FixedBlock have one shorter part, the last that is
     # not empty; Balanced ends with its shorter ones. So these few parts have all the sizes.

@@ -120,7 +120,8 @@ class Laid:
 
 
 def order_of(transpose: str, ndim: int) -> tuple[int, ...]:
-    """A tuple: for each stored dimension, the logical dimension that it stores under `transpose`: "", ".T" or ".mT"."""
+    """Return, for each stored dimension, the logical dimension that it holds if a tensor is stored as `transpose` says
+    ("", ".T" or ".mT")."""
     order = list(range(ndim))
     if transpose == ".T":
         order.reverse()

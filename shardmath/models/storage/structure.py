@@ -113,7 +113,8 @@ def parse(text: str) -> GroupedDim:
 
 
 def read_dims(text: str) -> tuple[Structure, ...]:
-    """Parse the dimensions after a row's colon, such as `(tp n) k`: a GroupedDim for one in parentheses, else its text.
+    """Parse a text of dimensions, such as `(tp n) k`; return for each dimension a GroupedDim if it is in parentheses,
+    else its text.
 
     Raises NotationError with a caret.
     """

@@ -29,9 +29,9 @@ __all__ = ["spell_parts"]
 def spell_parts(
     plan: Plan, demands: Demands, given: Stretches, relayed: Bools, parts: StretchParts
 ) -> tuple[list[Transfer], Offsets]:
-    """Return the transfers that send `parts`, and Offsets: transfers first[i] to first[i + 1] - 1 send part i. Parts
-    are cut from the byte ranges `given` of the table `demands`; if `relayed[j]`, range j is sent from the sender's
-    destination tensors, where it arrived before.
+    """Return the transfers that send `parts` (parts of the byte ranges `given`), part by part, and Offsets that say
+    which transfers send each part. `demands` is the table of the plan's bytes; where `relayed` is true, a range is sent
+    from the sender's destination tensors, where it arrived before.
 
     The sender of a `relayed` stretch is a rank of the destination and sends what it has received,
     folded in already. Raises MeshError if a rank is not in the mesh of its side.

@@ -115,9 +115,8 @@ def join_steps(steps: Iterable[tuple[int, int]]) -> Steps:
     for size, step in steps:
         if size == 1:
             continue
-        _, outer_step = joined[-1] if joined else (0, 0)
-        if outer_step == size * step:
-            # The outer dimension continues where this one ends.
+        # The outer dimension continues where this one ends.
+        if joined and joined[-1][1] == size * step:
             rows, _ = joined.pop()
             size *= rows
         joined.append((size, step))

@@ -132,8 +132,8 @@ class Window:
 
 
 def make_window(blocks: Blocks, where: Index, shape: tuple[int, ...]) -> Window:
-    """Return the Window that the index `where` selects in a tensor of this `shape` with these `blocks`. Raises
-    FormatError unless it selects a box, with steps of 1."""
+    """Return the part of a tensor of this `shape` that the index `where` selects, as a Window: a box, with the `blocks`
+    (positions that share a scale) of the tensor. Raises FormatError unless it selects a box, with steps of 1."""
     # With blocks of one position, `scale_slice` only normalizes the index.
     anywhere = Blocks(())
     starts = []

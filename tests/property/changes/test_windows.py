@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from shardmath.values.changes.windows import make_window
+from shardmath.values.changes.windows import join_steps, make_window
 
 Case = tuple[tuple[int, ...], tuple[slice, ...], tuple[int, ...]]
 
@@ -57,3 +57,11 @@ def test_found_are_the_cells_of_the_box(case: Case, drawn: random.Random) -> Non
 def test_whole_rows_are_an_interval() -> None:
     rows = make_window((6, 5, 4), (slice(2, 4), slice(0, 5), slice(0, 4)), (0, 1, 2))
     assert rows.steps == ((40, 1),) and rows.first == 40
+
+
+def test_steps_without_elements_or_without_stride() -> None:
+    """A first dimension of size or stride 0 continues no dimension before it."""
+    assert join_steps([(0, 1)]) == ((0, 1),)
+    assert join_steps([(3, 0), (2, 1)]) == ((3, 0), (2, 1))
+    assert join_steps([(1, 7)]) == ((1, 1),)
+    assert join_steps([(2, 3), (3, 1)]) == ((6, 1),)

@@ -61,8 +61,8 @@ class Carrier(Protocol):
         moves are between these same tensors."""
 
     def load(self, src: Tensors, dst: Tensors, how: object, watch: Stopwatch) -> None:
-        """Find and remember the elements of `src` that the next `carry` has to send: those that changed since the last
-        move, or all if the option `how` says so. Carriers that always send all do nothing here."""
+        """Find and remember the elements of `src` that the next `carry` has to send. A carrier of changes looks for
+        those that changed since the last move, or takes all if its option `how` asks for it; others do nothing."""
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
         """Move the bytes from `src` to `dst`, time phases by `watch`, and return what arrived; `held` means that later
