@@ -85,8 +85,8 @@ def main() -> None:
     ]
     about = (
         "The share of a model's flat buffers that is padding. Each model is the whole one that transformers builds, in "
-        "bfloat16, divided by data parallelism alone into buckets of default sizes. FSDP1 and Megatron-FSDP have no "
-        "units."
+        "bfloat16, divided by data parallelism alone into buckets of default sizes. For FSDP1 and Megatron-FSDP, "
+        "the model is not divided into FSDP units."
     )
     show(
         given.page, "Padding of flat buffers", about, ["model", "parameters", "ranks", *RULES], rows

@@ -43,10 +43,10 @@ WIDTH = 128
 """Bytes of a window."""
 BATCH = 8
 PUBLISHED = (
-    "Others have published figures of other models and texts, with activations quantized too. Between a trainer and an "
-    "engine in FP8 that both quantize weights rounded to bfloat16: 3.3e-4 to 3.7e-4; after one step of a trainer that "
-    "quantizes its float32 masters: 8.7e-3 (Qwen3.5-35B-A3B, k3 estimates; InternLM/xtuner#2044). Of NVFP4 against "
-    "FP8: 0.035 to 0.036 (lukealonso/Qwen3.5-397B-A17B-NVFP4, WikiText-2; voipmonitor/rtx6kpro, "
+    "Others have published figures of other models and texts, with activations quantized too. The KL between a trainer "
+    "and an engine in FP8 is 3.3e-4 to 3.7e-4 if both quantize weights rounded to bfloat16, and 8.7e-3 after one step "
+    "if the trainer quantizes its float32 masters (Qwen3.5-35B-A3B, k3 estimates; InternLM/xtuner#2044). The KL of "
+    "NVFP4 against FP8 is 0.035 to 0.036 (lukealonso/Qwen3.5-397B-A17B-NVFP4, WikiText-2; voipmonitor/rtx6kpro, "
     "`benchmarks/kld-evaluation.md`)."
 )
 
@@ -159,9 +159,9 @@ def main(steps: int, count: int, page: Path | None = None) -> None:
         f"million weights; it is trained in this run, for {steps} steps on Python's language reference, since a "
         f"pretrained one needs a network. In bfloat16 its loss is {loss:.2f} nats per byte. Only the weights of linear "
         'layers are quantized, either from bfloat16 or ("of masters") directly from float32. Arithmetic is in '
-        "bfloat16; the first row shows what that alone costs. The last column compares the two ways, in float32 "
-        "arithmetic, since bfloat16 would hide the difference. If both ends quantize the same way, their bytes "
-        f"are equal and the KL is 0. By `tests/bench/bench_kl.py`.\n\n{PUBLISHED}"
+        'bfloat16; the first row shows what that alone costs. The column "KL between the orders" compares '
+        "the two ways, in float32 arithmetic, since bfloat16 would hide the difference. If both ends quantize the same "
+        f"way, their bytes are equal and the KL is 0. By `tests/bench/bench_kl.py`.\n\n{PUBLISHED}"
     )
     show(page, "KL of quantized weights", about, HEAD, rows)
 

@@ -161,7 +161,10 @@ def compare(commit: str, rounds: int, page: Path | None) -> None:
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", then], cwd=HERE, check=True)
     rows = [_row(name, told) for name in told[0][1]]
-    about = f"Least milliseconds of {rounds} rounds, in turns; 4 processes where ranks take part."
+    about = (
+        f"The least milliseconds of {rounds} rounds; each round measures both versions, one after the other. Calls in "
+        "which ranks take part run on 4 processes."
+    )
     show(page, f"Since {commit}", about, ["call", commit, "now", "now / then"], rows)
 
 

@@ -169,7 +169,7 @@ def show_small(count: int, repeats: int, page: Path | None) -> None:
         found = run(size, move_small, count, repeats)
         rows += [[str(size), *row] for row in tabulate(found, OURS, 1e3)]
     about = (
-        f"{count:,} tensors, of which half of the gloo processes hold parts of 4 KiB each, and the others receive "
+        f"{count:,} tensors in parts of 4 KiB. Half of the gloo processes hold the parts, and the other half receive "
         f"them. Milliseconds of the slowest rank, the median of {repeats} runs, and a rank's processor time. By "
         f"`tests/bench/bench_small.py`."
     )
