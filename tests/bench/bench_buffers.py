@@ -84,8 +84,8 @@ def main() -> None:
         for ranks in RANKS
     ]
     about = (
-        "The share of a model's flat buffers that is padding. Each model is the whole one that transformers builds, in "
-        "bfloat16, divided by data parallelism alone into buckets of default sizes. For FSDP1 and Megatron-FSDP, "
+        "The share of a model's flat buffers that is padding. Each model is complete, as transformers builds it, in "
+        "bfloat16. It is divided by data parallelism only, with buckets of default sizes. For FSDP1 and Megatron-FSDP, "
         "the model is not divided into FSDP units."
     )
     show(
