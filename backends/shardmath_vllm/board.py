@@ -236,7 +236,7 @@ class Board:
         return set(map(int, notes.read_lines(self.store, LEFT)))
 
     def _word_left(self, places: Iterable[int], has_answered: Callable[[int], bool]) -> str:
-        """Words for those of `places` that have left the group without an answer; "" if none has."""
+        """Words for the ranks among `places` that left the group without an answer; "" if none did."""
         left = sorted(self._find_left() & set(places))
         # Only now: a rank may answer, and then leave.
         silent = [place for place in left if not has_answered(place)]

@@ -99,7 +99,7 @@ class SavePlanner(theirs.SavePlanner):
     ) -> None:
         tensors = {name: layout for name, layout in layouts.items() if layout is not None}
         self._windows = read_windows(tensors, CheckpointError)
-        # The others are bytes, stored per rank, whose names must not be those of a tensor's windows.
+        # The others are bytes, stored per rank: none may have the name of a tensor's window.
         _check_bytes_apart(self._windows, [name for name in layouts if name not in tensors])
         self._names = frozenset(layouts)
         self._paths = paths or {}

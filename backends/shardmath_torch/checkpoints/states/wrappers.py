@@ -319,7 +319,7 @@ def _list_extra_keys(optimizer: Optimizer, spelled: str) -> list[str]:
 
 
 def _find_added(found: Mapping[Any, Any], holders: Sequence[Optimizer]) -> set[object]:
-    """The keys of a state dict, and of what it has as state and groups, that these optimizers do not hold."""
+    """The keys in a state dict, in its state and in its groups that these optimizers do not hold."""
     added = set(found) - set(STANDARD)
     for part in STANDARD:
         held = chain.from_iterable(_list_keys(getattr(each, part)) for each in holders)

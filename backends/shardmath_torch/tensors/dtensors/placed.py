@@ -168,8 +168,8 @@ _placed_modules: WeakSet[nn.Module] = WeakSet()
 """Modules with a record. Not parameters: `to_empty` swaps those, and torch cannot swap tensors with weak references."""
 
 _labels: dict[tuple[str, int], bool] = {}
-"""The `_StridedShard`s that have labeled fused weights so far, as (axis, split factor): whether it is right if no
-other axis divides the dimension. They stay when the modules are gone, since copies of weights may be left."""
+"""The (axis, split factor) of each `_StridedShard` that labels a fused weight: whether the label is right if no other
+axis divides the dimension. They stay when the modules are gone, since copies of weights may be left."""
 
 
 def recorded(tensor: DTensor) -> Layout | None:

@@ -269,7 +269,7 @@ def _is_replaced(watched: Watched, place: _HeldAt) -> bool:
 
 
 def _describe_safely(tensor: object) -> _MemoryLayout | None:
-    """The layout of a tensor in memory; None if it cannot be described, or is no tensor."""
+    """The layout of a tensor in memory; None for other values, and for tensors that cannot be described."""
     if not isinstance(tensor, Tensor):
         return None
     try:

@@ -103,7 +103,7 @@ class _RefitStage(Stage):
         for each in computed:
             received = arrived[each.key]
             with torch.inference_mode():
-                # The next changes are put into what has arrived, and a function may write into its argument.
+                # The next changes are put into this same tensor, and a function may write into its argument.
                 given = received if self._refit.changes is None else received.clone()
                 value = compute(each, given)
                 # Values that wait for the commit may lie in memory that the function writes again.
