@@ -35,6 +35,7 @@ __all__ = [
     "fold",
     "missing",
     "see_words",
+    "view_bytes",
     "words",
 ]
 
@@ -75,6 +76,12 @@ def flat(tensor: Tensor) -> Tensor:
     `reshape(-1)` keeps any stride of a dimension of one element, and then bytes cannot be viewed.
     """
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def view_bytes(tensor: Tensor) -> Tensor:
+    """Return the tensor's elements as a uint8 tensor of one dimension: a detached view, or a copy if they are not
+    contiguous."""
+    return flat(tensor.detach().contiguous()).view(torch.uint8)
 
 
 def words(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from shardmath import Layout
 from shardmath.base.text import plural
 from shardmath_torch.checkpoints.safetensors.headers import WeightsError, damaged
 from shardmath_torch.checkpoints.safetensors.weights import Weights
-from shardmath_torch.groups.dtypes import dtype_of, flat
+from shardmath_torch.groups.dtypes import dtype_of, view_bytes
 from shardmath_torch.moves.observing.bars import Progress, Tally
 
 __all__ = [
@@ -164,8 +164,8 @@ def _compare(
     name: str, rank: int, glob: Slices, arrived: torch.Tensor, stored: torch.Tensor
 ) -> int:
     """Compare one box, and return its number of bytes. Raises WeightsError if they differ."""
-    ours = _view_bytes(arrived)
-    theirs = _view_bytes(stored)
+    ours = view_bytes(arrived)
+    theirs = view_bytes(stored)
     if torch.equal(ours, theirs):
         return ours.numel()
     first = int((ours != theirs).nonzero()[0]) // stored.itemsize
@@ -175,11 +175,6 @@ def _compare(
     expected = stored.reshape(-1)[first].item()
     what = f"{name!r} differs from the file on rank {rank} at {index}"
     raise WeightsError(f"{what}: {actual} arrived, the file has {expected}; report this as a bug")
-
-
-def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's elements as a 1-d tensor of bytes."""
-    return flat(tensor.detach().contiguous()).view(torch.uint8)
 
 
 def assemble(layout: Layout, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:

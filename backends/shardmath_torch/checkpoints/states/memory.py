@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from shardmath.base.dtypes import ITEMSIZE
 from shardmath.base.text import plural
 from shardmath_torch.checkpoints.files.places import CheckpointError
-from shardmath_torch.groups.dtypes import flat
+from shardmath_torch.groups.dtypes import view_bytes
 from shardmath_torch.moves.exchange.memory import missing_memory, plain, reach
 from shardmath_torch.moves.exchange.overlaps import overlaps_itself
 from shardmath_torch.moves.exchange.overlaps import shares_memory as share_cells
@@ -110,11 +110,7 @@ def has_same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same dtype, device and shape, and are equal bit by bit, so that NaN equals NaN."""
     if a.dtype != b.dtype or a.device != b.device or a.shape != b.shape:
         return False
-    return _view_bytes(a).equal(_view_bytes(b))
-
-
-def _view_bytes(tensor: Tensor) -> Tensor:
-    return flat(tensor.detach().contiguous()).view(torch.uint8)
+    return view_bytes(a).equal(view_bytes(b))
 
 
 # Where tensors lie
