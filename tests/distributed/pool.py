@@ -1,4 +1,4 @@
-"""Worker processes that are one gloo group, kept alive between tests.
+"""Worker processes that are one gloo or NCCL group, kept alive between tests.
 
 A task is a function of a module that workers can import, called as `task(rank, *args)` on every worker at once. What a
 worker raises comes back as a Failure; a worker that is gone comes back as a Lost.
@@ -22,6 +22,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import shardmath_torch
+
+VARIABLE = "SHARDMATH_TEST_DEVICE"
+"""The environment variable that says where the tensors of a worker's tasks are."""
 
 START_S = 120.0
 PRELOADED = [
@@ -63,7 +66,25 @@ def free_port() -> int:
             return port
 
 
-def _work(rank: int, size: int, port: int, host: int | None, channel: Connection) -> None:
+def _take_gpu(rank: int) -> None:
+    """Give this worker a GPU, which it shares with others if there are too few.
+
+    NCCL refuses two ranks on one GPU of one host. Ranks that say that they are on hosts of their own exchange messages
+    over sockets, and may share it.
+    """
+    import torch
+
+    # Tasks read it as they are imported.
+    os.environ[VARIABLE] = "cuda"
+    os.environ.update(NCCL_HOSTID=f"{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    # Workers outlive the failures of others.
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def _work(
+    rank: int, size: int, port: int, host: int | None, backend: str, channel: Connection
+) -> None:
     """A worker's life: join the group, then do tasks until the channel closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # Collections would visit, and so copy, all that this process shares with the one that it was forked from.
@@ -75,8 +96,10 @@ def _work(rank: int, size: int, port: int, host: int | None, channel: Connection
     from torch.distributed import distributed_c10d
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        _take_gpu(rank)
     store = dist.TCPStore("127.0.0.1", port, None, is_master=rank == host, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     channel.send(("ready", 1))
     while True:
         try:
@@ -93,7 +116,7 @@ def _work(rank: int, size: int, port: int, host: int | None, channel: Connection
 class Pool:
     """`size` workers, ranks 0..size-1. The store of the group is served by the parent, or by worker `host`."""
 
-    def __init__(self, size: int, host: int | None = None) -> None:
+    def __init__(self, size: int, host: int | None = None, backend: str = "gloo") -> None:
         import torch.distributed as dist
 
         self.broken = False
@@ -109,7 +132,9 @@ class Pool:
         pairs = [context.Pipe() for _ in range(size)]
         self.channels = [ours for ours, _ in pairs]
         self.processes = [
-            context.Process(target=_work, args=(rank, size, port, host, theirs), daemon=True)
+            context.Process(
+                target=_work, args=(rank, size, port, host, backend, theirs), daemon=True
+            )
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process in self.processes:

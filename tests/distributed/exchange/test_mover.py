@@ -119,12 +119,12 @@ REDUCED = [
 )
 def test_reductions_are_bitwise(pool: Pool, op: str, options: dict[str, object]) -> None:
     """Reduce-scatter, all-reduce, to another mesh, and from Partial to Partial, in the order of simulate."""
-    plans = _reductions(op)
+    plans = reductions(op)
     chosen = thinned(plans, len(op) + len(options))
     check(pool, [make_case(plan, options=options) for plan in chosen])
 
 
-def _reductions(op: str) -> list[sm.Plan]:
+def reductions(op: str) -> list[sm.Plan]:
     """Each dtype in two of seven relayouts; all of them for float32."""
     mesh, other = sm.Mesh(dp=4, tp=2), sm.Mesh(pp=3, ranks=(7, 2, 4))
     part, both = f"n (tp h) {{{op}: dp}}", f"n h {{{op}: dp tp}}"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_gloo.wire import GlooWire
+from tests.distributed.tasks.device import DEVICE
 
 Said = str
 """What a call ended with: "" for well, otherwise the error's text."""
@@ -40,10 +41,10 @@ class Rows:
     def __init__(self, rank: int, size: int, rows: int, times: float = 1.0) -> None:
         mesh, shape = sm.Mesh(tp=size), (rows, 4 * size)
         a, b = sm.Layout(shape, mesh, "(tp n) h"), sm.Layout(shape, mesh, "n (tp h)")
-        whole = times * torch.arange(float(rows * 4 * size)).view(shape)
+        whole = times * torch.arange(float(rows * 4 * size), device=DEVICE).view(shape)
         self.plan = sm.plan(a, b)
         self.src = whole[a.indices(rank)[0]].clone()
-        self.out = torch.full(b.local_shape(rank), -1.0)
+        self.out = torch.full(b.local_shape(rank), -1.0, device=DEVICE)
         self.want = whole[:, b.indices(rank)[1]]
 
     def wrong(self) -> bool:

@@ -27,6 +27,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.groups import compat
 from shardmath_torch.tensors.dtensors.dtensor import local_of
+from tests.distributed.tasks.device import DEVICE
 from tests.distributed.tasks.scenarios import resized
 
 _meshes: dict[tuple[Any, ...], DeviceMesh] = {}
@@ -37,7 +38,7 @@ def device_mesh(ranks: Any, shape: tuple[int, ...], names: tuple[str, ...] = ())
     key = tuple(ranks), shape, names
     if key not in _meshes:
         array = torch.tensor(list(ranks)).reshape(shape)
-        _meshes[key] = DeviceMesh("cpu", array, mesh_dim_names=names or None)
+        _meshes[key] = DeviceMesh(DEVICE, array, mesh_dim_names=names or None)
     return _meshes[key]
 
 
@@ -63,16 +64,16 @@ def placements_of(text: str) -> tuple[Placement, ...]:
 
 def whole(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The element numbers."""
-    return torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    return torch.arange(math.prod(shape), device=DEVICE).reshape(shape).to(dtype)
 
 
 def part(layout: sm.Layout, rank: int, full: torch.Tensor) -> torch.Tensor:
     """What the rank holds of the whole tensor, addends apart: the first has all."""
     if rank not in layout.mesh:
-        return torch.empty(0, dtype=full.dtype)
+        return full.new_empty(0)
     out = full
     for d, index in enumerate(layout.indices(rank)):
-        out = out.index_select(d, torch.from_numpy(index.clip(0)))
+        out = out.index_select(d, torch.from_numpy(index.clip(0)).to(DEVICE))
     coords = layout.mesh.coords(rank)
     return (
         out.clone()
@@ -92,7 +93,7 @@ def layouts_of_fsdp2(rank: int, shape: tuple[int, ...], rows: int, columns: int,
 
     mesh = device_mesh(range(8), shape, ("dp", "tp") if len(shape) == 2 else ("hsdp", "dp", "tp"))
     style = ColwiseParallel() if dim == 0 else RowwiseParallel()
-    module = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=True))
+    module = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=True, device=DEVICE))
     with torch.no_grad():
         module[0].weight.copy_(whole((rows, columns)))
     parallelize_module(module, mesh["tp"], {"0": style})
@@ -177,7 +178,7 @@ def redistributed(rank: int, moves: list[Move]) -> list[Any]:
         moved = smt.redistribute(
             move.source(), placements_of(move.dst), device_mesh=mesh, reading=move.reading
         )
-        out.append((local_of(moved).numpy(), smt.from_dtensor(moved, reading=move.reading)))
+        out.append((local_of(moved).cpu().numpy(), smt.from_dtensor(moved, reading=move.reading)))
     return out
 
 

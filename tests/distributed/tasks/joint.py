@@ -23,6 +23,7 @@ from shardmath_gloo.wire import GlooWire
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from tests.distributed.tasks.breaks import Rows, Said, ends
+from tests.distributed.tasks.device import BACKEND, DEVICE
 from tests.distributed.tasks.nccl_lines import over_gloo
 from tests.distributed.tasks.refits import LAYERS, _compare, draw, engine, make, overwrite, shapes
 
@@ -35,7 +36,7 @@ Find = Callable[[dist.ProcessGroup, int], Any]
 def joined(rank: int, where: str, first: int, size: int, name: str, find: Find, *args: Any) -> Any:
     """What this rank of its job finds in a joint group, in which the job's ranks begin at `first`."""
     place = first + rank
-    group = smt.connect(where, place, size, timeout=TIMEOUT_S, name=name)
+    group = smt.connect(where, place, size, timeout=TIMEOUT_S, name=name, backend=BACKEND)
     try:
         assert (group.rank(), group.size()) == (place, size)
         found = find(group, place, *args)
@@ -65,10 +66,10 @@ def moves(group: dist.ProcessGroup, place: int, engine: str) -> list[Said]:
     number = smt.digest(rows.plan.dst[""], rows.out, group=group)
     whole = torch.arange(float(16 * 4 * group.size())).view(16, -1)
     alone = sm.Layout(tuple(whole.shape), sm.Mesh(tp=1), "n h")
-    wanted = sm.content.digest_of(alone, {0: whole.numpy()})
+    wanted = sm.content.digest_of(alone, {0: whole.cpu().numpy()})
     found.append("" if number == wanted else "another digest")
     found.append("" if gather(place, group) == list(range(group.size())) else "other ranks")
-    total = torch.tensor([place])
+    total = torch.tensor([place], device=DEVICE)
     dist.all_reduce(total, group=group)
     found.append("" if total.item() == sum(range(group.size())) else "another sum")
     dist.broadcast(total.fill_(place), group_src=2, group=group)
@@ -81,7 +82,7 @@ def changes(group: dist.ProcessGroup, place: int) -> list[Said]:
     size = group.size()
     rows = Rows(place, size, 16)
     layout, there = rows.plan.src[""][0], rows.plan.dst[""][0]
-    whole = torch.arange(float(16 * 4 * size)).view(16, -1)
+    whole = torch.arange(float(16 * 4 * size), device=DEVICE).view(16, -1)
     send = smt.compile_changes(rows.plan, group=group, timeout=TIMEOUT_S)
     found = []
     for step in range(3):
@@ -98,7 +99,7 @@ def changes(group: dist.ProcessGroup, place: int) -> list[Said]:
 def quantizes(group: dist.ProcessGroup, place: int) -> Said:
     """Blocks that ranks cut have the scales that the whole tensor's have."""
     layout = sm.Layout((10, 64), sm.Mesh(tp=group.size()), "(tp n) k", dtype="float32")
-    whole = torch.linspace(-3.0, 5.0, 640).view(10, 64)
+    whole = torch.linspace(-3.0, 5.0, 640).view(10, 64).to(DEVICE)
     make = smt.compile_quantize(FP8Blocks((4, 32)), layout, group=group, timeout=TIMEOUT_S)
     made = make(_part(whole, layout, place))
     wanted = smt.quantize(FP8Blocks((4, 32)), whole)

@@ -24,6 +24,7 @@ import shardmath_torch as smt
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.megatron_shapes import logical_shapes
 from shardmath.storage import Bound, Stored, fill, parse
+from tests.distributed.tasks.device import DEVICE
 from tests.distributed.tasks.dtensors import caught
 from tests.refits.tables import CONFIG, ENGINE
 
@@ -73,7 +74,7 @@ def make(
         changed = {n: -np.exp(a) if ".o_proj." in n else a for n, a in arrays.items()}
     chunks: list[dict[str, Tensor]] = [{}, {}]
     for (chunk, name), array in fill(bound, changed if functions else arrays, rank).items():
-        chunks[chunk][name] = torch.from_numpy(array)
+        chunks[chunk][name] = torch.from_numpy(array).to(DEVICE)
     return chunks
 
 
@@ -686,15 +687,14 @@ def from_fsdp(rank: int) -> Any:
     of = {"q.weight": ((5, 6), "float32"), "k.weight": ((3, 6), "float32")}
     table = "qk.weight = [q k].weight : (q + k | tp n) h"
     fused = Stored(parse(table), (sm.Mesh(tp=2, ranks=range(4, 6)),))
-    device_mesh = DeviceMesh("cpu", range(4))
+    device_mesh = DeviceMesh(DEVICE, range(4))
     module = torch.nn.Module()
-    module.q = torch.nn.Linear(6, 5, bias=False)
-    module.k = torch.nn.Linear(6, 3, bias=False)
+    module.q = torch.nn.Linear(6, 5, bias=False, device=DEVICE)
+    module.k = torch.nn.Linear(6, 3, bias=False, device=DEVICE)
     for seed, layer in enumerate(module.children()):
         with torch.no_grad():
-            layer.weight.copy_(
-                torch.arange(layer.weight.numel()).view_as(layer.weight) + 100 * seed
-            )
+            numbers = torch.arange(layer.weight.numel(), device=DEVICE)
+            layer.weight.copy_(numbers.view_as(layer.weight) + 100 * seed)
     layouts: Any = None
     if rank < 4:
         fully_shard(module, mesh=device_mesh)
@@ -703,7 +703,7 @@ def from_fsdp(rank: int) -> Any:
     dist.broadcast_object_list(told, src=0)
     planned = sm.refit(told[0], fused, of)
     refit = smt.Refit(planned, timeout=30.0)
-    engine_has = {"qk.weight": torch.empty(4, 6)} if rank in (4, 5) else None
+    engine_has = {"qk.weight": torch.empty(4, 6, device=DEVICE)} if rank in (4, 5) else None
     refit.prepare(dict(module.named_parameters()) if rank < 4 else None, engine_has)
     refit()
     return None if engine_has is None else engine_has["qk.weight"].tolist()

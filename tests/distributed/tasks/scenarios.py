@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import shardmath as sm
 import shardmath_torch as smt
+from tests.distributed.tasks.device import DEVICE
 
 Bytes = Mapping[str, tuple[tuple[int, ...], str, bytes]]
 """Tensors by local buffer key, as (shape, dtype, bytes)."""
@@ -35,7 +36,7 @@ class Case:
 
 @functools.cache
 def group_of(ranks: tuple[int, ...]) -> Any:
-    """A gloo group of these ranks; all workers ask for it at the same time."""
+    """A group of these ranks; all workers ask for it at the same time."""
     return dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
 
 
@@ -49,7 +50,7 @@ def tensor_of(
         if data
         else torch.empty(0, dtype=kind)
     )
-    plain = flat.reshape(shape)
+    plain = flat.reshape(shape).to(DEVICE)
     if lying == "contiguous":
         return plain.clone()
     wider = [n + 2 for n in shape]
@@ -57,7 +58,7 @@ def tensor_of(
     if lying == "transposed":
         order = order[::-1]
         wider = wider[::-1]
-    base = torch.zeros([*wider, 2 * kind.itemsize], dtype=torch.uint8).view(kind)
+    base = torch.zeros([*wider, 2 * kind.itemsize], dtype=torch.uint8, device=DEVICE).view(kind)
     cells = base[..., 0].permute(order)[tuple(slice(1, 1 + n) for n in shape)]
     cells.copy_(plain)
     return cells
@@ -66,7 +67,7 @@ def tensor_of(
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """The tensor's elements row-major."""
     plain = tensor.clone(memory_format=torch.contiguous_format)
-    return plain.view(-1).view(torch.uint8).numpy().tobytes()
+    return plain.view(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def tensors_of(given: Bytes | None, lying: str = "contiguous") -> Any:
@@ -120,7 +121,9 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, t: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, strides=t.stride())
+        return torch.Tensor._make_wrapper_subclass(
+            cls, t.shape, dtype=t.dtype, strides=t.stride(), device=t.device
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -28,6 +28,7 @@ import shardmath_torch as smt
 from shardmath_torch.checkpoints.states import training
 from shardmath_torch.tensors.dtensors.devicemesh import group_for, mesh_of
 from shardmath_torch.tensors.dtensors.dtensor import local_of
+from tests.distributed.tasks.device import DEVICE
 from tests.distributed.tasks.dtensors import caught, device_mesh
 
 VOCABULARY, HIDDEN, INTERMEDIATE, LAYERS, BATCH, LENGTH = 257, 27, 17, 2, 8, 9
@@ -54,7 +55,7 @@ def plain() -> nn.Module:
         sliding_window=None,
         attn_implementation="sdpa",
     )
-    return MistralForCausalLM(config).double()
+    return MistralForCausalLM(config).double().to(DEVICE)
 
 
 def styles(local: bool = False) -> dict[str, Any]:
@@ -105,9 +106,8 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def batch(step: int) -> Tensor:
     """The tokens of a step, of all ranks together: two batches in turn, so that there is something to learn."""
-    return torch.randint(
-        VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step % 2)
-    )
+    drawn = torch.Generator().manual_seed(step % 2)
+    return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=drawn).to(DEVICE)
 
 
 def mine(tokens: Tensor, devices: DeviceMesh | None) -> Tensor:
@@ -169,7 +169,7 @@ def held(
     """Layouts, and copies of all that is saved of this rank."""
     tensors, layouts = training.state_of(module, optimizer)
     divided = {name: layout for name, layout in layouts.items() if layout is not None}
-    return divided, {name: tensors[name].numpy().copy() for name in divided}
+    return divided, {name: tensors[name].cpu().numpy().copy() for name in divided}
 
 
 def alone(mesh: Mesh) -> Any:
