@@ -257,7 +257,7 @@ def _open_draft(
         return None
     tensors = task.files[name]
     tied = {other: kept for other, kept in given.tied.items() if kept in tensors}
-    with told(task.folder):
+    with told(task.folder):  # an OSError becomes a CheckpointError
         return DraftFile(task.folder, name, tensors, tied)
 
 

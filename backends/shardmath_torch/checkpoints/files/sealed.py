@@ -98,6 +98,7 @@ def save_of(tail: bytes) -> str | None:
     `tail` is the end of the file: at least as many bytes as the constant `SEAL` says."""
     if not tail.endswith(END) or len(tail) < SEAL:
         return None
+    # The digits follow the length of the index, with which the seal begins.
     start = len(tail) - SEAL + _LENGTH
     return tail[start : start + DIGITS].decode("ascii", "replace")
 

@@ -109,7 +109,11 @@ class _Unknown:
 
 
 class _Unpickler(_Python):  # type: ignore[misc]
-    """Python's unpickler, restricted to the allowed opcodes, which checks values before it hashes or calls them."""
+    """Python's unpickler, restricted to the allowed opcodes, which checks values before it hashes or calls them.
+
+    The last values on `stack` are an opcode's operands: a callable or class and its arguments (REDUCE, NEWOBJ), an
+    object and its state (BUILD), a key and a value (SETITEM).
+    """
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = _list_allowed()
 

@@ -321,7 +321,8 @@ def _check_lists(
         return
     for key, value in options.items():
         held = group.options.get(key)
-        if not isinstance(value, list) or not len(value) == len(members) > 1:
+        may_be_per_parameter = isinstance(value, list) and len(value) == len(members) > 1
+        if not may_be_per_parameter:
             continue
         if not isinstance(held, list) or not is_same(held, value):
             there, here = _list_some(members), _list_some(tuple(group.parameters))
