@@ -51,6 +51,7 @@ class Broadcast:
                 if transfer.dst_rank == self._part.rank:
                     self._received.setdefault(source, []).append(transfer)
         self._sources = sorted(sources)
+        # How many steps of the latest move this rank has begun; None if unknown.
         self.begun: int | None = 0
 
     @property
@@ -83,7 +84,7 @@ class Broadcast:
         """Copy elements of all ranks' `src` into this rank's `dst`, in place, as the plan says; both are dicts of local
         tensors by name. `watch` records the time when `dst` is complete. Raises PeerFailure if a message fails or is
         late."""
-        # Not known: tensors arrive in another order than in the part's steps.
+        # Unknown during the move: tensors arrive in another order than in the part's steps.
         self.begun = None
         # Only in inference mode may inference tensors be written.
         with torch.inference_mode():
@@ -119,6 +120,7 @@ def _apply(transfer: Transfer, whole: Tensor, destination: Tensor) -> None:
     piece = whole[transfer.src_slices]
     into = destination[transfer.dst_slices]
     if transfer.op == "copy":
+        # As integers of the elements' size, so that bits are copied unchanged.
         dtypes.words(into).copy_(dtypes.words(piece))
     else:
         dtypes.fold(transfer.op, into, piece)

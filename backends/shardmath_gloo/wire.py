@@ -38,8 +38,9 @@ OURS = 1 << 30
 """A bit set in the tags of all our messages, so that they never match the caller's own."""
 
 STEPS = 32
-"""Tags per turn: DATA, one per step of its vote (fewer than 30), and the last two of no step. Each step needs a tag, as
-messages of steps differ in length: gloo ends the process if a message is longer than the memory posted for its tag."""
+"""Tags per turn (an operation on the group): DATA, one per step of the operation's vote (fewer than 30), ANSWER and
+NOTHING. Each step needs a tag, as messages of steps differ in length: gloo ends the process if a message is longer than
+the memory posted for its tag."""
 
 DATA, ANSWER, NOTHING = 0, STEPS - 2, STEPS - 1
 """Tags of moved bytes, of the answers to long messages, and of a message that is never sent."""
@@ -57,7 +58,7 @@ TURNS = OURS // STEPS
 class _Pending(NamedTuple):
     """A message posted to or from `rank` (None: all ranks), and until when to wait for it.
 
-    `is_late`: the caller expects that the wait may be long.
+    `is_late`: the wait may be long, and Ctrl-C must be able to end it.
     """
 
     work: dist.Work
@@ -70,9 +71,9 @@ class _Pending(NamedTuple):
         if self.is_late:
             _wait_in_thread(self._replace(is_late=False))
             return
-        left = max(LEAST_S, self.until - time.monotonic())
+        seconds_left = max(LEAST_S, self.until - time.monotonic())
         try:
-            self.work.wait(timedelta(seconds=left))
+            self.work.wait(timedelta(seconds=seconds_left))
         except RuntimeError as error:
             check_is_torchs(error, __file__)
             raise PeerFailure(self.rank, _explain(error)) from error
@@ -102,6 +103,7 @@ class _Long(NamedTuple):
 def _explain(error: RuntimeError) -> str:
     """The cause that gloo's error means, or its text if that is not known."""
     text = str(error)
+    # Without the first letter, which only some messages write as a capital.
     if "imed out" in text:
         return LATE
     return "its connection closed" if says_ended(text) else text

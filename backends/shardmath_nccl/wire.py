@@ -58,6 +58,7 @@ class _Batch:
     def __init__(self) -> None:
         self.ops: list[WireMessage] = []
         self.works: list[dist.Work] = []
+        # Whether later work on the current stream already waits for the messages.
         self._is_ordered = False
 
     def wait(self) -> None:
@@ -169,6 +170,7 @@ class NcclWire:
         if len(self._started_batches) == MOST_AHEAD:
             self._finish_first()
         compat.check_there(self._group)
+        # torch's watchdog measures from now on, but each batch in flight before this one may take all its patience.
         compat.allow_seconds(self._group, MOST_AHEAD * self._patience)
         with _converting_errors(), compat.closing_group(self._group, self.device):
             batch.works = start_batch(self._group, self.device, batch.ops)

@@ -161,6 +161,7 @@ def _write(job: _SaveJob, group: Group | None) -> None:
     writer: Any = _ErrorReporter(job.writer, raised)
     planner: Any = _ErrorReporter(job.planner, raised)
     with warnings.catch_warnings():
+        # Without a process group torch warns that it saves in a single process, as intended here.
         warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
         try:
             with in_step(group):
@@ -186,6 +187,7 @@ def _raise_failure(
         if not isinstance(local_error, _ReportedError):  # Ctrl-C between two calls of ours
             raised.append(local_error)
     if raised and not isinstance(raised[-1], Exception):
+        # All ranks know of this interrupt, so the group stays usable.
         mark_told(raised[-1], group)
         raise raised[-1] from None
     failures = {rank: show_error(failure[0]) for rank, failure in failed.failures.items()}
@@ -227,9 +229,10 @@ def load(
     )
     with shared(group):
         job = on_all("load", prepare, group, claim=functools.partial(_describe_load, verify))
-        touched = job.reader.touched
+        own_marks = job.reader.touched
         rank, count = share_of(group)
-        packed = [] if touched is None else gather_all("load", touched, count, group)
+        # No marks if no checksums are checked.
+        packed = [] if own_marks is None else gather_all("load", own_marks, count, group)
         return on_all("load", lambda: _fill(job, device, packed, rank), group)
 
 
@@ -282,12 +285,12 @@ def _find_wanted(
     """The layout and the stored name of each tensor that this rank wants; per-rank bytes are tensors of uint8."""
     wanted: dict[str, LayoutOrWindows] = {}
     stored: dict[str, str] = {}
-    for name, held in layouts.items():
+    for name, layout in layouts.items():
         stored[name] = names.get(name, name)
-        if held is None:
+        if layout is None:
             stored[name] = checkpoint.find_blob(stored[name], rank)
-            held = layout_of_bytes(checkpoint, stored[name], rank)
-        wanted[name] = held
+            layout = layout_of_bytes(checkpoint, stored[name], rank)
+        wanted[name] = layout
     return wanted, stored
 
 
@@ -316,12 +319,12 @@ def check_layouts(layouts: object) -> dict[str, Windows]:
     Raises CheckpointError unless `layouts` maps names to Layouts, tuples of them, or None.
     """
     given = mapping(layouts, "layouts is ", "names to layouts", CheckpointError)
-    held = {}
+    tensor_layouts = {}
     for name, layout in given.items():
         text(name, "a tensor's name", CheckpointError)
         if layout is not None:
-            held[name] = layout
-    return read_windows(held, CheckpointError)
+            tensor_layouts[name] = layout
+    return read_windows(tensor_layouts, CheckpointError)
 
 
 WANTED = "wanted names to stored ones"

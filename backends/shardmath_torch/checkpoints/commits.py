@@ -211,10 +211,11 @@ def _remove_if_dead(draft: Place, handles: contextlib.ExitStack) -> bool:
         handle = locks.keep(os.open(draft, flags))
     except FileNotFoundError:
         return True
-    except OSError:
+    except OSError:  # unreadable or a link: not known to be dead
         return False
     handles.callback(locks.close, handle)
     try:
+        # Shared: ranks that remove leftovers at the same time do not take each other for the draft's writer.
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
@@ -229,6 +230,7 @@ def find_counting(folder: Place) -> str | None:
     try:
         size = length_of(file)
         with opened(file) as stream:
+            # The seal, the last SEAL bytes of a file by `save`, has the identifier.
             stream.seek(max(0, size - SEAL))
             return save_of(stream.read())
     except FileNotFoundError:

@@ -74,15 +74,16 @@ def read_index(file: Place, text: bytes) -> dict[str, Any]:
     """Parse the JSON `text` of the index in `file`, and return it as a dict. Raises CheckpointError if it is not an
     index, or is of another version."""
     try:
-        found: Any = read_json(text)
-        version, _ = found["shardmath"], found["files"]
+        index: Any = read_json(text)
+        # The files, too, as other JSON may have a version under that key.
+        version, _ = index["shardmath"], index["files"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"{file} is not an index that `save` wrote ({word_error(error)})"
         raise CheckpointError(f"{what}; fetch it again") from error
     if version != VERSION:
         what = f"{file} has version {shown(version)}, but this shardmath reads version {VERSION}"
         raise CheckpointError(f"{what}; load it with the version of shardmath that saved it")
-    return dict(found)
+    return dict(index)
 
 
 def from_index(path: Place, index: dict[str, Any], digest: str) -> Checkpoint:
@@ -110,8 +111,8 @@ def _read_tensor(
     """A tensor in the index, with its boxes, from the JSON values. Raises ValueError for malformed ones."""
     itemsize = ITEMSIZE[dtype]
     sizes = as_counts(shape)
-    found = [_read_box(files, itemsize, len(sizes), box) for box in boxes]
-    return StoredTensor(sizes, dtype, tuple(found))
+    stored_boxes = [_read_box(files, itemsize, len(sizes), box) for box in boxes]
+    return StoredTensor(sizes, dtype, tuple(stored_boxes))
 
 
 def _read_box(files: list[Place], itemsize: int, ndim: int, box: Any) -> StoredBox:

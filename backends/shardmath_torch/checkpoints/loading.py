@@ -178,6 +178,7 @@ def _make_box_table(name: str, stored: TensorStorageMetadata) -> _BoxTable:
             rows.append((chunk.offsets, chunk.sizes))
     ndim = len(stored.size)
     table = np.array(rows, np.int64).reshape(len(rows), 2, ndim)
+    # The starts are the offsets, and the stops are offsets + sizes.
     return _BoxTable(name, table[:, 0], table.sum(axis=1))
 
 

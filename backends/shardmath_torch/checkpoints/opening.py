@@ -231,6 +231,7 @@ class _Files:
             fix = "only plain data can be read; save it again without _extensions="
             raise CheckpointError(f"{self._folder}: {what}, but {fix}")
         path = info.relative_path
+        # What is not a str, and may not be hashable, raises in `file_in`.
         if not isinstance(path, str) or path not in self._places:
             self._places[path] = file_in(self._folder, path)
         return self._places[path]

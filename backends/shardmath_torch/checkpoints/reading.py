@@ -84,7 +84,9 @@ class Reader(storage.StorageReader):
         self._tally = Tally(progress)
         self._verify = verify
         self._opened_checkpoint: Checkpoint | None = None
+        # The tensor's place in each box that is an archive of torch.save.
         self._strided: dict[StoredBox, Strided] = {}
+        # Numbers the chunks that have a checksum.
         self._chunks = CheckpointChunks(_NOTHING)
         # The chunks whose checksums this rank checks: all that it reads, until `divide_checks` leaves a share of them.
         self._marks_to_check: Marks = np.zeros(0, bool)
@@ -96,16 +98,16 @@ class Reader(storage.StorageReader):
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Open the checkpoint, check it as far as possible without data, and return its tensors' metadata for torch."""
-        found = self._path
-        if not isinstance(found, Checkpoint):
-            found = open_checkpoint(os.fspath(found))
-        asked = found.tensors if self._names is None else self._names
-        names = tuple(dict.fromkeys(asked))
-        found.check(names)
-        self._strided = found.check_archives(names, self._share)
-        self._opened_checkpoint = found
-        self._chunks = CheckpointChunks(found if self._verify else _NOTHING)
-        return Metadata({name: _describe(found[name]) for name in names})
+        checkpoint = self._path
+        if not isinstance(checkpoint, Checkpoint):
+            checkpoint = open_checkpoint(os.fspath(checkpoint))
+        wanted = checkpoint.tensors if self._names is None else self._names
+        names = tuple(dict.fromkeys(wanted))
+        checkpoint.check(names)
+        self._strided = checkpoint.check_archives(names, self._share)
+        self._opened_checkpoint = checkpoint
+        self._chunks = CheckpointChunks(checkpoint if self._verify else _NOTHING)
+        return Metadata({name: _describe(checkpoint[name]) for name in names})
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -115,10 +117,10 @@ class Reader(storage.StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Note which chunks this rank's `plan` reads, and return the plan unchanged. A chunk is a range of a file's
         bytes for which a checksum is stored."""
-        touched: list[tuple[StoredBox, int, int]] = []
+        spans: list[tuple[StoredBox, int, int]] = []
         for reads in self._list_reads(plan).values():
-            touched += [(read.box, *read.span) for read in reads]
-        self._marks_to_check = self._chunks.mark_touched(touched)
+            spans += [(read.box, *read.span) for read in reads]
+        self._marks_to_check = self._chunks.mark_touched(spans)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -163,14 +165,14 @@ class Reader(storage.StorageReader):
 
     def _list_reads(self, plan: LoadPlan) -> dict[Place, list[_Read]]:
         """The reads of the plan, by file: each with its stored box, and its place and strides in the file."""
-        found = self._checkpoint
-        boxes = _find_boxes(found, plan.items)
+        checkpoint = self._checkpoint
+        boxes = _find_boxes(checkpoint, plan.items)
         self._describe_unchecked(boxes, plan.items)
         by_file: dict[Place, list[_Read]] = {}
         for box, item in zip(boxes, plan.items, strict=True):
             strided = self._strided.get(box)
-            if strided is None:
-                dtype = found[item.storage_index.fqn].dtype
+            if strided is None:  # not an archive: the box's elements, row-major
+                dtype = checkpoint[item.storage_index.fqn].dtype
                 strided = Strided(box.start, dtype, box.sizes, strides(box.sizes))
             read = _Read(box, item, _locate_part(strided, item))
             by_file.setdefault(box.file, []).append(read)
@@ -187,6 +189,7 @@ class Reader(storage.StorageReader):
     def _read(self, file: Path, reads: Sequence[_Read], planner: theirs.LoadPlanner) -> None:
         """Read from a local file, which is mapped, so that only what is needed comes from the disk."""
         memory = _map(file)
+        # Numbers of the chunks of each box that are still to be checked.
         unchecked: dict[StoredBox, set[int]] = {}
         for read in reads:
             unchecked[read.box] = set(self._chunks.list_marked(read.box, self._marks_to_check))
@@ -224,6 +227,7 @@ class Reader(storage.StorageReader):
         data = bytearray()
         for start in range(begin, end, step):
             data += file.read_part(start, min(end, start + step))
+            # Reports progress if the last report is long ago; bytes count when they are copied.
             self._tally.add(0)
         return data
 
@@ -277,14 +281,14 @@ class _Read(NamedTuple):
         return self.strided.start - base, self.stop - base
 
 
-def _find_boxes(found: Checkpoint, items: Iterable[ReadItem]) -> list[StoredBox]:
+def _find_boxes(checkpoint: Checkpoint, items: Iterable[ReadItem]) -> list[StoredBox]:
     """The stored box that each item of a load plan reads from."""
     by_name: dict[str, dict[tuple[int, ...], StoredBox]] = {}
     boxes = []
     for item in items:
         index = item.storage_index
         if index.fqn not in by_name:
-            stored = found[index.fqn].pieces
+            stored = checkpoint[index.fqn].pieces
             # a box without elements may begin where another one does
             by_name[index.fqn] = {box.offsets: box for box in stored if box.has_elements}
         offsets = tuple(index.offset or ())
@@ -306,9 +310,9 @@ def _span_of_reads(
     box: StoredBox, reads: Iterable[_Read], numbers: Iterable[int]
 ) -> tuple[int, int]:
     """The first byte of the file that is read, or checked in chunks of these numbers, and one past the last."""
-    ends = [(read.strided.start, read.stop) for read in reads]
-    ends += [chunk_ends(box, number) for number in numbers]
-    starts, stops = zip(*ends, strict=True)
+    spans = [(read.strided.start, read.stop) for read in reads]
+    spans += [chunk_ends(box, number) for number in numbers]
+    starts, stops = zip(*spans, strict=True)
     return min(starts), max(stops)
 
 
@@ -365,19 +369,20 @@ def _read_straight(
     Unchecked chunks that are read whole are checked while they are in the cache, and removed from `unchecked`.
     """
     box = read.box
+    # Counted from the first byte of the box, as its chunks are.
     position, _ = read.span
     raw = flat(target).view(torch.uint8).numpy()
-    left = memoryview(raw)  # type: ignore[arg-type]
+    unfilled = memoryview(raw)  # type: ignore[arg-type]
     stream.seek(read.strided.start)
-    while left:
-        number, within = divmod(position, CHUNK)
-        part = left[: CHUNK - within]
+    while unfilled:
+        number, offset_in_chunk = divmod(position, CHUNK)
+        part = unfilled[: CHUNK - offset_in_chunk]
         read_into(stream, part)
-        is_all = within == 0 and len(part) == min(CHUNK, box.length - position)
-        if is_all and number in unchecked:
+        is_whole = offset_in_chunk == 0 and len(part) == min(CHUNK, box.length - position)
+        if is_whole and number in unchecked:
             check_chunk(box, number, part)
             unchecked.discard(number)
-        left = left[len(part) :]
+        unfilled = unfilled[len(part) :]
         position += len(part)
         tally.add(len(part))
 

@@ -122,7 +122,7 @@ class SavePlanner(theirs.SavePlanner):
         """Return a plan of the boxes (parts of tensors) that this rank writes. Its `planner_data` is a report of this
         rank's tensors, layouts and bytes, which `create_global_plan` compares with other ranks' reports, to check that
         all agree."""
-        moved = to_disk(self._windows)
+        disk_plan = to_disk(self._windows)
         blob_names = self._names - set(self._windows)
         tensors: dict[str, Tensor] = {}
         self._blobs = {}
@@ -131,12 +131,12 @@ class SavePlanner(theirs.SavePlanner):
                 self._blobs[name] = as_tensor(name, data)
             else:
                 tensors[name] = data
-        source, _ = wanted(moved, self._rank)
-        held = by_key(source, tensors)
-        fits(source, held)
-        items = list(self._list_boxes(moved, held))
-        items += self._list_empty(moved)
-        return SavePlan(items, planner_data=self._make_report(moved, blob_names))
+        source, _ = wanted(disk_plan, self._rank)
+        local_tensors = by_key(source, tensors)
+        fits(source, local_tensors)
+        items = list(self._list_boxes(disk_plan, local_tensors))
+        items += self._list_empty(disk_plan)
+        return SavePlan(items, planner_data=self._make_report(disk_plan, blob_names))
 
     def _make_report(self, plan: Plan, blob_names: Iterable[str]) -> _RankReport:
         """This rank's report to the others. Contents of bytes differ per rank, so only their names must agree."""
@@ -195,6 +195,7 @@ class SavePlanner(theirs.SavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Keep the values to be saved as plain bytes, rather than as tensors with a layout, that this rank writes under
         `new_plan`. `resolve_data` returns them later; the plan is returned unchanged."""
+        # The names of the bytes by item, from `_add_bytes`.
         for index, name in new_plan.planner_data.items():
             self._sources[index] = self._blobs[name]
         return new_plan
@@ -344,11 +345,11 @@ def _add_bytes(rank_plan: SavePlan, report: _RankReport, stored: _StoredNames) -
     names: dict[MetadataIndex, str] = {}
     for name, content in report.contents.items():
         by_rank = stored[name]
-        key = by_rank[report.rank]
-        first = min(rank for rank, other in by_rank.items() if other == key)
+        stored_name = by_rank[report.rank]
+        first = min(rank for rank, other in by_rank.items() if other == stored_name)
         if report.rank == first:
             size = (content.length,)
-            item = _describe_box(key, size, (0,), size, torch.uint8)
+            item = _describe_box(stored_name, size, (0,), size, torch.uint8)
             items.append(item)
             names[item.index] = name
     return replace(rank_plan, items=items, planner_data=names)
@@ -383,6 +384,7 @@ def _check_containers(paths: Iterable[tuple[str | int, ...]]) -> None:
     first: dict[tuple[str | int, ...], tuple[str | int, ...]] = {}
     for path in paths:
         for n in range(len(path)):
+            # The next keys of all paths that begin alike are the keys of one container.
             other = first.setdefault(path[:n], path)
             if type(other[n]) is not type(path[n]):
                 what = f"the paths {other!r} and {path!r} have a list and a dict at {path[:n]!r}"

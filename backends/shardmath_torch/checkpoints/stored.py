@@ -53,7 +53,7 @@ class StoredBox(NamedTuple):
     @property
     def ranges(self) -> Box:
         """The box as one (begin, end) pair of positions in the tensor per dimension."""
-        stops = [at + n for at, n in zip(self.offsets, self.sizes, strict=True)]
+        stops = [start + n for start, n in zip(self.offsets, self.sizes, strict=True)]
         return tuple(zip(self.offsets, stops, strict=True))
 
     @property
@@ -165,8 +165,6 @@ class Checkpoint:
         n, i + 2n, ... are checked.
 
         Raises CheckpointError if an archive has another dtype or shape than the metadata says.
-
-        Raises CheckpointError if an archive holds another tensor than the metadata says.
         """
         archives: list[tuple[str, StoredBox]] = []
         for name in sorted(set(names)):
@@ -222,6 +220,7 @@ def _check_tiled(path: Place, name: str, tensor: StoredTensor) -> None:
     """Raise CheckpointError unless the boxes lie in the tensor, and have each of its elements once."""
     boxes = [box.ranges for box in tensor.pieces if box.has_elements]
     outside = _find_outside(boxes, tensor.shape)
+    # The ranges of positions of each dimension, of which there are none if its size is 0.
     elements = [[(0, n)] if n else [] for n in tensor.shape]
     if outside is None and tiles(elements, boxes):
         return

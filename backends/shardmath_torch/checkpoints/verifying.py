@@ -39,11 +39,11 @@ Marks: TypeAlias = NDArray[np.bool_]
 class CheckpointChunks:
     """The chunks (4 MiB or less) for which a checkpoint has checksums, numbered across all files of the checkpoint."""
 
-    def __init__(self, found: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self.total = 0
         # The number of each box's first chunk, by the box's file and first byte in it.
         self._first_numbers: dict[tuple[Place, int], int] = {}
-        for tensor in found.tensors.values():
+        for tensor in checkpoint.tensors.values():
             for box in tensor.pieces:
                 if box.sums:
                     self._first_numbers[box.file, box.start] = self.total
@@ -57,6 +57,7 @@ class CheckpointChunks:
             first = self._first_numbers.get((box.file, box.start))
             if first is not None and begin < end:
                 low = first + begin // CHUNK
+                # As many chunks as the box's first `end` bytes take.
                 high = first + count_checksums(end)
                 marks[low:high] = True
         return marks

@@ -143,23 +143,23 @@ class Writer(storage.StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[storage.WriteResult]]) -> None:
         """Make this save the folder's current one: rename its data files, then replace `.metadata`, then the index
         shardmath.json."""
-        held = self._claim
-        assert held is not None, "a save has begun"
-        wrote = [result for by_rank in results for result in by_rank]
-        with _raise_as_ours(self._folder, lambda: _word_state(self._folder, held.save)):
+        running = self._claim
+        assert running is not None, "a save has begun"
+        wrote = [result for of_rank in results for result in of_rank]
+        with _raise_as_ours(self._folder, lambda: _word_state(self._folder, running.save)):
             for name in sorted({result.storage_data.file for result in wrote}):
                 _finish_file(self._folder, name)
             sync(self._folder)
             checkpoint = _describe(self._folder, metadata, wrote)
-            index = to_json(checkpoint, held.save)
+            index = to_json(checkpoint, running.save)
             pickled = _pickle(metadata, wrote)
-            content = Sealed(pickled, index, held.save)
-            make_count(held, seal(content))
+            content = Sealed(pickled, index, running.save)
+            make_count(running, seal(content))
         self._claim = None
         self._drafts = []
         with _raise_as_ours(self._folder, AFTER):
-            held.release()
-            _update_copy(self._folder, index, held.save)
+            running.release()
+            _update_copy(self._folder, index, running.save)
 
     def abandon(self) -> None:
         """Remove the files of a failed save, unless `finish` has made it the folder's current save. Call it on every
@@ -174,14 +174,15 @@ class Writer(storage.StorageWriter):
                 (self._folder / name_draft(self._save)).unlink(missing_ok=True)
         self._save = ""
         for draft in self._drafts:
+            # Others, in an object store, have their final names: only the coordinator knows whether they count.
             if draft.name.endswith(UNFINISHED):
                 with contextlib.suppress(OSError):
                     draft.unlink(missing_ok=True)
-        held = self._claim
+        failed = self._claim
         self._claim = None
         self._drafts = []
-        if held is not None:
-            withdraw(held)
+        if failed is not None:
+            withdraw(failed)
 
     def clear(self, share: tuple[int, int] = (0, 1)) -> None:
         """Remove the files of saves that crashed, failed or were replaced by a later save; call it on every rank. With

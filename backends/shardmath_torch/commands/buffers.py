@@ -203,6 +203,7 @@ def _options(given: argparse.Namespace, chosen: Chosen) -> dict[str, Any]:
         elements = None
     else:
         elements = given.bucket_size
+    # Each with its value, and whether the rule takes it.
     options = {
         "data_parallel_world_size": (given.dp, chosen.sharded),
         "expert_data_parallel_world_size": (given.expert_dp, chosen.experts != "never"),

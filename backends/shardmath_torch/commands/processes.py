@@ -248,10 +248,10 @@ def _collect_later_failures(job: _Job[R], waiting: dict[Connection, _Child]) -> 
     """Collect other failures, for a while, unless a rank died silently, which is the cause."""
     until = time.monotonic() + PATIENCE
     while waiting and all(failure.reported for failure in job.failures):
-        left = until - time.monotonic()
-        if left <= 0:
+        seconds_left = until - time.monotonic()
+        if seconds_left <= 0:
             return
-        _receive_all(job, waiting, left)
+        _receive_all(job, waiting, seconds_left)
 
 
 def _find_cause(job: _Job[R], silent: list[int]) -> ShardError:
@@ -269,6 +269,7 @@ def _receive(job: _Job[R], child: _Child) -> bool:
     """Receive one message of the child. Returns whether it was the last."""
     rank = child.rank
     try:
+        # ("progress", phase, done, total), ("result", result), or ("failure", time, error).
         word, *values = child.pipe.recv()
     except (EOFError, OSError):
         error = _describe_death(job, child)

@@ -50,10 +50,12 @@ def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
     received, demand = _sum_demands(src, dst)
     senders = _list_ranks(src)
     ranks = sorted({*senders, *_list_ranks(dst)})
-    demand[senders] += 0  # so that every sender is in a level
+    # No bytes that any sender could send, so that every sender is in one of the levels (ranks of equal load).
+    demand[senders] += 0
     highest = find_levels(list(demand.values()), list(demand))[0]
     return Bounds(
         received={rank: received[rank] for rank in ranks},
+        # What only this rank holds: the holders are a tuple of one.
         sent={rank: demand[rank,] for rank in ranks},
         busiest=-(-highest.nbytes // len(highest.ranks)),  # rounded up
         forced_by=frozenset(highest.ranks),
@@ -64,9 +66,10 @@ def _sum_demands(src: Layouts, dst: Layouts) -> tuple[Counter[int], Counter[Hold
     """Bytes that receivers need of all tensors: by receiver, and by the set of their holders."""
     received: Counter[int] = Counter()
     demand: Counter[Holders] = Counter()
+    # Tensors of a model often have equal layouts, which are compared once.
     pairs = Counter((src[name], dst[name]) for name in src)
     for (before, after), count in pairs.items():
-        for rank, holders, nbytes in _list_demands(before, after):
+        for rank, holders, nbytes in _list_demands(before, after):  # of one tensor
             received[rank] += nbytes * count
             demand[holders] += nbytes * count
     return received, demand

@@ -153,6 +153,7 @@ def _prepare(
     """Check everything that can be checked before a byte moves, make the folder, and divide tensors into files."""
     check_ranks(given.layouts, group)
     rank = compat.rank_or_0()
+    # A save would need the same local tensors of this rank: they must have the layouts' names, shapes and dtypes.
     source, _ = wanted(to_disk(given.layouts), rank)
     fits(source, by_key(source, given.tensors))
     entries = {name: given.entry_of(name) for name in given.layouts}
@@ -172,6 +173,7 @@ def _prepare(
 
 def _check_tied(tied: Mapping[str, str], entries: Mapping[str, Entry]) -> None:
     """Raise CheckpointError if a tied name is the name of an exported tensor, or is tied to a name that is not."""
+    # Checks the names only: any shape and dtype would do.
     check_entries(dict.fromkeys(tied, ((), "uint8")))
     check_tied(tied)
     for name, kept in tied.items():
@@ -195,8 +197,8 @@ def _claim_task(given: ExportSource, task: _ExportTask) -> dict[str, str]:
         claims[f"the tensor of the name {name!r}"] = repr(kept_name)
     for name, windows in given.layouts.items():
         # By what ranks hold: equal layouts may be spelled in several ways.
-        held = digest([holdings_digest(layout) for layout in windows])
-        claims[f"what ranks hold of {name!r}"] = held[:12]
+        holdings = digest([holdings_digest(layout) for layout in windows])
+        claims[f"what ranks hold of {name!r}"] = holdings[:12]
     return claims
 
 
@@ -233,8 +235,10 @@ def _write_wave(
     if draft is not None:
         drafts.append(draft)
     batches = [_list_batches(task.files[each]) for each in names]
-    for batch in zip_longest(*batches, fillvalue=()):
-        by_rank = dict(zip(task.ranks, batch, strict=False))
+    # In step: at a time, every rank that writes holds one batch of its file.
+    for batch_of_each in zip_longest(*batches, fillvalue=()):
+        # Not strict: there may be fewer files than ranks.
+        by_rank = dict(zip(task.ranks, batch_of_each, strict=False))
         tensors = _gather(given, by_rank, group)
         append = partial(_append, task, draft, tensors, tally)
         on_all("write its file", append, group)
@@ -246,13 +250,14 @@ def _open_draft(
 ) -> DraftFile | None:
     """The draft of this rank's next file; None if there are no more files for this rank."""
     place = task.ranks.index(compat.rank_or_0())
+    # All files that this rank ever writes: `begin` only notes their total, so that each call may repeat it.
     files = list(task.files.values())[place :: len(task.ranks)]
     tally.begin(sum(count_bytes(entry) for file in files for entry in file.values()))
     if name is None:
         return None
     tensors = task.files[name]
     tied = {other: kept for other, kept in given.tied.items() if kept in tensors}
-    with told(task.folder):
+    with told(task.folder):  # an OSError becomes a CheckpointError
         return DraftFile(task.folder, name, tensors, tied)
 
 

@@ -148,11 +148,12 @@ def lay_out(
     if isinstance(source, nn.Module):
         return _lay_out_module(source, mesh, group)
     if layouts is None:
+        # Gathers now what `act`, which must not communicate, asks for.
         ask = ask_group(source, group)
         act = partial(_lay_out_dtensors, source, mesh, group, ask)
         return on_all("lay out its tensors", act, group)
-    held = {name: layout for name, layout in layouts.items() if layout is not None}
-    return ExportSource(source, read_windows(held, CheckpointError), {}, {})
+    tensor_layouts = {name: layout for name, layout in layouts.items() if layout is not None}
+    return ExportSource(source, read_windows(tensor_layouts, CheckpointError), {}, {})
 
 
 def _lay_out_module(module: nn.Module, mesh: Mesh | None, group: Group | None) -> ExportSource:
@@ -195,8 +196,9 @@ def _split_parts(
     # A part's local tensor is the whole's, with holes around the part.
     local = {part.name: tensors[part.tensor] for part in parts if part.tensor in tensors}
     part_layouts = {part.name: sliced(layouts[part.tensor], part.box) for part in parts}
-    names = {part.tensor: part.name for part in parts}
-    tied = {name: names.get(kept_name, kept_name) for name, kept_name in tied.items()}
+    # A tied name follows its tensor to the name under which transformers saves that.
+    saved_names = {part.tensor: part.name for part in parts}
+    tied = {name: saved_names.get(kept_name, kept_name) for name, kept_name in tied.items()}
     shapes = {part.name: part.shape for part in parts}
     return ExportSource(local, read_windows(part_layouts, CheckpointError), tied, shapes)
 

@@ -88,9 +88,9 @@ def _open(file: Path) -> int:
     except PermissionError:
         # Another user's lock file, perhaps a leftover: a handle for reading is enough to lock it.
         handle = os.open(file, os.O_RDONLY | CAUTIOUS)
-    found = os.fstat(handle)
-    is_plain = stat.S_ISREG(found.st_mode)
-    if is_plain and found.st_size == 0 and found.st_nlink <= 1:
+    status = os.fstat(handle)
+    is_plain = stat.S_ISREG(status.st_mode)
+    if is_plain and status.st_size == 0 and status.st_nlink <= 1:
         return handle
     os.close(handle)
     why = "has content or other hard links" if is_plain else "is not a regular file"

@@ -99,8 +99,8 @@ class Remote:
 
     def stat(self) -> _Stat:
         """Return the size of the file in bytes, as `st_size`."""
-        found = self._call_service(lambda: self.fs.info(self.path))
-        return _Stat(int(found["size"]))
+        info = self._call_service(lambda: self.fs.info(self.path))
+        return _Stat(int(info["size"]))
 
     def is_file(self) -> bool:
         """Whether the path is a file."""
@@ -148,15 +148,15 @@ class Remote:
         # Not fnmatch, in which brackets have a meaning: names may have any characters.
         parts = map(re.escape, pattern.split("*"))
         wanted = re.compile(".*".join(parts), re.DOTALL)
-        return (found for found in self.iterdir() if wanted.fullmatch(found.name))
+        return (child for child in self.iterdir() if wanted.fullmatch(child.name))
 
     def sizes(self) -> dict[str, int]:
         """Return a dict from the name of each file in this folder to its size in bytes."""
         sizes = {}
-        for found in self._list():
-            if found.get("type") == "file":
-                name = str(found["name"]).rsplit("/", 1)[-1]
-                sizes[name] = int(found["size"])
+        for info in self._list():
+            if info.get("type") == "file":
+                name = str(info["name"]).rsplit("/", 1)[-1]
+                sizes[name] = int(info["size"])
         return sizes
 
     def _list(self) -> list[dict[str, Any]]:
@@ -209,9 +209,10 @@ def _check_not_url(text: str) -> None:
         what = f"{text!r} is a URL whose scheme is {scheme!r}, not {rule}"
         fix = f"give a scheme such as s3, or ./{text} for a folder of that name"
         raise CheckpointError(f"{what}; {fix}")
-    lost = MANGLED.match(text)
-    if lost is not None and _is_known(lost.group(1)):
-        what = f"{text!r} is a URL without :// after {lost.group(1)!r}, as a Path removes a slash"
+    mangled = MANGLED.match(text)
+    if mangled is not None and _is_known(mangled.group(1)):
+        scheme = mangled.group(1)
+        what = f"{text!r} is a URL without :// after {scheme!r}, as a Path removes a slash"
         fix = f"give the URL as a str, with both slashes, or ./{text} for a folder of that name"
         raise CheckpointError(f"{what}; {fix}")
 
@@ -265,7 +266,7 @@ def opened(file: Place, buffering: int = -1) -> BinaryIO:
     for a pipe, this does not wait for a writer."""
     if isinstance(file, Remote):
         return file.open("rb")
-    # With an opener, a handle is closed once, whenever Ctrl-C comes.
+    # By an opener, not os.open and then fdopen: if Ctrl-C came between the two, nothing would close the handle.
     return open(file, "rb", buffering, opener=_open_regular)
 
 
@@ -317,8 +318,9 @@ def sizes_of(files: Iterable[Place]) -> Callable[[Place], int]:
     def size(file: Place) -> int:
         if isinstance(file, Path):
             return length_of(file)
-        found = listed[file.parent].get(file.name)
-        return file.stat().st_size if found is None else found
+        listed_size = listed[file.parent].get(file.name)
+        # A file that is not listed raises in `stat`, unless the service's listings are incomplete.
+        return file.stat().st_size if listed_size is None else listed_size
 
     return size
 

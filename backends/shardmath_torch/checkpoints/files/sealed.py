@@ -61,8 +61,8 @@ def unseal(text: bytes, where: object) -> Sealed | None:
     """
     if not text.endswith(END) and BEGIN not in text:
         return None
-    body, found = _split_end(text.removesuffix(END), _SUM)
-    if not text.endswith(END) or sha256(body).digest() != found:
+    body, checksum = _split_end(text.removesuffix(END), _SUM)
+    if not text.endswith(END) or sha256(body).digest() != checksum:
         raise _damaged(where, "its content does not have the SHA-256 checksum at its end")
     try:
         return _read_body(body)
@@ -98,6 +98,7 @@ def save_of(tail: bytes) -> str | None:
     `tail` is the end of the file: at least as many bytes as the constant `SEAL` says."""
     if not tail.endswith(END) or len(tail) < SEAL:
         return None
+    # The digits follow the length of the index, with which the seal begins.
     start = len(tail) - SEAL + _LENGTH
     return tail[start : start + DIGITS].decode("ascii", "replace")
 
@@ -113,11 +114,11 @@ def sign(text: str) -> str:
 
 def holds(text: str) -> bool:
     """Whether the JSON text `text` ends in the right checksum, as `sign` adds it."""
-    begun, mark, _ = text.rpartition(_SIGNED)
-    return bool(mark) and text == _end_with_sum(begun + mark)
+    beginning, mark, _ = text.rpartition(_SIGNED)
+    return bool(mark) and text == _end_with_sum(beginning + mark)
 
 
-def _end_with_sum(begun: str) -> str:
+def _end_with_sum(beginning: str) -> str:
     """The beginning of a JSON object, with its checksum appended as the last value, and closed."""
-    checksum = sha256(begun.encode()).hexdigest()
-    return begun + checksum + '"}'
+    checksum = sha256(beginning.encode()).hexdigest()
+    return beginning + checksum + '"}'

@@ -51,8 +51,8 @@ def share_of(group: Group | None) -> tuple[int, int]:
     compat.check_registered(group, "save, load or export")
     if is_alone():
         return 0, 1
-    found = compat.group_of(group)
-    return dist.get_rank(found), dist.get_world_size(found)
+    process_group = compat.group_of(group)
+    return dist.get_rank(process_group), dist.get_world_size(process_group)
 
 
 SAME = "call it with the same arguments on all ranks, and not while it is saved"
@@ -100,6 +100,7 @@ def on_all(
     except CheckpointError as lost:
         _raise_lost(lost, raised)
     if raised is not None and not isinstance(raised, Exception):
+        # An interrupt, which all ranks know of from the reports: the group stays usable.
         mark_told(raised, group)
         raise raised
     _check_failures(step, reports, group, raised)

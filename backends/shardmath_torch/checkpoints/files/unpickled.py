@@ -109,13 +109,18 @@ class _Unknown:
 
 
 class _Unpickler(_Python):  # type: ignore[misc]
-    """Python's unpickler, restricted to the allowed opcodes, which checks values before it hashes or calls them."""
+    """Python's unpickler, restricted to the allowed opcodes, which checks values before it hashes or calls them.
+
+    The last values on `stack` are an opcode's operands: a callable or class and its arguments (REDUCE, NEWOBJ), an
+    object and its state (BUILD), a key and a value (SETITEM).
+    """
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = _list_allowed()
 
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
         self._characters_left = _ROOM + _TIMES * len(text)
+        # Whether the pickle has named nothing outside of ALLOWED so far.
         self.knows_all = True
 
     def find_class(self, module: str, name: str) -> Any:
@@ -232,10 +237,10 @@ def _is_part(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _check_metadata(found: Metadata) -> None:
+def _check_metadata(metadata: Metadata) -> None:
     """Raise UnpicklingError if a key, name or dtype, which are hashed, compared or shown later, is of a wrong type."""
-    _check_all("has a key", found.storage_data or (), _is_key)
-    parts = found.state_dict_metadata
+    _check_all("has a key", metadata.storage_data or (), _is_key)
+    parts = metadata.state_dict_metadata
     _check_all("has a name", parts, lambda name: isinstance(name, str))
     tensors = [part for part in parts.values() if isinstance(part, TensorStorageMetadata)]
     dtypes = [part.properties.dtype for part in tensors]
@@ -266,20 +271,21 @@ def _list_items(value: object) -> Iterable[object]:
     return vars(value).values() if _is_part(value) else ()
 
 
-def _drop_undeclared(found: Metadata) -> None:
+def _drop_undeclared(metadata: Metadata) -> None:
     """Remove the attributes that Metadata does not declare."""
     declared = {field.name for field in dataclasses.fields(Metadata)}
-    for name in vars(found).keys() - declared:
-        delattr(found, name)
+    for name in vars(metadata).keys() - declared:
+        delattr(metadata, name)
 
 
-def _make_substitute(found: Any) -> Any:
+def _make_substitute(real: Any) -> Any:
     """A subclass or function with the same behavior, whose attributes a pickle may set."""
-    if isinstance(found, type) and dataclasses.is_dataclass(found):
-        methods = {"__setstate__": _set_fields} if "__setstate__" in vars(found) else {}
-        return type(found.__name__, (found,), methods)
+    if isinstance(real, type) and dataclasses.is_dataclass(real):
+        # Only TensorProperties has the method, which does not take the fields of another torch version.
+        methods = {"__setstate__": _set_fields} if "__setstate__" in vars(real) else {}
+        return type(real.__name__, (real,), methods)
     # Not the function or class itself, whose attributes a pickle could set for the whole program.
-    return lambda *args: found(*args)
+    return lambda *args: real(*args)
 
 
 def _set_fields(self: Any, state: tuple[object, ...]) -> None:
@@ -295,12 +301,12 @@ def read_metadata(text: bytes, where: object) -> Metadata:
     """
     try:
         reader = _Unpickler(text)
-        found = reader.load()
-        if isinstance(found, Metadata):
-            _drop_undeclared(found)
-            _check_metadata(found)
+        unpickled = reader.load()
+        if isinstance(unpickled, Metadata):
+            _drop_undeclared(unpickled)
+            _check_metadata(unpickled)
         if not reader.knows_all:
-            _check_known(found)
+            _check_known(unpickled)
     except Exception as error:
         why = message_of(error)[:_MOST_SHOWN]
         what = f"{where} is not metadata of torch.distributed.checkpoint: {why}"
@@ -308,11 +314,11 @@ def read_metadata(text: bytes, where: object) -> Metadata:
             "nothing else is unpickled: save it again with torch, or unpickle it where you trust it"
         )
         raise CheckpointError(f"{what}; {fix}") from error
-    if not isinstance(found, Metadata):
-        holds = f"{where} holds a {type(found).__name__}"
+    if not isinstance(unpickled, Metadata):
+        holds = f"{where} holds a {type(unpickled).__name__}"
         what = f"{holds}, not the Metadata of torch.distributed.checkpoint"
         raise CheckpointError(f"{what}; give the folder of a checkpoint that torch saved")
-    return found
+    return unpickled
 
 
 class _Pickler(pickle.Pickler):

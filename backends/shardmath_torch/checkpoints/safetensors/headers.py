@@ -177,7 +177,8 @@ def _read_entry(file: Place, name: str, value: object, data: int) -> HeaderEntry
         what = f"the header's entry of {shown(name)} is {shown(value)}"
         raise damaged(file, f"{what}, not a dtype, a shape and two data_offsets")
     if dtype not in DTYPES:
-        what = f"{file} holds {shown(name)} as {shown(dtype)[1:-1]}, a type that cannot be read"
+        unquoted = shown(dtype)[1:-1]
+        what = f"{file} holds {shown(name)} as {unquoted}, a type that cannot be read"
         raise WeightsError(f"{what}; store it as one of {', '.join(DTYPES)}")
     begin, end = offsets
     entry = HeaderEntry(file, name, tuple(shape), DTYPES[dtype], data + begin)

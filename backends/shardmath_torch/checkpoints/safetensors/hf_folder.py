@@ -76,6 +76,7 @@ class DraftFile:
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
         self._stream = _create(self._file)
+        # By which the draft's file is known from another one that takes its name.
         self._last_stat = os.fstat(self._stream.fileno())
         try:
             self._stream.write(_make_header(tensors, tied))
@@ -242,19 +243,19 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
     """
     earlier = [file for file in _list_exported(folder) if not _is_draft(file)]
     export_number = 1 + max((_read_number(file.name) for file in earlier), default=0)
-    names = {name: _add_number(name, export_number) for name in files}
+    numbered = {name: _add_number(name, export_number) for name in files}
     _clear_drafts(folder, files)
     index = folder / INDEX
     draft = folder / (INDEX + UNFINISHED)
-    text = _make_index({names[name]: file for name, file in files.items()}, tied)
-    written = _write_index(draft, text)
+    text = _make_index({numbered[name]: file for name, file in files.items()}, tied)
+    draft_stat = _write_index(draft, text)
     try:
-        _rename(folder, names)
+        _rename(folder, numbered)
         os.replace(draft, index)
     except BaseException:
         # Unless the index was replaced, it names none of the renamed files.
-        if not _has_this_name(index, written):
-            for name in names.values():
+        if not _has_this_name(index, draft_stat):
+            for name in numbered.values():
                 (folder / name).unlink(missing_ok=True)
             draft.unlink(missing_ok=True)
         raise
@@ -270,8 +271,8 @@ def _rename(folder: Path, names: Mapping[str, str]) -> None:
 
 def _read_number(name: str) -> int:
     """The number of the export that wrote the file `name`; 1 if the name has none."""
-    found = NAME.fullmatch(name)
-    return int(found[1]) if found and found[1] else 1
+    match = NAME.fullmatch(name)
+    return int(match[1]) if match and match[1] else 1
 
 
 def _add_number(name: str, number: int) -> str:
@@ -284,10 +285,11 @@ def _add_number(name: str, number: int) -> str:
 
 
 def _clear_drafts(folder: Path, files: Iterable[str]) -> None:
-    """Remove drafts of interrupted exports. For use under the lock: else they may be of an export that is running."""
-    drafts = {name + UNFINISHED for name in files}
+    """Remove drafts of interrupted exports, but not of `files`, which this export has written. For use under the lock:
+    else they may be of an export that is running."""
+    own_drafts = {name + UNFINISHED for name in files}
     for file in _list_exported(folder):
-        if _is_draft(file) and file.name not in drafts:
+        if _is_draft(file) and file.name not in own_drafts:
             file.unlink()
 
 

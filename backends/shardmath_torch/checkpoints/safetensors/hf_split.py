@@ -95,7 +95,7 @@ def split(entries: Mapping[str, Entry], limit: int) -> list[File]:
             room = limit
         current[name] = entries[name]
         room -= nbytes
-    if current or not files:
+    if current or not files:  # without tensors, one empty file
         files.append(current)
     return [_put_long_elements_first(file) for file in files]
 

@@ -39,6 +39,7 @@ Slices: TypeAlias = tuple[slice, ...]
 
 def list_boxes(layout: Layout, rank: int) -> Iterator[tuple[Slices, Slices]]:
     """Yield each box of elements that `rank` holds, as slices of its local tensor and of the global tensor."""
+    # Of each dimension, (local start, global start, length) of positions that follow each other on both sides.
     by_dim = [runs.segments for runs in layout.runs(rank)]
     # One at a time: `layout.boxes` makes all boxes at once, and a strided layout may have millions.
     for segments in itertools.product(*by_dim):
@@ -116,7 +117,10 @@ def load(
 def _begin_tally(layouts: Mapping[str, Layout], rank: int, progress: Progress | None) -> Tally:
     """Begin a tally of the bytes of all local tensors, including positions without an element."""
     tally = Tally(progress)
-    tally.begin(sum(math.prod(held.local_shape(rank)) * held.itemsize for held in layouts.values()))
+    total = 0
+    for layout in layouts.values():
+        total += math.prod(layout.local_shape(rank)) * layout.itemsize
+    tally.begin(total)
     return tally
 
 

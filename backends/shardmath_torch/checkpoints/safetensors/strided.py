@@ -99,6 +99,7 @@ def _describe_archive(stream: BinaryIO, offset: int, length: int) -> Strided:
     tensor = torch.load(view, weights_only=True, map_location="cpu")
     if type(tensor).__name__ != "FakeTensor":
         raise ValueError(f"it holds a {type(tensor).__name__}, not a tensor")
+    # Where the storage begins in the archive: torch.load records it for a tensor without memory.
     storage = compat.storage_start(tensor)
     if storage is None or storage not in records:
         raise ValueError(f"its storage begins at {storage}, but its records at {sorted(records)}")
@@ -123,13 +124,13 @@ def _check_pickle(view: BinaryIO) -> None:
     """Raise ValueError unless the archive has one pickle, as short as a single tensor's."""
     view.seek(0)
     with zipfile.ZipFile(view) as archive:
-        found = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
-        if len(found) != 1:
-            raise ValueError(f"it lists {len(found)} pickles, where a tensor has one")
-        if found[0].file_size > MOST_PICKLED:
-            what = f"its pickle has {found[0].file_size} bytes"
+        pickles = [info for info in archive.infolist() if info.filename.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise ValueError(f"it lists {len(pickles)} pickles, where a tensor has one")
+        if pickles[0].file_size > MOST_PICKLED:
+            what = f"its pickle has {pickles[0].file_size} bytes"
             raise ValueError(f"{what}, where a tensor's has at most {MOST_PICKLED}")
-        text = archive.read(found[0])
+        text = archive.read(pickles[0])
     # torch hashes a storage's key from the pickle; nested tuples that share parts take 2^n steps to hash.
     tuples = sum(1 for code, _, _ in pickletools.genops(text) if "TUPLE" in code.name)
     if tuples > MOST_TUPLES:
@@ -158,9 +159,9 @@ class _FilePart(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        left = max(0, self._length - self._position)
+        bytes_left = max(0, self._length - self._position)
         self._stream.seek(self._offset + self._position)
-        data = self._stream.read(min(len(buffer), left))
+        data = self._stream.read(min(len(buffer), bytes_left))
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
@@ -176,8 +177,8 @@ def _read_records(view: BinaryIO) -> dict[int, int]:
     with zipfile.ZipFile(view) as archive:
         for info in archive.infolist():
             view.seek(info.header_offset + LOCAL_LENGTHS)
-            variable = sum(int.from_bytes(view.read(2), "little") for _ in range(2))
-            start = info.header_offset + LOCAL_HEADER + variable
+            name_and_extra = sum(int.from_bytes(view.read(2), "little") for _ in range(2))
+            start = info.header_offset + LOCAL_HEADER + name_and_extra
             sizes[start] = info.file_size
             if info.compress_type != zipfile.ZIP_STORED:
                 raise ValueError(f"its {info.filename} is compressed, which torch.save never does")

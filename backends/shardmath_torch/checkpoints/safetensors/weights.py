@@ -60,13 +60,13 @@ def open_weights(path: str | Place) -> Weights:
 
     Reads and checks headers only. Raises WeightsError with the file, what is wrong with it and the fix.
     """
-    found = place(path)
-    if isinstance(found, Path):
-        found = found.absolute()
+    source = place(path)
+    if isinstance(source, Path):
+        source = source.absolute()
     try:
-        return _open_place(found)
+        return _open_place(source)
     except OSError as error:
-        what = f"{shown(str(error.filename or found))} cannot be read: {error.strerror or error}"
+        what = f"{shown(str(error.filename or source))} cannot be read: {error.strerror or error}"
         raise WeightsError(f"{what}; make it readable, or give another path") from error
 
 

@@ -143,6 +143,7 @@ def _write_group(group: SavedGroup) -> dict[str, Any]:
     options = {}
     for key, value in group.options.items():
         check_key(key, "a parameter group")
+        # The optimizer that takes the options has Enums and namedtuples of the same classes (`Kinded`).
         options[key] = code_value(value, f"{key!r} of a parameter group", kinded=True)
     return {"parameters": list(group.parameters), "options": options}
 

@@ -133,7 +133,7 @@ def _compare_names(
 ) -> Unmatched:
     """The names that only one side has, with `kind` as prefix; `here` maps each name to its name in `there`."""
     reached = set(here.values())
-    missing = [f"{kind}.{name}" for name, kept in here.items() if kept not in there]
+    missing = [f"{kind}.{name}" for name, there_name in here.items() if there_name not in there]
     unexpected = [f"{kind}.{name}" for name in there if name not in reached]
     return Unmatched(tuple(missing), tuple(unexpected))
 
@@ -168,10 +168,11 @@ def set_goals(
     """
     goals = [_set_goal(model, group, saved, stored) for group in groups]
     _check_placed_alike(model, goals)
-    kept = saved.groups or ()
-    if _list_empty(groups) == _list_empty(kept) and len(groups) == len(kept):
+    saved_groups = saved.groups or ()
+    # Groups without parameters have no names to match, only their places.
+    if _list_empty(groups) == _list_empty(saved_groups) and len(groups) == len(saved_groups):
         for i in _list_empty(groups):
-            options = _fit_options(f"group {i}", groups[i], kept[i].options)
+            options = _fit_options(f"group {i}", groups[i], saved_groups[i].options)
             goals[i] = goals[i]._replace(options=options)
     return goals
 
@@ -182,6 +183,7 @@ def _check_placed_alike(model: Model, goals: Iterable[Goal]) -> None:
     for goal in goals:
         for name, entries in goal.entries.items():
             for key, entry in entries.items():
+                # An origin of one key is of one parameter only.
                 if len(entry.origin) < 2 or not isinstance(entry, Like):
                     continue
                 placed = lay_out_state(entry, model.slots[name].layout)
@@ -201,9 +203,9 @@ def _set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping
     """The options and state to restore into one group, matched by the names of its parameters."""
     entries = {}
     for name, parameter in group.parameters.items():
-        kept = stored.get(name)
-        if kept is not None and kept in saved.state:
-            entries[name] = _copy_values(saved.state[kept])
+        stored_name = stored.get(name)
+        if stored_name is not None and stored_name in saved.state:
+            entries[name] = _copy_values(saved.state[stored_name])
             for key, entry in entries[name].items():
                 check_known(entry, parameter, name, key)
     _check_order(model, group, saved, stored)
@@ -217,12 +219,13 @@ def _check_order(
     groups = saved.members()
     here = tuple(stored.get(name) for name in group.parameters)
     for name in group.parameters:
-        kept = stored.get(name)
-        if kept not in groups or groups[kept] == here:
+        stored_name = stored.get(name)
+        if stored_name not in groups or groups[stored_name] == here:
             continue
-        why = _explain_shared(saved.state, kept, model.slots[name].layout.shape, groups[kept])
+        shape, saved_group = model.slots[name].layout.shape, groups[stored_name]
+        why = _explain_shared(saved.state, stored_name, shape, saved_group)
         if why:
-            there = f"{_list_some(groups[kept])} in the checkpoint"
+            there = f"{_list_some(saved_group)} in the checkpoint"
             present = _list_some(tuple(group.parameters))
             what = f"optimizer state of {name!r} may depend on its whole group, as {why}; the group has {there}"
             fix = "make the optimizer of the same parameters in the same order, or load without it"
@@ -318,7 +321,8 @@ def _check_lists(
         return
     for key, value in options.items():
         held = group.options.get(key)
-        if not isinstance(value, list) or not len(value) == len(members) > 1:
+        may_be_per_parameter = isinstance(value, list) and len(value) == len(members) > 1
+        if not may_be_per_parameter:
             continue
         if not isinstance(held, list) or not is_same(held, value):
             there, here = _list_some(members), _list_some(tuple(group.parameters))
@@ -399,7 +403,8 @@ def _fit_kinded(what: str, held: object, value: Kinded) -> object:
         return value
     here = type(held).__qualname__
     plain = plain_of(held)
-    if plain is held or here != value.kind:
+    is_plain = plain is held  # neither an Enum nor a namedtuple
+    if is_plain or here != value.kind:
         said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
         fix = f"make the optimizer with a {value.kind}"
         raise CheckpointError(f"{said}, but {shown(held)} here, which is not one; {fix}")
@@ -419,6 +424,7 @@ def _fit_tensor(what: str, held: Tensor, value: int | float | Tensor) -> Tensor:
     if given is None:
         raise _make_error(what, held, value)
     if not can_fill(held):
+        # A tensor that steps could not update is replaced by the saved one as it is.
         return given
     fitted = given.to(held.dtype)
     if fitted.numel() != held.numel():

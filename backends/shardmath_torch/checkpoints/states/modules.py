@@ -267,6 +267,7 @@ def _lay_out_buffers(
     """Lay out buffers as parameters are, on the parameters' mesh."""
     meshes = (layout.mesh for layout in others)
     mesh = mesh or max(meshes, key=lambda mesh: mesh.size, default=None)
+    # `lay_out` takes a module: one with the buffers as parameters, which it names "0", "1", and so on.
     listed = nn.ParameterList()
     for buffer in buffers.values():
         parameter = nn.Parameter(buffer.detach(), requires_grad=False)

@@ -163,8 +163,9 @@ def find_all_groups(
         ]
         parameters = {name: model.slots[name].local for name in lacking}
         if parameters:
-            absent = Optimizer(list(parameters.values()), {})
-            groups.append(ParameterGroup(absent, dict(group.options), parameters))
+            # Stands for another rank's optimizer: only its state, which is empty, is read.
+            stand_in = Optimizer(list(parameters.values()), {})
+            groups.append(ParameterGroup(stand_in, dict(group.options), parameters))
     return groups
 
 
@@ -210,14 +211,14 @@ def name_trained(groups: Iterable[SavedGroup | ParameterGroup]) -> tuple[str, ..
 def _check_state(model: Model, optimizer: Optimizer) -> None:
     """Raise CheckpointError unless all state is a dict for a parameter of the optimizer's groups."""
     grouped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for key, held in optimizer.state.items():
+    for key, state in optimizer.state.items():
         # Looking up a missing key in a defaultdict leaves an empty dict.
-        if isinstance(held, Mapping) and not held:
+        if isinstance(state, Mapping) and not state:
             continue
         if id(key) not in grouped:
             raise CheckpointError(_explain_stray(model, key))
-        if not isinstance(held, Mapping):
-            what = f"the optimizer's state of {_name_of(model, key)!r} is {shown(held)}"
+        if not isinstance(state, Mapping):
+            what = f"the optimizer's state of {_name_of(model, key)!r} is {shown(state)}"
             raise CheckpointError(f"{what}, not a dict; keep its values in a dict by name")
 
 
@@ -287,15 +288,16 @@ def _split_by_options(
 ) -> list[SavedGroup]:
     """The groups to save for one group: split if ranks report different options for its parameters."""
     local: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
-    named: dict[int, list[str]] = {}
+    # Both by the id of the options: parameters that were reported in one group have the same dict.
+    names_by_options: dict[int, list[str]] = {}
     options: dict[int, Mapping[str, object]] = {id(local): local}
     for name in group.parameters:
         chosen = local if is_here(model, name) else reported.get(name, local)
         options[id(chosen)] = chosen
-        named.setdefault(id(chosen), []).append(name)
-    if not named:
+        names_by_options.setdefault(id(chosen), []).append(name)
+    if not names_by_options:
         return [SavedGroup((), local)]
-    return [SavedGroup(tuple(names), options[key]) for key, names in named.items()]
+    return [SavedGroup(tuple(names), options[key]) for key, names in names_by_options.items()]
 
 
 def _list_slots(

@@ -104,6 +104,7 @@ def find_free(model: Model, goals: Sequence[Goal]) -> Free:
     taken = crowded.union(spots_of(slots))
     of_states = Counter(spots_of(states))
     of_options = set(spots_of(options))
+    # One tensor as state of several parameters may get a different value for each.
     once = {spot for spot, count in of_states.items() if count == 1}
     free_states = once - of_options - taken
     free_options = of_options - of_states.keys() - taken
@@ -114,8 +115,8 @@ def _list_states(goals: Iterable[Goal]) -> list[Tensor]:
     """The tensors in the optimizers' state of parameters."""
     found = []
     for goal in goals:
-        for _, _, held in goal.group.states():
-            found += _only_tensors(held.values())
+        for _, _, state in goal.group.states():
+            found += _only_tensors(state.values())
     return found
 
 
@@ -279,6 +280,7 @@ def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
     """Return the assignments and copies that restore the options of parameter groups; each of `goals` has a group and
     its options' new values. A tensor among the options is overwritten if its memory is in `free` and all groups that
     share it get the same value; any other option is assigned."""
+    # The spots of options that keep their memory, and are filled with the new value.
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
     with torch.no_grad():
@@ -290,6 +292,7 @@ def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
         for key, value in goal.options.items():
             held = options.get(key)
             placed = _place_option(held, value, filled, plan.copies)
+            # A list or dict of several groups stays one object.
             if id(held) in shared:
                 placed = placed_once.setdefault(id(held), placed)
             plan.values.append((options, key, placed))
@@ -361,17 +364,17 @@ def _takes_values(held: object, filled: frozenset[MemorySpot]) -> TypeGuard[Tens
 
 
 def _copy_defaults(
-    goals: Sequence[Goal], filled: Sequence[Tensor]
+    goals: Sequence[Goal], filled_tensors: Sequence[Tensor]
 ) -> list[tuple[dict[str, Any], str, object]]:
     """Assignments that keep optimizers' defaults: those on memory that is filled are replaced by copies."""
     assignments: list[tuple[dict[str, Any], str, object]] = []
-    spots = set(spots_of(filled))
+    filled_spots = set(spots_of(filled_tensors))
     for defaults in _list_defaults(goals):
         tensors = []
         for key, value in defaults.items():
             what = f"{key!r} of an optimizer's defaults"
             tensors += [tensor for tensor, _ in _zip_tensors(what, value, None)]
-        touched = spots | find_crowded([*tensors, *filled])
+        touched = filled_spots | find_crowded([*tensors, *filled_tensors])
         for key, value in defaults.items():
             assignments.append((defaults, key, _clone_touched(value, touched)))
     return assignments
@@ -435,12 +438,12 @@ def _set_options(model: Model, options: OptionsPlan) -> None:
     held_tensors = []
     for target, key, _ in options.values:
         held_tensors += list_tensors(target.get(key))
-    of_module = set(slots)
+    module_spots = set(slots)
     for pair in find_meetings([*(slot.local for slot in model.slots.values()), *held_tensors]):
-        if not of_module.isdisjoint(pair):
-            of_module.update(pair)
+        if not module_spots.isdisjoint(pair):
+            module_spots.update(pair)
     for target, key, placed in options.values:
-        target[key] = _keep_equal(target.get(key), placed, frozenset(of_module))
+        target[key] = _keep_equal(target.get(key), placed, frozenset(module_spots))
 
 
 def _keep_equal(held: object, placed: object, spots: frozenset[MemorySpot]) -> object:
@@ -464,6 +467,7 @@ def _keep_items(
     spots: frozenset[MemorySpot],
 ) -> object:
     """The tuple or list, with its tensors replaced by equal held ones."""
+    # The held sequence may be shorter, which leaves None for it, or longer, which is cut off.
     items = [_keep_equal(*pair, spots) for pair in zip_longest(held, placed)][: len(placed)]
     if isinstance(placed, tuple):
         return rebuild(placed, items)

@@ -55,10 +55,10 @@ def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]
     and return a dict from each such (name, key) to the first one. If all are of the same parameter, the first is given
     as (key,)."""
     # Kept, since a mapping may make its values at each access: no other value may get the id of one.
-    kept = {name: dict(held) for name, held in states.items()}
+    kept = {name: dict(state) for name, state in states.items()}
     items_by_identity: dict[object, list[_Item]] = {}
-    for name, held in kept.items():
-        for key, value in held.items():
+    for name, state in kept.items():
+        for key, value in state.items():
             if isinstance(value, Tensor | list | dict):
                 items_by_identity.setdefault(_identify(value), []).append((name, key))
     origins: dict[_Item, Origin] = {}
@@ -112,8 +112,8 @@ def _list_tensors(states: Mapping[str, Mapping[Any, Any]]) -> Iterator[tuple[str
     """Yield the tensors of the state, with words for each, and whether it is an item itself rather than inside one; an
     item of several keys is searched once."""
     searched: dict[int, object] = {}
-    for name, held in states.items():
-        for key, value in held.items():
+    for name, state in states.items():
+        for key, value in state.items():
             what = f"{key!r} of {name!r}"
             if isinstance(value, Tensor):
                 yield what, value, True

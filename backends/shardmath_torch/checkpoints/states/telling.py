@@ -140,9 +140,9 @@ def _report_state(
     model: Model, optimizer: Optimizers, firsts: Mapping[str, int | None]
 ) -> dict[str, Any]:
     """The state entries and groups, as JSON, of the parameters that this rank reports to others."""
-    held = describe_optimizers(model, optimizer)
-    entries = {name: each for name, each in held.entries.items() if _is_reporter(name, firsts)}
-    groups = _keep_reported(held.groups or (), firsts)
+    state = describe_optimizers(model, optimizer)
+    entries = {name: each for name, each in state.entries.items() if _is_reporter(name, firsts)}
+    groups = _keep_reported(state.groups or (), firsts)
     return {"entries": write_entries(entries), "groups": write_groups(groups)}
 
 

@@ -112,6 +112,7 @@ def state_of(
     parameter's, is kept in another optimizer, or shares a part of its memory with other state, a module on the meta
     device, and if a group has to be given; LayoutError as `layout_of`.
     """
+    # An iterator of optimizers becomes a tuple, as they are gone through more than once.
     optimizer = hold(optimizer)
     described = describe(module)
     model = model_of(described, mesh=mesh, group=group)
@@ -151,26 +152,26 @@ class _State(NamedTuple):
 
 def _gather_state(model: Model, optimizer: Optimizers, elsewhere: Elsewhere) -> _State:
     """Collect what is saved of the module and its optimizers; `elsewhere` is what other ranks report of theirs."""
-    held = describe_optimizers(model, optimizer, elsewhere)
-    state = _State(held.trained, {}, {}, {})
+    optimizer_state = describe_optimizers(model, optimizer, elsewhere)
+    state = _State(optimizer_state.trained, {}, {}, {})
     for name, slot in model.slots.items():
         state.add(("model", name), *slot)
-    for (name, key), slot in held.slots.items():
+    for (name, key), slot in optimizer_state.slots.items():
         state.add(("optim", "state", name, key), *slot)
     for name, extra in model.extra.items():
         state.add(("model", name), extra.packed, None)
-    index = _make_index(model, held)
+    index = _make_index(model, optimizer_state)
     state.add((INDEX,), write_index(index), None)
     return state
 
 
-def _make_index(model: Model, held: OptimizerState) -> Index:
+def _make_index(model: Model, state: OptimizerState) -> Index:
     """The index of the state: names, kinds of extra states, groups and entries."""
     firsts: dict[str, str] = {}
     for first, names in model.names.items():
         firsts |= dict.fromkeys(names, first)
     kinds = {name: extra.kind for name, extra in model.extra.items()}
-    return Index(firsts, kinds, held.groups, held.entries)
+    return Index(firsts, kinds, state.groups, state.entries)
 
 
 def save_state(

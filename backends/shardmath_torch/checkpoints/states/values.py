@@ -322,8 +322,10 @@ def _kind_of(value: object) -> str | None:
     """The kind of an extra state, a key of KINDS; None for a value that is not bytes."""
     if isinstance(value, Tensor) and (value.dtype != torch.uint8 or value.ndim != 1):
         return None
+    if isinstance(value, Tensor):  # of any subclass, as only its bytes matter
+        return "tensor"
     for word, kind in KINDS.items():
-        # A subclass would come back as its base; a subclass of Tensor may, as only its bytes matter.
-        if isinstance(value, Tensor) if kind.types == (Tensor,) else type(value) in kind.types:
+        # Exactly these types: a subclass would come back as its base.
+        if type(value) in kind.types:
             return word
     return None

@@ -147,10 +147,11 @@ def _list_parts(value: object) -> Iterator[_Part]:
     Each kind is copied into a list at once, as other threads may add to it.
     """
     yield from _list_elements(value)
-    held = dict(value) if isinstance(value, MappingProxyType) else value
-    if isinstance(held, dict):
-        yield from ((INDEXED, key, one) for key, one in list(dict.items(held)))
-        yield from ((ENUMERATED, i, key) for i, key in enumerate(list(dict.keys(held))))
+    as_dict = dict(value) if isinstance(value, MappingProxyType) else value
+    if isinstance(as_dict, dict):
+        # dict's own methods, not those of a subclass; and keys, too, as an optimizer may be a key.
+        yield from ((INDEXED, key, one) for key, one in list(dict.items(as_dict)))
+        yield from ((ENUMERATED, i, key) for i, key in enumerate(list(dict.keys(as_dict))))
     yield from ((FIELD, name, one) for name, one in _list_fields(value))
 
 
@@ -322,8 +323,8 @@ def _find_added(found: Mapping[Any, Any], holders: Sequence[Optimizer]) -> set[o
     """The keys in a state dict, in its state and in its groups that these optimizers do not hold."""
     added = set(found) - set(STANDARD)
     for part in STANDARD:
-        held = chain.from_iterable(_list_keys(getattr(each, part)) for each in holders)
-        added |= set(_list_keys(found.get(part))).difference(held)
+        known = chain.from_iterable(_list_keys(getattr(each, part)) for each in holders)
+        added |= set(_list_keys(found.get(part))).difference(known)
     return added
 
 

@@ -104,7 +104,7 @@ def _join_scales(
     format: Format,
 ) -> StoredTensor:
     """The tensor's scales, joined from its parts' scales. Raises FormatError if two parts share a block."""
-    found = []
+    scale_parts = []
     for part in parts:
         scales = find_scales(checkpoint, part.name)
         if scales is None:
@@ -114,5 +114,5 @@ def _join_scales(
         block_slices = format.blocks.scale_slice(index, tensor.shape, part.name)
         box = tuple((cut.start, cut.stop) for cut in block_slices if isinstance(cut, slice))
         shape = tuple(box[d][1] - box[d][0] for d in part.kept)
-        found.append(SavedPart(scales, shape, name, box, part.kept))
-    return _join_parts(checkpoint, name, found)
+        scale_parts.append(SavedPart(scales, shape, name, box, part.kept))
+    return _join_parts(checkpoint, name, scale_parts)

@@ -36,11 +36,12 @@ def dequantize(one: QuantizedRead, data: Tensor, scales: Tensor, rank: int) -> T
     factors = _convert_scales(scales, one.format.parts[1].dtype)
     shape = one.layout.shape
     blocks = one.format.blocks.positions(shape)
-    held = one.scales.indices(rank)
+    # Of each dimension, the blocks whose scales the rank has, in ascending order.
+    block_indices = one.scales.indices(rank)
     for box, positions in list_boxes(one.layout, rank):
         for local, where in _split_at_blocks(box, positions, blocks):
             cover = one.format.cover(where, shape)
-            touched = tuple(map(_slice_of_blocks, held, cover))
+            touched = tuple(map(_slice_of_blocks, block_indices, cover))
             parts = data[local], factors[touched]
             out[local] = quantizing.dequantize(one.format, parts, torch.float32)
     return out

@@ -132,17 +132,18 @@ def _match_weights(
 
 
 def _add_converted_if_needed(
-    found: Checkpoint,
+    checkpoint: Checkpoint,
     module: nn.Module,
     model: Model,
     names: Mapping[str, str],
     format: Format | None,
 ) -> Checkpoint:
     """The checkpoint, with the tensors that transformers would make of it if it lacks any of the module's."""
-    if all(_find_weight(found, model.names[name], names) in found for name in model.slots):
-        return found
+    found = (_find_weight(checkpoint, model.names[name], names) for name in model.slots)
+    if all(stored_name in checkpoint for stored_name in found):
+        return checkpoint
     shapes = {name: (slot.layout.shape, slot.layout.dtype) for name, slot in model.slots.items()}
-    return add_converted(found, module, shapes, format)
+    return add_converted(checkpoint, module, shapes, format)
 
 
 def _layout_to_read(layout: Layout, stored: str) -> Layout:
@@ -174,10 +175,11 @@ def _claim_weights(weights: _Weights) -> dict[str, str]:
     return claims
 
 
-def _find_weight(found: Checkpoint, names: list[str], renamed: Mapping[str, str]) -> str:
-    """The stored name of a parameter: the first that exists of its `renamed` names and its own."""
+def _find_weight(checkpoint: Checkpoint, names: list[str], renamed: Mapping[str, str]) -> str:
+    """The stored name of a parameter: the first that exists of its `renamed` names and its own; if none exists, the
+    first of all."""
     candidates = [*(renamed[name] for name in names if name in renamed), *names]
-    return next((name for name in candidates if name in found), candidates[0])
+    return next((name for name in candidates if name in checkpoint), candidates[0])
 
 
 def _dequantize(quantized: Mapping[str, QuantizedRead], found: dict[str, Tensor]) -> None:

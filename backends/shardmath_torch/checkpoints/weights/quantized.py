@@ -100,24 +100,24 @@ def pair(
     """
     data_part, scale_part = format.parts
     data = checkpoint[stored]
-    found = checkpoint[scales]
+    scales_tensor = checkpoint[scales]
     fix = "give format= as the checkpoint was quantized"
     if not has_same_bytes(data.dtype, data_part.kind):
         what = f"{name!r} is stored as {data.dtype}, but format {format.name} has {data_part.kind}"
         raise CheckpointError(f"{what}; {fix}")
     expected = format.scale_shape(data.shape)
-    if found.shape != expected:
-        what = f"{scales!r} has shape {found.shape}, but format {format.name} has scales {expected}"
+    if scales_tensor.shape != expected:
+        has = f"{scales!r} has shape {scales_tensor.shape}"
+        what = f"{has}, but format {format.name} has scales {expected}"
         raise CheckpointError(f"{what} of a tensor of shape {data.shape}; {fix}")
     as_bytes = scale_part.dtype == "uint8"
-    if found.dtype not in (BYTES if as_bytes else NUMBERS):
-        what = (
-            f"{scales!r} is stored as {found.dtype}, but format {format.name} has {scale_part.kind}"
-        )
+    if scales_tensor.dtype not in (BYTES if as_bytes else NUMBERS):
+        has = f"{scales!r} is stored as {scales_tensor.dtype}"
+        what = f"{has}, but format {format.name} has {scale_part.kind}"
         raise CheckpointError(f"{what}; {fix}")
     scale_layout = format.scale_layout(layout, name, duplicated=True)
     # Scales that are bytes are read as bytes; others in their stored dtype, and converted later.
-    read_as = scale_part.dtype if as_bytes else found.dtype
+    read_as = scale_part.dtype if as_bytes else scales_tensor.dtype
     return QuantizedRead(
         name, format, layout, cast(layout, data_part.dtype), cast(scale_layout, read_as), scales
     )

@@ -127,7 +127,7 @@ def by_parameter(layout: buffers.PerBufferParamLayout, module: nn.Module) -> Par
         what = f"the module lacks {plural(unknown, 'parameter')} of the layout: {unknown[:8]}"
         raise ParamLayoutError(f"{what}; {fix}")
     return ParamLayout(
-        {named[name]: at for name, at in layout.placed},
+        {named[name]: position for name, position in layout.placed},
         list(layout.bucket_indices),
         list(layout.per_bucket_numel_unpadded),
         list(layout.param_indices),
@@ -146,6 +146,7 @@ def by_name(
     parameter, or if the layout contradicts itself.
     """
     names = {id(p): name for name, p in module.named_parameters()}
+    # Each parameter with its (start, end, bucket).
     placed = list(layout.param_index_map.items())
     unknown = [tuple(p.shape) for p, _ in placed if id(p) not in names]
     if unknown:
@@ -153,7 +154,7 @@ def by_name(
         fix = "pass the module for which the layout was made"
         raise ParamLayoutError(f"{what}, that the module lacks; {fix}")
     return buffers.PerBufferParamLayout(
-        [(names[id(p)], at) for p, at in placed],
+        [(names[id(p)], position) for p, position in placed],
         layout.bucket_indices,
         layout.per_bucket_numel_unpadded,
         layout.param_indices,

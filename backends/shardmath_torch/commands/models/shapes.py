@@ -181,6 +181,7 @@ def _find_config(model: PretrainedConfig | str) -> PretrainedConfig:
         kind, settings = MODELS[model]
         return AutoConfig.for_model(kind, **settings)
     fix = f"give a config, a folder with config.json, or one of {', '.join(MODELS)}"
+    # Only what looks like the Hub id owner/name is looked for on the Hub.
     if not Path(model).exists() and not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
         raise ShardError(f"no config for {model!r}: there is no such file or folder; {fix}")
     try:
@@ -293,14 +294,14 @@ def _convert_as_saved(network: PreTrainedModel, tensors: dict[str, Tensor]) -> d
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # before transformers 5, modules are named and cut as their checkpoints
         return tensors
-    found: dict[str, Tensor] = revert_weight_conversion(network, tensors)
+    converted: dict[str, Tensor] = revert_weight_conversion(network, tensors)
     # Converting tensors one by one gives the order; results that need several tensors at once come last.
     order: dict[str, None] = {}
     for name, tensor in tensors.items():
-        alone = revert_weight_conversion(network, {name: tensor})
-        order.update(dict.fromkeys(part for part in alone if part in found))
-    order.update(dict.fromkeys(found))
-    return {name: found[name] for name in order}
+        converted_alone = revert_weight_conversion(network, {name: tensor})
+        order.update(dict.fromkeys(part for part in converted_alone if part in converted))
+    order.update(dict.fromkeys(converted))
+    return {name: converted[name] for name in order}
 
 
 def _find_dtype(name: str, tensor: Tensor, default: str, wide: tuple[str, ...]) -> str:
