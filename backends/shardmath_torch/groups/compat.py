@@ -330,7 +330,8 @@ class Spec(NamedTuple):
     """A DTensor's placements, and the order in which mesh dimensions divide the tensor.
 
     `order` lists the dividing mesh dimensions, first to last, None if they divide left to right; `readings` are the
-    possible meanings of the placements.
+    possible meanings of the placements: splits from left to right ("placement"), or an order of splits ("order"), which
+    FSDP2 writes as strided shards.
     """
 
     placements: tuple[Placement, ...]
@@ -343,8 +344,9 @@ def spec_of(tensor: DTensor) -> Spec:
     spec = tensor._spec
     placements = tuple(spec.placements)
     if any(isinstance(p, _StridedShard) for p in placements):
-        is_order = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
-        return Spec(placements, None, ("placement", "order") if is_order else ("placement",))
+        # False if torch itself knows that its strided shards do not stand for an order.
+        may_be_order = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
+        return Spec(placements, None, ("placement", "order") if may_be_order else ("placement",))
     order: list[int] = []
     for entry in getattr(spec, "shard_order", None) or ():
         order += entry.mesh_dims

@@ -320,7 +320,7 @@ def _follow(seat: Seat) -> Steps[Met]:
         off = yield Read(OFF)
         if off is not None:
             raise ExchangeError(_read_off(off))
-        # If nothing is announced, stand in the meeting that has ended: neither branch does anything then.
+        # If nothing is announced, the meeting that has ended stands in, and neither branch below is taken.
         lead = _read_lead((yield Read(LEAD))) or Met(ended_meeting, seat.run)
         if seat.run not in ("", lead.run):
             why = f"rank 0 is of run {lead.run!r}, and rank {seat.rank} of run {seat.run!r}; {RUN_FIX}"

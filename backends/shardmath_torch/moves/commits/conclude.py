@@ -44,7 +44,7 @@ def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
             raise
         except BaseException as error:
             errors += 1
-            # Before its promise this rank need not learn a decision: none can be to commit.
+            # Nothing is left to decide or do: this rank has not promised, or has put all in place.
             if protocol.state in (State.IDLE, State.ACTING) or errors > MOST_ERRORS:
                 raise
             first_error = first_error or error
