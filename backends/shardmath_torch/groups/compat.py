@@ -200,12 +200,13 @@ def groups_of_axes(mesh: DeviceMesh) -> list[Group]:
         groups = mesh.get_all_groups()
     coordinate = mesh.get_coordinate()
     if coordinate is None:
+        # This rank is not in the mesh.
         return groups
     for axis, group in enumerate(groups):
-        # All ranks that differ from this one along this axis only.
-        along: list[int | slice] = list(coordinate)
-        along[axis] = slice(None)
-        _check_ranks(group, mesh, mesh.mesh[tuple(along)])
+        # Selects all ranks that differ from this one along this axis only.
+        index: list[int | slice] = list(coordinate)
+        index[axis] = slice(None)
+        _check_ranks(group, mesh, mesh.mesh[tuple(index)])
     return groups
 
 
@@ -267,12 +268,12 @@ def allow_seconds(group: Group, seconds: float) -> None:
 
     Under TORCH_DISTRIBUTED_DEBUG=DETAIL this has no effect: the group's own limit holds.
     """
-    missing = seconds - time_limit_of(group)
+    extra_seconds = seconds - time_limit_of(group)
     extend = getattr(
         channel_of(group)._get_backend(torch.device("cuda")), "_add_ephemeral_timeout", None
     )
-    if missing > 0 and extend is not None:
-        extend(timedelta(seconds=missing))
+    if extra_seconds > 0 and extend is not None:
+        extend(timedelta(seconds=extra_seconds))
 
 
 def find_missing(group: Group) -> tuple[str, list[str]]:
@@ -281,12 +282,12 @@ def find_missing(group: Group) -> tuple[str, list[str]]:
     backend = channel_of(group)._get_backend(torch.device("cuda"))
     backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
     limit = getattr(getattr(backend, "options", None), "_timeout", None)
-    offered = {
+    is_present = {
         "supports_coalescing": getattr(backend, "supports_coalescing", False),
         "options._timeout": isinstance(limit, timedelta),
         "_add_ephemeral_timeout": hasattr(backend, "_add_ephemeral_timeout"),
     }
-    return type(backend).__name__, [name for name, is_there in offered.items() if not is_there]
+    return type(backend).__name__, [name for name, present in is_present.items() if not present]
 
 
 @contextmanager
@@ -329,7 +330,8 @@ class Spec(NamedTuple):
     """A DTensor's placements, and the order in which mesh dimensions divide the tensor.
 
     `order` lists the dividing mesh dimensions, first to last, None if they divide left to right; `readings` are the
-    possible meanings of the placements.
+    possible meanings of the placements: splits from left to right ("placement"), or an order of splits ("order"), which
+    FSDP2 writes as strided shards.
     """
 
     placements: tuple[Placement, ...]
@@ -342,8 +344,9 @@ def spec_of(tensor: DTensor) -> Spec:
     spec = tensor._spec
     placements = tuple(spec.placements)
     if any(isinstance(p, _StridedShard) for p in placements):
-        is_order = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
-        return Spec(placements, None, ("placement", "order") if is_order else ("placement",))
+        # False if torch itself knows that its strided shards do not stand for an order.
+        may_be_order = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
+        return Spec(placements, None, ("placement", "order") if may_be_order else ("placement",))
     order: list[int] = []
     for entry in getattr(spec, "shard_order", None) or ():
         order += entry.mesh_dims
@@ -372,6 +375,7 @@ def shape_of_scalar(local: Tensor) -> Tensor:
 
     `DTensor.from_local` ignores `shape=()`, and takes the local tensor's shape (torch 2.13).
     """
+    # The sum of no elements is 0, and keeps the tensor's place in autograd's graph.
     return local.sum() if local.requires_grad else local.new_zeros(())
 
 

@@ -97,6 +97,7 @@ class Seen:
     def __init__(self, tensor: Tensor, kind: str) -> None:
         self._tensor = tensor
         size = tensor.element_size()
+        # NumPy's array interface; True stands for read-only.
         self.__array_interface__ = {
             "version": 3,
             "data": (tensor.data_ptr(), True),

@@ -79,7 +79,7 @@ class JointGroup(ProcessGroup):
         self.serves_store = serves_store
         self.store: Store | None = store
         self._origin = origin
-        self._open: ProcessGroup | None = channel
+        self._channel: ProcessGroup | None = channel
         self._leave: Callable[[], None] | None = leave
         _alive.add(self)
 
@@ -90,21 +90,21 @@ class JointGroup(ProcessGroup):
     @property
     def is_open(self) -> bool:
         """Whether the group still has its connections, which `close` releases."""
-        return self._open is not None
+        return self._channel is not None
 
     @property
     def channel(self) -> ProcessGroup:
         """The torch group that has the connections. Read this property again for each call, instead of keeping its
         value. Raises ExchangeError after `close`."""
-        if self._open is None:
+        if self._channel is None:
             what = f"the joint group {self.label!r} was disconnected"
             raise ExchangeError(f"{what}; make another by smt.connect")
-        return self._open
+        return self._channel
 
     def close(self) -> None:
         """Announce in the store that this rank leaves, and drop its connections and store; on NCCL, cancel messages in
         flight. Does not wait for other ranks."""
-        channel, self._open = self._open, None
+        channel, self._channel = self._channel, None
         leave, self._leave = self._leave, None
         if channel is not None and self.backend == "nccl":
             # Not `shutdown`, which may wait for the other ranks.
@@ -153,23 +153,25 @@ def make_channel(
 
 
 def _add_gloo(channel: ProcessGroup, store: Store, limit: timedelta) -> None:
+    """Connect the channel's ranks by gloo, as torch's `new_group` does."""
     kind = ProcessGroup.BackendType.GLOO
-    made = c10d.ProcessGroupGloo(store, channel.rank(), channel.size(), timeout=limit)
-    made._set_sequence_number_for_group()
+    backend = c10d.ProcessGroupGloo(store, channel.rank(), channel.size(), timeout=limit)
+    backend._set_sequence_number_for_group()
     channel._set_default_backend(kind)
-    channel._register_backend(torch.device("cpu"), kind, made)
+    channel._register_backend(torch.device("cpu"), kind, backend)
 
 
 def _add_nccl(channel: ProcessGroup, store: Store, limit: timedelta) -> None:
+    """Connect the channel's ranks by NCCL, as torch's `new_group` does."""
     kind = ProcessGroup.BackendType.NCCL
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = limit
     # As torch's own groups do: without, torch takes a process's first group for the default one.
     options.global_ranks_in_group = list(range(channel.size()))
-    made = c10d.ProcessGroupNCCL(store, channel.rank(), channel.size(), options)
-    made._set_sequence_number_for_group()
+    backend = c10d.ProcessGroupNCCL(store, channel.rank(), channel.size(), options)
+    backend._set_sequence_number_for_group()
     channel._set_default_backend(kind)
-    channel._register_backend(torch.device("cuda"), kind, made)
+    channel._register_backend(torch.device("cuda"), kind, backend)
 
 
 BACKENDS: dict[str, Callable[[ProcessGroup, Store, timedelta], None]] = {

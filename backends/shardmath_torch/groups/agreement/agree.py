@@ -44,7 +44,7 @@ class Ballot(NamedTuple):
     - `peers`: the most ranks that it sends to or receives from, which sets the pace.
     - `is_unordered`: at this pace its partial values arrive out of order.
     - `serves_store`: its process serves the group's store.
-    - `nonce`: a random number below 2^32.
+    - `nonce`: a random number below 2^32, by which entries of this group in the store differ from an earlier group's.
     - `said`: bytes for the vote's caller, truncated to the room that the record has.
     """
 
@@ -169,10 +169,13 @@ def _word_objections(objections: Mapping[int, str]) -> str:
 def _word_disagreement(intents: Mapping[int, str]) -> str:
     """One line per different intent, with its ranks, the most frequent first."""
     by_text = _group_ranks(intents)
-    by_number = sorted(by_text.items(), key=lambda item: (-len(item[1]), item[1]))
-    lines = [f"{show_ranks(sorted(ranks))}: {text}" for text, ranks in by_number[:SHOWN]]
+    # Of equally frequent texts, the one of the lowest rank comes first.
+    most_frequent_first = sorted(by_text.items(), key=lambda item: (-len(item[1]), item[1]))
+    shown_first = most_frequent_first[:SHOWN]
+    lines = [f"{show_ranks(sorted(ranks))}: {text}" for text, ranks in shown_first]
     calls = "make the same calls in the same order, with the same plan and settings, on every rank"
     fix = f"nothing was moved; {calls}"
+    # Claims of other threads than the main one end so (`turns.in_thread`).
     if any(" in thread " in text for text in by_text):
         groups = "give each thread its own group"
         names = (
@@ -183,7 +186,7 @@ def _word_disagreement(intents: Mapping[int, str]) -> str:
 
 
 def _group_ranks(texts: Mapping[int, str]) -> dict[str, list[int]]:
-    """The ranks of each text, in the order in which texts come first."""
+    """The ranks that gave each text; texts are in the order in which they first occur."""
     by_text: dict[str, list[int]] = {}
     for rank, text in texts.items():
         by_text.setdefault(text, []).append(rank)

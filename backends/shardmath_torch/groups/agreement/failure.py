@@ -107,7 +107,9 @@ class FailureDetector:
     """The exchange of failure reports among a group's ranks, which finds out which rank failed first.
 
     `host` is the rank whose process serves the store, None if no rank of the group does, or
-    UNTOLD. `answered` is whether the store ever answered.
+    UNTOLD. `key` names the group in the store, and `grace` is the most seconds for all of it.
+    `reports` are those read so far, by rank; `answered` is whether the store ever answered.
+    Ringing `bell` ends the thread that reads.
     """
 
     store: Store | None
@@ -155,13 +157,14 @@ class FailureDetector:
             blamed = {rank: report.blames for rank, report in reports.items()}
             first_failed = find_first_failed(blamed, self.ranks)
         elif self.host is None or own_report.blames == self.rank:
+            # Without the others' reports, only this rank's own is left.
             first_failed = own_report.blames
         else:
-            # The host may have failed first, or only ended last.
+            # The silent host may have failed first, or only ended last.
             first_failed = None
         # The failed rank's own report tells most, then this rank's.
-        by_failed = [reports[first_failed]] if first_failed in reports else []
-        for report in (*by_failed, own_report, *reports.values()):
+        of_failed = [reports[first_failed]] if first_failed in reports else []
+        for report in (*of_failed, own_report, *reports.values()):
             if report.blames == first_failed:
                 return first_failed, report
         return first_failed, own_report
@@ -170,6 +173,7 @@ class FailureDetector:
         """Write this rank's report, and read the others'. Runs in its own thread."""
         try:
             if self.store is not None:
+                # A second connection: another thread may be waiting on the first, and lock it.
                 store = apart_from(self.store)
                 line = json.dumps([self.rank, asdict(own_report)])
                 notes.add_line(store, self._key_of("failed"), line)
@@ -191,12 +195,13 @@ class FailureDetector:
         # Early on, a silent rank may only be slow. But ranks report before they close connections:
         # if there is only one other rank, and its connection has ended, it is not going to report.
         is_gone = len(self.ranks) == 2 and says_ended(own_report.cause)
-        settled = start if is_gone else start + self.grace / 4
-        until = start + self.grace * 0.8
-        while time.monotonic() < until and not self.bell.is_set():
+        earliest_end = start if is_gone else start + self.grace / 4
+        # The last fifth of the grace is for `_wait_for_readers`.
+        latest_end = start + self.grace * 0.8
+        while time.monotonic() < latest_end and not self.bell.is_set():
             self._read_reports(store)
             self.answered = True
-            if time.monotonic() >= settled and self._has_enough():
+            if time.monotonic() >= earliest_end and self._has_enough():
                 return
             self.bell.wait(LOOK_AGAIN_S)
 
@@ -218,7 +223,7 @@ class FailureDetector:
         return has_goodbye or (bool(silent) and is_clear)
 
     def _wait_for_readers(self, store: Store) -> None:
-        """If this rank hosts the store, wait until all ranks that reported have read the others' reports."""
+        """Note that this rank has read the reports; if it hosts the store, wait until all ranks that reported have."""
         notes.add_line(store, self._key_of("read"), str(self.rank))
         deadline = time.monotonic() + self.grace / 5
         while self.host == self.rank and time.monotonic() < deadline:

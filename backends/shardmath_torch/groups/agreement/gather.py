@@ -51,10 +51,10 @@ def gather(mine: _T, group: Group | None, what: str = "make this call") -> list[
     Waits for other ranks within the group's time limit. Raises ExchangeError if a rank is gone, does not call, or makes
     another call.
     """
-    found = compat.group_of(group)
-    party = party_of(found)
+    process_group = compat.group_of(group)
+    party = party_of(process_group)
     if party is None:
-        return _gather_by_torch(mine, found, what)
+        return _gather_by_torch(mine, process_group, what)
     return party.together(lambda: _gather(party, mine, what), _make_describe(what))
 
 
@@ -71,7 +71,8 @@ def _make_describe(what: str) -> Describe:
 
 
 def _gather(party: Party, item: _T, what: str) -> list[_T]:
-    """Vote with the pickled objects, and gather in pieces those that no ballot has room for."""
+    """Vote with the pickled objects, and return all ranks' objects; if a ballot has no room for one, all are gathered
+    again, in pieces."""
     pickled = b""
     objection = ""
     # An error here becomes an objection: the others wait for this rank's vote.
@@ -89,9 +90,11 @@ def _gather(party: Party, item: _T, what: str) -> list[_T]:
     sizes: list[int] = []
     objects: list[bytes] = []
     for ballot in ballots:
-        sizes += LENGTH.unpack_from(ballot.said)
+        (size,) = LENGTH.unpack_from(ballot.said)
+        sizes.append(size)
         objects.append(ballot.said[LENGTH.size :])
-    if any(len(part) < size for part, size in zip(objects, sizes, strict=True)):
+    is_cut = any(len(part) < size for part, size in zip(objects, sizes, strict=True))
+    if is_cut:
         objects = _gather_pieces(party, pickled, sizes)
     return [_unpickle(whole) for whole in objects]
 
@@ -145,10 +148,10 @@ def shared(group: Group | None) -> Iterator[None]:
     if compat.is_alone():
         yield
         return
-    found = compat.group_of(group)
-    party = party_of(found)
+    process_group = compat.group_of(group)
+    party = party_of(process_group)
     patience = float("inf") if party is None else party.patience
-    with turns_of(found).call(patience), _breaking_on_error(party):
+    with turns_of(process_group).call(patience), _breaking_on_error(party):
         yield
 
 

@@ -50,7 +50,8 @@ SOON_S = 0.01
 
 class Goodbye(NamedTuple):
     """A notice that `rank` closed the mover `key` (an object that moves tensors by a plan), or left the whole group if
-    `key` is "". `after` is the number of votes (agreements of all ranks) in the group until then."""
+    `key` is "". `after` is the number of votes (agreements of all ranks) in the group until then. If it `lingers`, the
+    rank waits until the others have noted that they read the notice."""
 
     rank: int
     key: str
@@ -89,28 +90,30 @@ class Goodbyes:
         Never raises, and waits at most LINGER_S for the store, and as long for other ranks if it is served here.
         """
         goodbye = Goodbye(self._rank, key, after, why, self._serves)
+        linger_s = LINGER_S if self._serves else 0.0
 
         def write() -> None:
             store = self._open()
             number = store.add(self._key("goodbyes"), 1)
             self._by_number[number] = goodbye
             store.set(self._key(f"goodbye/{number}"), json.dumps(goodbye))
-            until = time.monotonic() + LINGER_S * self._serves
+            until = time.monotonic() + linger_s
             while time.monotonic() < until:
                 self._read(store)
                 if all(self._has_heard(store, number, rank) for rank in self._ranks):
                     break
                 time.sleep(SOON_S)
 
-        saying = self._beside(write)
+        writer = self._beside(write)
         # If the first wait has shown that the store does not answer, do not wait again for each mover.
         if not self._is_lost:
-            saying.join(LINGER_S * (1 + self._serves))
-            self._is_lost = saying.is_alive()
+            writer.join(LINGER_S + linger_s)
+            self._is_lost = writer.is_alive()
 
     def _has_heard(self, store: Store, number: int, rank: int) -> bool:
         """Whether the rank has read goodbye `number`, or has left the group."""
-        has_left = any(goodbye[:2] == (rank, WHOLE_GROUP) for goodbye in self._by_number.values())
+        group_goodbye = (rank, WHOLE_GROUP)
+        has_left = any((g.rank, g.key) == group_goodbye for g in self._by_number.values())
         return has_left or rank == self._rank or store.check([self._key(f"heard/{number}/{rank}")])
 
     def look(self, limit: float) -> None:
@@ -131,8 +134,9 @@ class Goodbyes:
             if goodbye.rank == self._rank:
                 continue
             is_of_mover = goodbye.key in (key, WHOLE_GROUP)
-            is_gone = goodbye.rank == blamed and goodbye.after == number - 1
-            if goodbye.after < number and (is_of_mover or is_gone):
+            # No vote since: the rank's connection ended by this goodbye.
+            ends_blamed = goodbye.rank == blamed and goodbye.after == number - 1
+            if goodbye.after < number and (is_of_mover or ends_blamed):
                 reasons[goodbye.rank] = goodbye.why
         if not reasons:
             return ""
@@ -176,10 +180,10 @@ class Goodbyes:
 
     def _read(self, store: Store) -> None:
         """Read new goodbyes, and acknowledge those whose writer waits for it."""
-        count = self._key("goodbyes")
-        if not store.check([count]):
+        count_key = self._key("goodbyes")
+        if not store.check([count_key]):
             return
-        for number in range(1, int(store.get(count)) + 1):
+        for number in range(1, int(store.get(count_key)) + 1):
             key = self._key(f"goodbye/{number}")
             # A goodbye is numbered before it is written, and `get` would wait for it.
             if number in self._by_number or not store.check([key]):

@@ -60,6 +60,7 @@ def describe_crossing(given: object, tensor: str | None, rank: int | None) -> st
         tensor = next(itertools.chain(sent, received), None)
     if tensor is None:
         return "it had no tensor to send or receive"
+    # A plan of one tensor calls it "".
     name = f"tensor {tensor!r}" if tensor else "the tensor"
     is_sent = rank is not None and tensor in _list_crossing(given, rank, "send")
     return f"{name} had to be {'sent' if is_sent else 'received'} by it"

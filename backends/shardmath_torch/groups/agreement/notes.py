@@ -37,8 +37,9 @@ def swap(store: Store, key: str, old: str | None, new: str) -> str | None:
 
     Raises RuntimeError if the store is lost.
     """
+    # An expected "" means that there is no text yet.
     text = store.compare_set(key, old or "", new).decode()
-    # If there is no note, stores write nothing and answer with `old`.
+    # If `old` is expected and there is no text at all, stores write nothing and answer with `old`.
     return None if text == old else text
 
 

@@ -52,7 +52,7 @@ def is_time(timeout: object) -> TypeGuard[float]:
     """Whether `timeout` is a time to wait: a Python or NumPy number of seconds above 0 and at most LONGEST_S. The
     caller has to convert a NumPy number to a float before use.
 
-    Timedelta and locks take no NumPy number, and sums with the clock would have its precision.
+    Timedelta and locks take no NumPy number, and the clock's time plus a float16 would be a float16.
     """
     if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.integer | np.floating):
         return False
@@ -125,6 +125,8 @@ class Party:
         if unasked is None:
             self.wire.begin(number)
             return
+        # Ranks do not vote on this operation. Its mark, a checksum of what they would have voted on, keeps apart the
+        # messages of ranks that do different things.
         # No mark on promises: those of different calls have to reach each other, to be compared.
         mark = 0 if event is Event.PROMISE else unasked.mark
         self.wire.begin(number + mark, unasked.patience)
@@ -172,7 +174,8 @@ class Party:
         compat.check_not_forked(self.group)
         try:
             with self.turns.taken(max(patience, self.patience), what, self.wire.abandon):
-                goodbye = self._find_goodbye(self.turns.votes + 1)
+                next_vote = self.turns.votes + 1
+                goodbye = self._find_goodbye(next_vote)
                 if goodbye:
                     self.turns.heard.goodbyes += 1
                     raise ExchangeError(goodbye)
@@ -333,11 +336,11 @@ class Party:
             return f"{what}: {_word_fix(report.cause)}"
         reported = PeerFailure(report.blames, report.cause, report.tensor)
         if first_failed is not None:
-            stopped = describe(reported, first_failed)
-            return f"rank {first_failed} failed while {stopped}: {_word_fix(report.cause)}"
+            work = describe(reported, first_failed)
+            return f"rank {first_failed} failed while {work}: {_word_fix(report.cause)}"
         peer = "a rank" if report.blames is None else f"rank {report.blames}"
-        stopped = describe(reported, report.blames)
-        what = f"the exchange with {peer} broke while {stopped}: {report.cause}"
+        work = describe(reported, report.blames)
+        what = f"the exchange with {peer} broke while {work}: {report.cause}"
         why = self._explain_silence(detector)
         return f"{what}; who failed first is not known{why}; {FIX}"
 

@@ -98,14 +98,14 @@ class _Seat:
         ExchangeError if that takes longer than `patience` seconds."""
         until = time.monotonic() + patience
         while (blocker := self._claim(turn)) is not None:
-            left = until - time.monotonic()
-            if left <= 0:
+            seconds_left = until - time.monotonic()
+            if seconds_left <= 0:
                 activity = f"thread {blocker.thread.name!r} has been in {self._activity}"
                 what = f"{activity} on this process group for {patience:.1f} s"
                 fix = "give each thread its own group, dist.new_group()"
                 raise ExchangeError(f"{what}; {fix}")
             # Looking again needs no lock of Event or Condition, which an exception may leave held.
-            time.sleep(min(left, LOOK_AGAIN_S))
+            time.sleep(min(seconds_left, LOOK_AGAIN_S))
 
     def _claim(self, turn: _Turn) -> _Turn | None:
         """Seat `turn` and return None, or return the holder or earlier waiter that comes first."""
@@ -185,7 +185,7 @@ class Turns:
         self._step = _Seat("a step of a call")
         self.told: BaseException | None = None
         self._names: dict[str, weakref.ref[threading.Thread]] = {}
-        self._queue = threading.Lock()
+        self._beside_lock = threading.Lock()
 
     def next(self, event: Event = Event.VOTE) -> int:
         """Add 1 to the number of votes, since one begins now, and return the number. The kind of vote, `event`, is
@@ -335,7 +335,7 @@ class Turns:
     def put_beside(self, errand: threads.Errand) -> threads.Errand | None:
         """Record `errand`, a job that runs a move in the background, as the group's latest job, and return the previous
         one, or None. The job `errand` has to wait until the previous one has ended before it begins its move."""
-        with self._queue:
+        with self._beside_lock:
             previous, self.beside = self.beside, errand
         return previous
 

@@ -64,6 +64,7 @@ def says_ended(text: str) -> bool:
     >>> says_ended("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31337")
     True
     """
+    # Without first letters, which may be capitals.
     return any(word in text for word in ("losed", "reset by peer", "roken pipe"))
 
 

@@ -101,15 +101,15 @@ def connect(
     serves = rank == 0
 
     def find(store: Store) -> tuple[Store, Seat, Met]:
-        named = _of_name(store, name)
+        store_of_name = _of_name(store, name)
         seat = Seat(rank, size, backend, secrets.token_hex(TOKEN_BYTES), run)
-        return named, seat, carry_out(meet(seat), named, until)
+        return store_of_name, seat, carry_out(meet(seat), store_of_name, until)
 
-    named, seat, met = meet_at(place, serves, until, find)
-    group_store = PrefixStore(met.meeting, named)
+    store_of_name, seat, met = meet_at(place, serves, until, find)
+    group_store = PrefixStore(met.meeting, store_of_name)
     seconds_left = max(LEAST_S, until - time.monotonic())
     label = f"shardmath/joint/{name}/{met.meeting}"
-    leave = partial(_leave, named, met, rank, size)
+    leave = partial(_leave, store_of_name, met, rank, size)
     try:
         channel = _connect(group_store, seat, seconds_left, label)
         channel.set_timeout(timedelta(seconds=float(timeout)))
@@ -185,16 +185,16 @@ def _check_text(argument: str, text: object) -> None:
         raise ExchangeError(f"{what}; pass a text of at most {LONGEST_TEXT}")
 
 
-def _connect(store: Store, seat: Seat, left: float, label: str) -> dist.ProcessGroup:
+def _connect(store: Store, seat: Seat, seconds_left: float, label: str) -> dist.ProcessGroup:
     """Connect the ranks of a full meeting. Raises ExchangeError, naming the ranks that are gone."""
 
     def make() -> dist.ProcessGroup:
-        channel = make_channel(seat.backend, store, seat.rank, seat.size, left, label)
+        channel = make_channel(seat.backend, store, seat.rank, seat.size, seconds_left, label)
         notes.add_line(store, TRIED, str(seat.rank))
         return channel
 
     try:
-        return threads.within(left + GRACE_S, make)
+        return threads.within(seconds_left + GRACE_S, make)
     except RuntimeError as error:
         what = f"all ranks called smt.connect, and then {_word_lost(store, seat)}"
         fix = "start them again on hosts that reach each other by network, and connect again"
@@ -205,12 +205,12 @@ def _word_lost(store: Store, seat: Seat) -> str:
     """Words for the ranks that could not be reached: those that left, or have not tried to connect."""
     among = plural(seat.size, "rank")
     try:
-        left, silent = threads.within(2 * GRACE_S, lambda: _find_lost(store, seat))
+        gone, silent = threads.within(2 * GRACE_S, lambda: _find_lost(store, seat))
     except RuntimeError:
         # Without the store other lost ranks cannot be found.
         return f"rank 0 of {among} could not be reached"
-    if left and not silent:
-        return f"{show_ranks(sorted(left))} of {among} left"
+    if gone and not silent:
+        return f"{show_ranks(sorted(gone))} of {among} left"
     who = show_ranks(sorted(silent)) if silent else "a rank"
     return f"{who} of {among} could not be reached"
 
@@ -221,11 +221,11 @@ def _find_lost(store: Store, seat: Seat) -> tuple[set[int], set[int]]:
     for key in (FAILED, TRIED):
         notes.add_line(store, key, str(seat.rank))
     # In this order: a rank that fails notes so before it leaves.
-    left = _read_ranks(store, LEFT) - _read_ranks(store, FAILED)
+    gone = _read_ranks(store, LEFT) - _read_ranks(store, FAILED)
     everybody = set(range(seat.size))
     while (silent := everybody - _read_ranks(store, TRIED)) and time.monotonic() < until:
         time.sleep(LOOK_AGAIN_S)
-    return left, silent
+    return gone, silent
 
 
 def _read_ranks(store: Store, key: str) -> set[int]:
@@ -239,6 +239,7 @@ def _leave(store: Store, met: Met, rank: int, size: int) -> None:
     def act() -> None:
         # On any error the store is lost. Not over another connection, which torch would try to make for long.
         with suppress(Exception):
+            # Until 0.0, since no step of leaving is a pause.
             carry_out(rendezvous.leave(met, rank, size), store, 0.0)
 
     threads.start(act).join(LEAVING_S)

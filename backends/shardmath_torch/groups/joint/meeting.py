@@ -66,7 +66,8 @@ def _is_host(text: str) -> bool:
         text.encode("idna")
     except UnicodeError:
         return False
-    return len(text) <= LONGEST_HOST and text.isprintable() and text.split() == [text]
+    has_no_space = text.split() == [text]
+    return len(text) <= LONGEST_HOST and text.isprintable() and has_no_space
 
 
 def _is_port(text: str) -> bool:

@@ -158,6 +158,8 @@ def leave(met: Met, rank: int, size: int) -> Steps[None]:
 
 
 def _lead(seat: Seat) -> Steps[Met]:
+    """Open one meeting after another until one is full, and return its name and run."""
+    # Tokens of processes that share a rank, one of which may be dead.
     doubtful: set[str] = set()
     for number in itertools.count(1):
         met = Met(f"{seat.token}.{number}", seat.run or seat.token)
@@ -205,7 +207,7 @@ def _read_lead(text: str | None) -> Met | None:
 def _gather(met: Met, seat: Seat, doubtful: set[str]) -> Steps[bool]:
     """Wait until the meeting is full; return False if another meeting is needed. Raises ExchangeError.
 
-    `doubtful` collects the tokens of processes that share a rank, one of which may be dead.
+    Adds to `doubtful` the tokens of processes that share a rank.
     """
     while text := (yield from _read_open_log(met)):
         log = _parse(text)
@@ -312,19 +314,21 @@ def _remove(meeting: str) -> Steps[None]:
 
 
 def _follow(seat: Seat) -> Steps[Met]:
-    ended = why = ""
+    """Attend each meeting that rank 0 announces until one is full with this process, and return its name and run."""
+    ended_meeting = why = ""
     while True:
         off = yield Read(OFF)
         if off is not None:
             raise ExchangeError(_read_off(off))
-        lead = _read_lead((yield Read(LEAD))) or Met(ended, seat.run)
+        # If nothing is announced, the meeting that has ended stands in, and neither branch below is taken.
+        lead = _read_lead((yield Read(LEAD))) or Met(ended_meeting, seat.run)
         if seat.run not in ("", lead.run):
             why = f"rank 0 is of run {lead.run!r}, and rank {seat.rank} of run {seat.run!r}; {RUN_FIX}"
-        elif lead.meeting != ended:
+        elif lead.meeting != ended_meeting:
             is_full, why = yield from _come(lead, seat)
             if is_full:
                 return lead
-            ended = lead.meeting
+            ended_meeting = lead.meeting
             continue
         if (yield Pause()) == LATE:
             raise ExchangeError(why or _word_ranks([range(1)], seat.size))
@@ -354,6 +358,7 @@ def _attend(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
         return True, ""
     why = off or _word_end(log, seat)
     if gives_up or log.state == WRONG:
+        # Without a reason, rank 0 is the one that is missing.
         raise ExchangeError(why or _word_ranks([range(1)], seat.size))
     return False, why
 

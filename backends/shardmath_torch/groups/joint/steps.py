@@ -170,6 +170,7 @@ def _act(step: Step, store: Store) -> str | None:
             store.delete_key(key)
         case Purge(key):
             _purge(store, key)
+        # Linger: `carry_out` itself answers a Pause.
         case _:
             time.sleep(LINGER_S)
     return None

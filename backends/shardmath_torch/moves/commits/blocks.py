@@ -42,7 +42,8 @@ class Member(NamedTuple):
     """The facts about a Mover (an object that moves tensors by a plan) that a `with commit(...)` block needs to put the
     results of several moves in place together: the Mover's process group, unique key, name and options.
 
-    `timeout` is the one it was compiled with, in seconds. If `agrees_once`, ranks may move by it without a vote.
+    `is_beside` is whether it receives next to its destinations, as with commit="all". `timeout` is the one it was
+    compiled with, in seconds. If `agrees_once`, ranks may move by it without a vote.
     """
 
     group: compat.Group
@@ -65,15 +66,16 @@ class HasMember(Protocol):
 class CommitBlock:
     """The moves inside one `with commit(...)` block on this rank, which are put in place together at its end.
 
-    Every mover in `named` must move in it; if `named` is empty, any mover of the group may.
+    Every mover in `named` (by its key) must move in it; if `named` is empty, any mover of the group may.
     """
 
     def __init__(self, turns: Turns, named: dict[str, Member]) -> None:
         self._turns = turns
         self._named = named
-        self._refusals = turns.heard.refusals
-        self._goodbyes = turns.heard.goodbyes
-        self._keys: set[str] = set()
+        self._refusals_before = turns.heard.refusals
+        self._goodbyes_before = turns.heard.goodbyes
+        # Keys of the movers that have moved in the block.
+        self._moved_keys: set[str] = set()
         self._agrees_once = any(member.agrees_once for member in named.values())
         self._timeouts = [member.timeout for member in named.values()]
         self.entries: list[Entry] = []
@@ -86,8 +88,8 @@ class CommitBlock:
         all ranks, or another rank left the group or closed its mover before the block's first move."""
         heard = self._turns.heard
         # A rank that left before any move does not vote at the block's end; one that left later does.
-        lacks_rank = heard.goodbyes != self._goodbyes and not self.entries
-        return heard.refusals != self._refusals or lacks_rank
+        lacks_rank = heard.goodbyes != self._goodbyes_before and not self.entries
+        return heard.refusals != self._refusals_before or lacks_rank
 
     def check(self, member: Member) -> None:
         """Raise ExchangeError if the mover `member` cannot move in this block, for example because this mover has
@@ -99,14 +101,14 @@ class CommitBlock:
             names = ", ".join(named.name for named in self._named.values())
             what = f"{member.name} moves in a smt.commit that was given only {names}"
             raise ExchangeError(f"{what}; pass this mover to smt.commit, too")
-        if member.key in self._keys:
+        if member.key in self._moved_keys:
             what = f"{member.name} moves twice in one smt.commit"
             raise ExchangeError(f"{what}; compile the plan once more for the second")
 
     def add(self, member: Member, entry: Entry) -> None:
         """Add `entry`, a move whose bytes have arrived, to the moves that are put in place together at the end of the
         block. `member` describes the mover (the object that made the move)."""
-        self._keys.add(member.key)
+        self._moved_keys.add(member.key)
         self._agrees_once |= member.agrees_once
         self._timeouts.append(member.timeout)
         self.entries.append(entry)
@@ -131,7 +133,7 @@ class CommitBlock:
 
     def _list_missing(self) -> list[str]:
         """The named movers that have not moved in the block."""
-        return [member.name for key, member in self._named.items() if key not in self._keys]
+        return [member.name for key, member in self._named.items() if key not in self._moved_keys]
 
     def object(self) -> str:
         """Return why this rank cannot commit the moves of its `smt.commit` block; "" if it can. Ranks vote on the
@@ -143,8 +145,8 @@ class CommitBlock:
             )
             return f"{what}; call each mover in the block, or do not pass it to smt.commit"
         # Since their moves the caller may have freed destinations.
-        lost = (entry.find_lost() for entry in self.entries)
-        return self.objection or next(filter(None, lost), "")
+        faults = (entry.find_lost() for entry in self.entries)
+        return self.objection or next(filter(None, faults), "")
 
     @property
     def claim(self) -> str:

@@ -44,9 +44,11 @@ def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
             raise
         except BaseException as error:
             errors += 1
+            # Nothing is left to decide or do: this rank has not promised, or has put all in place.
             if protocol.state in (State.IDLE, State.ACTING) or errors > MOST_ERRORS:
                 raise
             first_error = first_error or error
+            # In the state that follows, `_drive` proposes to abort, or puts in place what was committed.
             protocol.note(Event.LEAVE)
     if first_error is not None:
         raise first_error
@@ -57,6 +59,7 @@ def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
 def _drive(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
     """Do the table's steps until there are none."""
     turns = party.turns
+    # When the steps are tried again, the promise has been sent.
     if turns.protocol.state in (State.IDLE, State.ACTING):
         party.vote(promise, event=Event.PROMISE)
     while True:

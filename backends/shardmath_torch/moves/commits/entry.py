@@ -42,7 +42,7 @@ class Entry(NamedTuple):
     included.
 
     `put` puts it in place, and may be repeated; `end` is called once all of the commit is in place. `find_lost` tells
-    why the move can no longer be put in place; "" if it can.
+    why the move can no longer be put in place; "" if it can, as by default `str()` is.
     """
 
     claim: str
@@ -89,6 +89,7 @@ def word_torn(keys: tuple[str, ...]) -> str:
     """Return the error text for the destination tensors `keys`, whose values might be partly updated; it lists at most
     MOST_NAMES names."""
     names = "the destination tensor"
+    # A plan of one tensor calls it "".
     if keys != ("",):
         names = f"destination tensors {', '.join(map(repr, keys[:MOST_NAMES]))}"
     if len(keys) > MOST_NAMES:

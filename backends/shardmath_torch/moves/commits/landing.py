@@ -45,7 +45,8 @@ class Landing:
     """The state of one mover's destination tensors on this rank: how many moves were committed, which tensors might be
     partly updated, and the latest `smt.commit` block in which it moved.
 
-    `former` is the number of moves that others committed before this mover joined.
+    `is_beside` is whether bytes arrive next to the destinations, as with commit="all". `former` is the number of moves
+    that others committed before this mover joined.
     """
 
     is_beside: bool = False
@@ -126,12 +127,12 @@ class Landing:
         `turns` is the state of the group.
         """
         was_broken = turns.broken
-        former = self.standing.version
+        version_before = self.standing.version
         try:
             yield
         except BaseException as error:
             if turns.broken and not was_broken:
-                self._state_words = self._word_state(former)
+                self._state_words = self._word_state(version_before)
             if not self._state_words:
                 raise
             if isinstance(error, ExchangeError):
@@ -141,8 +142,8 @@ class Landing:
             error.add_note(self._state_words)
             raise
 
-    def _word_state(self, former: int) -> str:
+    def _word_state(self, version_before: int) -> str:
         """Words for the destination after a failure; "" if it did not change."""
         if self.is_beside:
-            return word_end(self.standing, former)
+            return word_end(self.standing, version_before)
         return word_torn(self.standing.torn) if self.standing.torn else ""

@@ -67,8 +67,10 @@ class Shadows:
         if devices and {self._device} != devices:
             # First release the old shadows, since both may not fit.
             self.let_go()
-            made = {key: _make_beside(tensor, self._shapes[key]) for key, tensor in dst.items()}
-            self.tensors = made
+            self.tensors = {
+                key: _make_beside(tensor, self._shapes[key]) for key, tensor in dst.items()
+            }
+            # A move's tensors are on one device, which is checked before.
             (self._device,) = devices
         return self.tensors
 

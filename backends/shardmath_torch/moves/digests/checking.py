@@ -1,7 +1,8 @@
 """Checking: whether a move's destination equals its source, and whether the source stayed unchanged.
 
-1. Each rank weighs its source before the move, and its source and destination after it; then all ranks
-   exchange these numbers once.
+1. Each rank weighs its source before the move, and its source and destination after it: it sums the bits of
+   elements, times weights. Its **shares** are these sums, one for each **patch** that it holds, which is a
+   set of elements of a tensor that the same ranks hold. Then all ranks exchange their shares once.
 2. A source whose digest changed was written during the move: then the right content of the destination is
    not known. Otherwise a destination whose digest differs from the source's received wrong bytes.
 3. A plan that reduces makes elements that no source has, and a plan for a part of a tensor leaves the rest
@@ -71,6 +72,7 @@ class Check:
     def __init__(self, plan: Movable, rank: int, src: Tensors, dst: Tensors) -> None:
         self._src = DigestSide(plan.src, rank, src)
         self._dst = DigestSide(plan.dst, rank, dst)
+        # Of the source before the move, then of the source and the destination after it.
         self._shares: list[int] = []
 
     def begin(self) -> None:
@@ -116,7 +118,8 @@ class Check:
         """The error for the first tensor whose destination differs from its source; "" if there is none."""
         for name, windows in self._src.windows.items():
             dst_windows = self._dst.windows[name]
-            if add_patches(windows, source[name]) != add_patches(dst_windows, arrived[name]):
+            source_sum = add_patches(windows, source[name])
+            if source_sum != add_patches(dst_windows, arrived[name]):
                 box = bound_sides(party, name, (self._src, self._dst))
                 return (
                     f"{label(name)} differs from its source in {show_box(box)} after the move, and the source has "
@@ -130,10 +133,11 @@ class Check:
 def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShares) -> str:
     """The error for the first tensor of which a rank's part changed; "" if there is none."""
     for name, windows in side.items():
-        patches = _list_changed(windows, before[name], after[name])
-        if patches:
-            ranks = sorted({rank for rank, _ in patches})
-            box = hull(list_patches(windows)[patches[0][1]])
+        changed_parts = _list_changed(windows, before[name], after[name])
+        if changed_parts:
+            ranks = sorted({rank for rank, _ in changed_parts})
+            _, first_patch = changed_parts[0]
+            box = hull(list_patches(windows)[first_patch])
             return (
                 f"the source of {label(name)} changed while it was moved: {show_ranks(ranks)} has "
                 f"other bits than before in {show_box(box)}; do not write to it during a move"
@@ -142,9 +146,9 @@ def _find_changed(side: Mapping[str, Windows], before: AllShares, after: AllShar
 
 
 def _list_changed(windows: Windows, before: Shares, after: Shares) -> list[tuple[int, int]]:
-    """(rank, patch) of each part that changed."""
+    """(rank, patch number) of each part that changed."""
     changed = []
-    for rank, held in list_held(windows).items():
-        shares = zip(held, before[rank], after[rank], strict=True)
+    for rank, held_patches in list_held(windows).items():
+        shares = zip(held_patches, before[rank], after[rank], strict=True)
         changed += [(rank, patch) for (patch, _), old, new in shares if old != new]
     return changed

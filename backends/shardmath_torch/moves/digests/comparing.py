@@ -1,6 +1,7 @@
 """Comparing: replicas and sides compared by all ranks, and the box in which they differ.
 
-1. All ranks have all shares, so all find the same difference, and weigh the same boxes.
+1. All ranks have all shares (weighted sums of elements' bits), so all find the same difference, and weigh the same
+   boxes.
 2. In each round of narrowing the box, a rank sends one number per box and side: its share of the box.
 """
 
@@ -54,12 +55,12 @@ def _bound_unlike(party: Party, side: DigestSide, name: str, unlike: Unlike) -> 
     weighers = []
     for holder in (unlike.alike[0], unlike.others[0]):
         # Only the holder weighs its replica; other ranks' shares are 0.
-        compared: list[Portion] = []
+        replica: list[Portion] = []
         if holder.rank == side.rank:
             key = unlike.patch, holder.window
-            held = list_portions(windows, side.rank)
-            compared = [portion for portion in held if (portion.patch, portion.window) == key]
-        weighers.append(_make_weigher(side, name, compared))
+            portions = list_portions(windows, side.rank)
+            replica = [portion for portion in portions if (portion.patch, portion.window) == key]
+        weighers.append(_make_weigher(side, name, replica))
     return _bound(party, hull(list_patches(windows)[unlike.patch]), weighers)
 
 

@@ -35,6 +35,7 @@ class _Torch:
     def words(self, array: Tensor) -> Tensor:
         word = torch.int8 if array.element_size() == 1 else torch.int16
         whole = dtypes.flat(array.contiguous())
+        # float64 has fast matrix products, which are exact for words this short.
         return whole.view(word).to(torch.float64)
 
     def products(self, rows: Tensor, weights: Tensor) -> Tensor:

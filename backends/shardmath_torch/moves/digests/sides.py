@@ -1,7 +1,8 @@
 """Sides: this rank's shares of a side, and all ranks' shares.
 
-1. Ranks exchange 8 bytes for each patch that they hold of a tensor: one patch if holdings do not
-   overlap in part.
+1. A patch is a set of elements of a tensor that the same ranks hold, and a share is the sum of their bits, times
+   weights. Ranks exchange 8 bytes for each patch that they hold of a tensor: one patch if holdings do not overlap in
+   part.
 2. All ranks know each rank's number of shares from the layouts, so it is not sent.
 """
 
@@ -67,9 +68,9 @@ class DigestSide:
         library = NUMPY
         arrays = {}
         windows = self.windows[name]
-        for window, local in enumerate(windows.local_names(name)):
+        for window, local_name in enumerate(windows.local_names(name)):
             if self.rank in windows[window].mesh:
-                arrays[window], library = see(self.tensors[local])
+                arrays[window], library = see(self.tensors[local_name])
         return arrays, library
 
 

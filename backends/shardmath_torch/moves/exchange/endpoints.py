@@ -155,10 +155,11 @@ def _separate_large_pieces(whole: Round, nbytes: int) -> Round:
 
 def _split_message(message: Message, nbytes: int) -> Iterator[Message]:
     """Split the message into one per piece of at least `nbytes`, and one per run of pieces between those."""
+    # The last part is open: small pieces are added to it. Empty parts are left out at the end.
     parts: list[list[Transfer]] = [[]]
     for piece in message.pieces:
         if piece.nbytes >= nbytes:
-            parts += [piece], []
+            parts += [[piece], []]
         else:
             parts[-1].append(piece)
     for part in filter(None, parts):

@@ -55,6 +55,7 @@ class Exchange:
         self._views: MoveViews | None = None
         # Weak, so that nothing refers to a block that a larger one has replaced.
         self._staged: WeakKeyDictionary[StagingBlock, Staged] = WeakKeyDictionary()
+        # The number of the part's steps that have begun; None if it is not known.
         self.begun: int | None = 0
 
     @functools.cached_property
@@ -78,15 +79,15 @@ class Exchange:
         src_strides = {key: tensor.stride() for key, tensor in src.items()}
         dst_strides = {key: tensor.stride() for key, tensor in dst.items()}
         device = find_device(src, dst)
-        wanted = src_strides, dst_strides, device
-        if wanted != self._bound_strides:
+        strides = src_strides, dst_strides, device
+        if strides != self._bound_strides:
             # Bound to nothing until all is done, so that an interrupt leaves nothing half bound.
             self._bound_strides = None
             self._rounds = bind(self.posted, src_strides, dst_strides)
             self._staging = staging_of(self._task.group, device)
             self._needed_bytes = count_staging_bytes(self._rounds)
             self._staged.clear()
-            self._bound_strides = wanted
+            self._bound_strides = strides
         self._staging.reserve(self._needed_bytes)
 
     def let_go(self) -> None:
@@ -136,6 +137,7 @@ class Exchange:
                 divide(work, dst)
                 watch.lap(FOLDED)
             rounds.finish()
+            # More than there are: all are done, on a GPU too.
             self.begun = part.steps + 1
 
     def _note_begun(self, steps: int) -> None:

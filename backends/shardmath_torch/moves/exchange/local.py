@@ -71,6 +71,7 @@ def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
         tensors = {}
         for key, (_, layout) in stored_on(layouts, rank).items():
             tensors[key] = layout.local_shape(rank), layout
+        # A plan that is not of mappings calls its tensor "".
         single = not plan.is_tree and len(layouts[""]) == 1
         sides.append(Wanted(side, rank, tensors, single))
     return sides[0], sides[1]
@@ -302,11 +303,11 @@ def witness(*given: Local) -> Callable[[], str]:
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})
-    before = {key: _sign_memory({key: tensor}) for key, tensor in tensors.items()}
+    signatures = {key: _sign_memory({key: tensor}) for key, tensor in tensors.items()}
 
     def find_lost() -> str:
-        for key, signed in before.items():
-            if _sign_memory({key: tensors[key]}) != signed:
+        for key, signature_before in signatures.items():
+            if _sign_memory({key: tensors[key]}) != signature_before:
                 what = f"{_label('destination', key)} was freed or moved in smt.commit"
                 return f"{what}; leave destinations alone until the block ends"
         return ""
@@ -322,7 +323,7 @@ def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object
 
 
 def _sign_memory(tensors: Tensors) -> list[object]:
-    """All facts that a check depends on, in one flat list; a tensor without memory equals nothing.
+    """All facts that a check depends on, in one flat list. The list with a tensor without memory equals no other.
 
     For many small tensors this takes as long as copying them, hence one list, and no call per tensor.
     """

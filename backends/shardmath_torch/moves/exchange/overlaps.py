@@ -44,6 +44,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
         if count > 1:
             dims.append((step, count))
     dims.sort()
+    # The last cell that the dimensions of smaller strides reach.
     reached = 0
     for step, count in dims:
         if step <= reached:
@@ -58,8 +59,8 @@ def _are_all_apart(dims: list[tuple[int, int]], numel: int) -> bool:
         return True
     cells = np.zeros(1, np.int64)
     for step, count in dims:
-        along = step * np.arange(count)
-        cells = np.add.outer(cells, along).reshape(-1)
+        offsets = step * np.arange(count)
+        cells = np.add.outer(cells, offsets).reshape(-1)
     return len(np.unique(cells)) == numel
 
 

@@ -32,7 +32,7 @@ class StagingBlock:
     block's last use ends."""
 
     memory: Tensor
-    used: torch.cuda.Event | None = None
+    last_use: torch.cuda.Event | None = None
 
 
 class Staging:
@@ -53,6 +53,7 @@ class Staging:
     def take_over(self, other: Staging) -> None:
         """Take the free blocks of `other`, the staging of another group."""
         while other is not self:
+            # Popped without a check, as in `_take`.
             try:
                 self._free_blocks.append(other._free_blocks.pop())
             except IndexError:
@@ -76,14 +77,14 @@ class Staging:
         memory is never lent again."""
         block = self._take(nbytes)
         try:
-            if block.used is not None:
-                torch.cuda.current_stream(self.device).wait_event(block.used)
+            if block.last_use is not None:
+                torch.cuda.current_stream(self.device).wait_event(block.last_use)
             yield block
         except BaseException:
             # Kept alive, but not free.
             self._abandoned_memory.append(block.memory)
             raise
-        block.used = _record_use(block.memory)
+        block.last_use = _record_use(block.memory)
         self._free_blocks.append(block)
 
 

@@ -106,6 +106,7 @@ class Staged:
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.wholes: dict[int, list[str]] = {}
+        # All of the memory, by element type; and the views of pieces, by endpoint.
         self._typed: dict[torch.dtype, Tensor] = {}
         self._pieces: dict[int, list[Tensor]] = {}
         self._view_count = 0
@@ -133,6 +134,7 @@ class Staged:
             # The block's size need not be a multiple of the element's: the last bytes are left out.
             fitting = self.memory.nbytes - self.memory.nbytes % dtype.itemsize
             typed = self._typed[dtype] = self.memory[:fitting].view(dtype)
+        # Without a remainder: pieces are aligned to their elements.
         return typed.as_strided(shape, row_major(shape), start // dtype.itemsize)
 
 
@@ -249,8 +251,8 @@ class MoveViews:
             self._dst.bits(view) if piece.op == "copy" else self._dst.elements(view)
             for view, piece in zip(endpoint.views, pieces, strict=True)
         ]
-        arrived = self.staged.find(endpoint, destinations)
-        for piece, into, out_of in zip(pieces, destinations, arrived, strict=True):
+        staged_views = self.staged.find(endpoint, destinations)
+        for piece, into, out_of in zip(pieces, destinations, staged_views, strict=True):
             if piece.op == "copy":
                 copies.into.append(into)
                 copies.out_of.append(out_of)
@@ -267,8 +269,8 @@ class MoveViews:
                 copies.out_of.append(self._src.bits(src_view))
             else:
                 into = self._dst.elements(dst_view)
-                kept = self._src.elements(src_view)
-                copies.folds.append(Fold(piece.addend, piece.op, into, kept))
+                source_elements = self._src.elements(src_view)
+                copies.folds.append(Fold(piece.addend, piece.op, into, source_elements))
         return copies
 
 

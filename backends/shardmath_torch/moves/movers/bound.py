@@ -34,6 +34,7 @@ class BoundTensors:
 
     def __init__(self, plan: Movable, rank: int) -> None:
         self._wanted = wanted(plan, rank)
+        # The signature of the tensors that were checked last.
         self._checked: object = None
         self._held: _HeldTensors | None = None
 
@@ -51,13 +52,14 @@ class BoundTensors:
         if call.held and self._held is not None and self._held.is_of(src, out):
             return self._held.tensors
         tensors = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
-        signed = signature(tensors)
-        if signed != self._checked or call.held or self._held is not None:
+        current_signature = signature(tensors)
+        # The carrier is also prepared again when a caller begins or ends to keep its tensors.
+        if current_signature != self._checked or call.held or self._held is not None:
             # Forgotten first, so that an error or interrupt leaves nothing half bound.
             self.let_go()
             check(self._wanted, tensors, device, apart=not carrier.is_beside)
             carrier.prepare(*tensors, call.held)
-            self._checked = signed
+            self._checked = current_signature
             self._held = _HeldTensors(src, out, tensors) if call.held else None
         return tensors
 

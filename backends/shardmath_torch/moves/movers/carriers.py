@@ -97,6 +97,7 @@ class Whole:
         self._part = part
         self._engine = engine
         self._shadows = shadows
+        # The tensors that the engine writes: shadows, and destinations without one.
         self._into: Tensors = {}
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> Whole:

@@ -181,11 +181,11 @@ def _make_ready(
     if is_text(settings.engine, "auto"):
         settings = settings._replace(engine=DEFAULT_ENGINE)
     # The vote that rejects a bad timeout needs a valid one.
-    waiting = settings._replace(timeout=DEFAULT_TIMEOUT_S)
+    valid_settings = settings._replace(timeout=DEFAULT_TIMEOUT_S)
     if is_time(settings.timeout):
         settings = settings._replace(timeout=float(settings.timeout))
-        waiting = settings
-    party = join(compat.group_of(group), waiting.patience, waiting.grace)
+        valid_settings = settings
+    party = join(compat.group_of(group), valid_settings.patience, valid_settings.grace)
     request = request._replace(settings=settings)
 
     def act() -> Ready:
@@ -284,10 +284,11 @@ def _vote_first(party: Party, request: _Request) -> tuple[_Proposal, _FirstVote]
     said = SAID.pack(version, _encode_follow(proposal))
     ballots = party.vote(Ballot(claim, objection=objection, peers=peers, said=said))
     assert proposal is not None, "who objects does not get past the vote"
-    versions, follow = zip(*(SAID.unpack(ballot.said) for ballot in ballots), strict=True)
+    said_values = [SAID.unpack(ballot.said) for ballot in ballots]
+    versions, follow_codes = zip(*said_values, strict=True)
     # All ranks see the same ballots, so all find the same. Previous parts continue only at one pace.
-    paces = {(ballot.peers, how) for ballot, how in zip(ballots, follow, strict=True)}
-    all_follow = len(paces) == 1 and NOT_AT_ALL not in follow
+    paces = {(ballot.peers, code) for ballot, code in zip(ballots, follow_codes, strict=True)}
+    all_follow = len(paces) == 1 and NOT_AT_ALL not in follow_codes
     most_peers = max(ballot.peers for ballot in ballots)
     return proposal, _FirstVote(name, claim, most_peers, max(versions), all_follow)
 

@@ -52,6 +52,7 @@ class Handle:
             party.give_up("its process ended in the middle of a move")
 
         self._errand = Errand(run, call_off)
+        # Read by `run`, which does not begin before `start`.
         previous = turns.put_beside(self._errand)
 
     def __repr__(self) -> str:

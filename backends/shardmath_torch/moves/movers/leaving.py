@@ -52,6 +52,7 @@ class Leaves(ABC):
         if error is None:
             self.close()
             return
+        # The suffix is there if the error has no message.
         cause = f"{type(error).__name__}: {message_of(error)}".removesuffix(": ")
         self._part(f"its block of {self._name} ended by {cause}")
 

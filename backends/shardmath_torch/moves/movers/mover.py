@@ -291,6 +291,7 @@ class Mover(Leaving):
             if self._ready.agree == ONCE:
                 self._agreed_kinds.add(kind)
             return
+        # A checksum on all messages, so that ranks that do different things never take each other's bytes.
         mark = zlib.crc32(ballot.claim.encode(errors="backslashreplace"))
         self._party.go_on(Unasked(mark, patience))
         if ballot.objection:
@@ -312,11 +313,12 @@ class Mover(Leaving):
             return
         results: list[Arrived] = []
         self._party.answer_for(lambda: results.append(carry()))
-        ((tensors, put),) = results
+        (arrived,) = results
+        tensors, put = arrived
         finish = functools.partial(stages.finish, self._stages, tensors)
         keys = stages.name_torn(self._stages, tuple(checked.dst))
-        watched = functools.partial(witness, checked.dst, checked.out)
-        arrival = Arrival(keys, finish, put, self._end, watched)
+        record_addresses = functools.partial(witness, checked.dst, checked.out)
+        arrival = Arrival(keys, finish, put, self._end, record_addresses)
         self._landing.commit(self._party, ballot, arrival, self.member, block)
         watch.lap(laps.COMMITTED)
 
@@ -325,7 +327,7 @@ class Mover(Leaving):
         list_torn = self._carrier.list_torn
         try:
             arrived = carry()
-            # Once all bytes have arrived, only stages may leave torn destinations.
+            # Once all bytes have arrived, only stages may leave torn destinations: the carrier lists none.
             list_torn = tuple
             for pair in stages.finish(self._stages, arrived.tensors):
                 put_in_place([pair])
@@ -377,8 +379,7 @@ def forget(mover: Mover) -> None:
 
 def ask_again(mover: Mover) -> None:
     """Make ranks vote on whether all of them can make the mover's next move, even with agree="once", which has them
-    vote
-    only before the first move with the same options. Call it on all ranks."""
+    vote only before the first move with the same options. Call it on all ranks."""
     mover._agreed_kinds.clear()
 
 

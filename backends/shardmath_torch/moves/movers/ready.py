@@ -50,9 +50,11 @@ class Former(NamedTuple):
         `peers` is the largest such number of any rank under the previous plan. The result is never below it, since a
         smaller number would change the pace of all ranks.
         """
+        # `change` has the ranks that are gone since the previous plan, and those that are back.
         change = compare(self.part, plan)
         if change is None or not isinstance(plan, Plan):
             return None
+        # Only ranks that are back can be new peers.
         if not change.back or self.part.rank in change.gone:
             return self.peers
         return max(self.peers, count_peers(self.part, plan))

@@ -177,6 +177,7 @@ def progress_bar(
         def tell(done: int, total: int) -> None:
             nonlocal shown_at
             now = time.monotonic()
+            # Another call begins.
             if done == 0:
                 bar.reset(task, total=total)
             elif now - shown_at < SHOW_EVERY_S and done < total:

@@ -178,6 +178,7 @@ def _spell_work(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
 
 def _spell_messages(call: Timed, laps: Iterable[_Lap]) -> Iterator[Span]:
     """The messages, each from its posting until its arrival or departure was seen."""
+    # When each message was posted, by its `id`; when the latest one of each track ended; and messages of each pair.
     posted: dict[int, float] = {}
     ended: dict[str, float] = {}
     count: Counter[str] = Counter()

@@ -53,7 +53,7 @@ class Tracer:
 
     def _name_tracks(self) -> str:
         """The suffix by which the call's tracks differ from tracks of calls at the same time."""
-        # A callback may try to move: that raises, and is in the trace.
+        # Calls nest if a callback tries to move: that raises, and is in the trace. Each level adds a word.
         inside = ["inside"] * self._open_calls[threading.get_ident()]
         return " ".join([self._name_thread(), *inside]).strip()
 

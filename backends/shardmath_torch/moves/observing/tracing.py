@@ -88,7 +88,8 @@ def _make_trace(tracer: Tracer, topology: Topology | None, with_model: bool) -> 
 def _list_modeled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
     """The model's spans for each call that came past its vote."""
     models: dict[str, tuple[Span, ...]] = {}
-    free: dict[str, float] = {}
+    # By thread, when the models so far end.
+    ends_s: dict[str, float] = {}
     for call, given in tracer.calls:
         agreed = call.agreed
         # There is no model for adjoints, whose rounds are not a program's.
@@ -96,15 +97,15 @@ def _list_modeled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
             continue
         if given.digest not in models:
             is_program = isinstance(given, Program)
-            modeled = given.topology if is_program else topology or given.topology or H100
-            models[given.digest] = model(given, topology=modeled, ranks=[call.rank]).spans
+            network = given.topology if is_program else topology or given.topology or H100
+            models[given.digest] = model(given, topology=network, ranks=[call.rank]).spans
         # A model may take longer than the move: then the next move's model comes after it.
-        begin = max(agreed.at_s, free.get(call.thread, 0.0))
+        begin = max(agreed.at_s, ends_s.get(call.thread, 0.0))
         for span in models[given.digest]:
             track = f"{span.track} {call.thread}".rstrip()
-            moved = span._replace(begin_s=span.begin_s + begin, track=track)
-            free[call.thread] = max(free.get(call.thread, 0.0), moved.end_s)
-            yield moved
+            shifted = span._replace(begin_s=span.begin_s + begin, track=track)
+            ends_s[call.thread] = max(ends_s.get(call.thread, 0.0), shifted.end_s)
+            yield shifted
 
 
 def _name_file(path: object) -> Path:

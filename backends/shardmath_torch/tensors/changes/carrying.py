@@ -79,6 +79,7 @@ class Sparse:
         self._whole = whole
         self._keeps_snapshots = snapshots
         self._snapshots: Snapshots | None = None
+        # Sends changed cells of the last whole move's tensors; None before the first.
         self._walker: Walker | None = None
         # What identifies the tensors of the last whole move, and whether the tensors are known to be the same now.
         self._whole_signature: object = None
@@ -129,7 +130,7 @@ class Sparse:
         ExchangeError if `how` is invalid, or the tensors are not the same as in the last move of all elements.
         """
         watch.lap(laps.PREPARED)
-        since = time.perf_counter()
+        began_s = time.perf_counter()
         self._prepared = None
         assert isinstance(how, How), "callers make one"
         _check_how(how)
@@ -142,26 +143,26 @@ class Sparse:
             return
         walker = self._find_walker(src, dst)
         changed = list(self._list_changed(src, how.positions))
-        compared = time.perf_counter()
-        found = walker.sort(changed)
-        mapped = time.perf_counter()
+        compared_s = time.perf_counter()
+        by_message = walker.sort(changed)
+        mapped_s = time.perf_counter()
         watch.lap(laps.COMPARED)
-        seconds = {"comparing": compared - since, "mapping": mapped - compared}
-        self._prepared = _PreparedChanges(changed, found, seconds, mapped)
+        seconds = {"comparing": compared_s - began_s, "mapping": mapped_s - compared_s}
+        self._prepared = _PreparedChanges(changed, by_message, seconds, mapped_s)
 
     def _find_walker(self, src: Tensors, dst: Tensors) -> Walker:
         """The walker of the last whole move. Raises ExchangeError if it was for other tensors, or there is none."""
-        what = self._objection
+        fault = self._objection
         # After `prepare` tensors may be new ones; otherwise they are those that were compared here before.
         self._are_same_tensors = self._are_same_tensors or self._whole_signature == _sign_tensors(
             src, dst
         )
-        if not what and not self._are_same_tensors:
-            what = (
+        if not fault and not self._are_same_tensors:
+            fault = (
                 "the tensors differ from the last move of all elements, or lie elsewhere in memory"
             )
-        if what or self._walker is None:
-            raise ExchangeError(f"{what}; call with whole=True on all ranks")
+        if fault or self._walker is None:
+            raise ExchangeError(f"{fault}; call with whole=True on all ranks")
         return self._walker
 
     def _list_changed(
@@ -179,22 +180,24 @@ class Sparse:
         yield from self._snapshots.list_changed(src)
 
     def carry(self, src: Tensors, dst: Tensors, held: bool, watch: Stopwatch) -> Arrived:
-        load = self._prepared
-        assert load is not None, "a rank without changes has objected"
-        began = time.perf_counter()
-        arrived = self._carry(load.sorted, src, dst, watch)
+        prepared = self._prepared
+        assert prepared is not None, "a rank without changes has objected"
+        began_s = time.perf_counter()
+        arrived = self._carry(prepared.sorted, src, dst, watch)
         seconds = {
-            **load.seconds,
-            "agreeing": began - load.prepared_at_s,
-            "moving": time.perf_counter() - began,
+            **prepared.seconds,
+            "agreeing": began_s - prepared.prepared_at_s,
+            "moving": time.perf_counter() - began_s,
         }
-        self.last = self._measure(load.sorted, seconds)
+        self.last = self._measure(prepared.sorted, seconds)
         return arrived
 
-    def _carry(self, found: Sorted | None, src: Tensors, dst: Tensors, watch: Stopwatch) -> Arrived:
-        if found is None:
+    def _carry(
+        self, changes: Sorted | None, src: Tensors, dst: Tensors, watch: Stopwatch
+    ) -> Arrived:
+        if changes is None:
             return self._carry_whole(src, dst, watch)
-        return self._carry_changes(found, Ends(src, dst, self.is_beside), watch)
+        return self._carry_changes(changes, Ends(src, dst, self.is_beside), watch)
 
     def _carry_whole(self, src: Tensors, dst: Tensors, watch: Stopwatch) -> Arrived:
         self._drop_snapshots()
@@ -217,19 +220,19 @@ class Sparse:
             self._walker = None
             self._objection = f"snapshots could not be made: {word_objection(error)}"
 
-    def _carry_changes(self, found: Sorted, ends: Ends, watch: Stopwatch) -> Arrived:
-        assert self._walker is not None, "found by it"
-        counts = self._walker.exchange_counts(found, watch)
+    def _carry_changes(self, changes: Sorted, ends: Ends, watch: Stopwatch) -> Arrived:
+        assert self._walker is not None, "it has sorted the changes"
+        counts = self._walker.exchange_counts(changes, watch)
         watch.lap(laps.ARRIVED)
         if not self.is_beside:
             mark_written(ends.dst.values())
-        puts = self._walker.walk(found, counts, ends, watch)
+        puts = self._walker.walk(changes, counts, ends, watch)
         return Arrived(ends.dst, lambda: put_all(ends.dst, puts))
 
-    def _measure(self, found: Sorted | None, seconds: Mapping[str, float]) -> Sent:
-        """The record of what was sent."""
-        if found is not None and self._walker is not None:
-            return Sent(*self._walker.outgoing.measure(found), seconds)
+    def _measure(self, changes: Sorted | None, seconds: Mapping[str, float]) -> Sent:
+        """The record of what was sent: all elements if `changes` is None."""
+        if changes is not None and self._walker is not None:
+            return Sent(*self._walker.outgoing.measure(changes), seconds)
         sends = [message for each in self._task.part.rounds for message in each.sends]
         return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
 
@@ -252,22 +255,24 @@ class Sparse:
     def list_torn(self) -> tuple[str, ...]:
         if self._prepared is None or self._prepared.sorted is None:
             return self._whole.list_torn()
+        # None, since it is not known how far the move came.
         return self._task.part.list_torn(None)
 
     def end(self) -> None:
         """After a move, update the snapshots (copies of source tensors as last sent), so that later moves need to send
         only the elements changed since.
         """
-        load, self._prepared = self._prepared, None
-        if load is None:
+        prepared, self._prepared = self._prepared, None
+        if prepared is None:
             return
         self._are_changes_enough = True
-        if load.sorted is None:
+        if prepared.sorted is None:
+            # Frees the shadows, which only whole moves need.
             self._whole.let_go()
             return
         with self._deferring_failure():
             if self._snapshots is not None:
-                self._snapshots.update(load.changed)
+                self._snapshots.update(prepared.changed)
 
     def forget(self) -> None:
         self._prepared = None

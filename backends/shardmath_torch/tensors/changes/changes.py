@@ -169,9 +169,10 @@ def _agree(
     plan: object, group: compat.Group | None, timeout: float, snapshots: bool, objection: str
 ) -> None:
     """Vote on moving changes, and object to a plan by which they cannot be moved. Raises ExchangeError."""
-    waiting = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
-    grace = min(LONGEST_GRACE_S, waiting / 5)
-    party = join(compat.group_of(group), waiting - grace, grace)
+    # The vote that rejects a bad timeout needs a valid one.
+    limit = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
+    grace = min(LONGEST_GRACE_S, limit / 5)
+    party = join(compat.group_of(group), limit - grace, grace)
     claim = f"compile_changes(snapshots={snapshots!r})"
     party.together(
         lambda: party.vote(Ballot(claim, objection=objection)),

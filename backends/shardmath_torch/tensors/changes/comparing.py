@@ -53,7 +53,8 @@ class Changed(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """The snapshot of a tensor's box: its cells, and where its words begin in the row of words of its size."""
+    """The snapshot of a tensor's box: its cells, the size of a word in bytes, and where its words begin in the row of
+    all words of that size."""
 
     window: ChangedWindow
     size: int
@@ -72,6 +73,7 @@ class Snapshots:
     def __init__(self, tensors: Mapping[str, Tensor], boxes: Mapping[str, Sequence[slice]]) -> None:
         self._scratch = Scratch()
         self._snapshots: dict[str, _Snapshot] = {}
+        # By size of word, the number of words so far.
         lengths: dict[int, int] = {}
         for key, box in boxes.items():
             tensor = tensors[key]
@@ -137,10 +139,11 @@ class Snapshots:
         if changed.places is not None:
             return changed.places, changed.words
         snapshot = self._snapshots[changed.key]
-        which, places = snapshot.window.find(changed.cells)
+        # The indices of those cells that the snapshot covers, and their places in it.
+        covered, places = snapshot.window.find(changed.cells)
         words = changed.words
-        if len(which) < len(words):
-            words = words[torch.from_numpy(which).to(words.device)]
+        if len(covered) < len(words):
+            words = words[torch.from_numpy(covered).to(words.device)]
         return places + snapshot.first, words
 
 
@@ -151,8 +154,8 @@ def take(tensor: Tensor, cells: Ints) -> Tensor:
     words = dtypes.words(tensor)
     if words.is_contiguous():
         return dtypes.flat(words)[torch.from_numpy(cells).to(words.device)]
-    along = unravel(cells, tuple(words.shape))
-    return words[tuple(torch.from_numpy(axis).to(words.device) for axis in along)]
+    index = unravel(cells, tuple(words.shape))
+    return words[tuple(torch.from_numpy(axis).to(words.device) for axis in index)]
 
 
 def _compare(now: Words, before: Words, scratch: Scratch) -> tuple[Ints, Tensor]:
@@ -193,13 +196,13 @@ def _compare_on_device(now: Tensor, before: Tensor) -> tuple[Ints, Tensor]:
 
 
 def _list_blocks(shape: Sequence[int], most: int) -> Iterator[tuple[int | slice, ...]]:
-    """Indices of blocks of at most `most` cells, in order."""
+    """Indices of blocks of at most `most` cells, in order: of whole rows, or if a row has more cells, of its parts."""
     if not shape:
         yield ()
         return
-    inside = math.prod(shape[1:])
-    if inside <= most:
-        rows = max(1, most // max(inside, 1))
+    row_cells = math.prod(shape[1:])
+    if row_cells <= most:
+        rows = max(1, most // max(row_cells, 1))
         for first in range(0, shape[0], rows):
             yield (slice(first, first + rows),)
     else:

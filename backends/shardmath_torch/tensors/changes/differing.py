@@ -58,20 +58,21 @@ class Scratch:
             words: Ints = np.unique(halves // 2)
             return words
         per_group = 8 // now.itemsize
-        even = len(now) - len(now) % per_group
-        wide_now = now[:even].view(np.int64)
-        wide_before = before[:even].view(np.int64)
+        grouped = len(now) - len(now) % per_group
+        wide_now = now[:grouped].view(np.int64)
+        wide_before = before[:grouped].view(np.int64)
         mask = self._mask[: len(wide_now)]
         np.not_equal(wide_now, wide_before, out=mask)
-        if np.count_nonzero(mask) * MANY > len(mask) or even < len(now):
+        # Words after the last whole group are not in the mask.
+        if np.count_nonzero(mask) * MANY > len(mask) or grouped < len(now):
             mask = self._mask[: len(now)]
             np.not_equal(now, before, out=mask)
             return mask.nonzero()[0]
-        # `within` numbers the words of only the groups that differ
-        which = mask.nonzero()[0]
-        bits = (wide_now[which] ^ wide_before[which]).view(now.dtype)
-        within = bits.nonzero()[0]
-        return which[within // per_group] * per_group + within % per_group
+        # `different` numbers the words of only those groups that differ.
+        groups = mask.nonzero()[0]
+        bits = (wide_now[groups] ^ wide_before[groups]).view(now.dtype)
+        different = bits.nonzero()[0]
+        return groups[different // per_group] * per_group + different % per_group
 
 
 def find_different_there(now: Tensor, before: Tensor) -> Tensor:

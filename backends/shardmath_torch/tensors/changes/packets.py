@@ -73,11 +73,11 @@ def unpack(packet: Tensor, sizes: Sequence[int], counts: Sequence[int]) -> list[
     Their bits are views of `packet`.
     """
     parts = _split_packet(packet, sizes, counts)
-    found = []
+    elements = []
     for size, (numbers, words) in zip(sizes, parts, strict=True):
-        wide = numbers.numpy(force=True).astype(np.int64)
-        found.append(Some(size, wide, words))
-    return found
+        wide_numbers = numbers.numpy(force=True).astype(np.int64)
+        elements.append(Some(size, wide_numbers, words))
+    return elements
 
 
 def _split_packet(

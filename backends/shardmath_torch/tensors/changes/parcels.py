@@ -75,13 +75,14 @@ def make_notices(messages: Iterable[Message]) -> list[Notice]:
     """Return one Notice, which carries the counts of changed elements, for each pair of sender and receiver in
     `messages`. `messages` are sorted by round; a Notice is sent in the round of its pair's first message.
     """
-    first: dict[tuple[int, int], Message] = {}
+    first_of_pair: dict[tuple[int, int], Message] = {}
+    # How many counts a notice carries: one for each size of element in each message of the pair.
     counts: Counter[tuple[int, int]] = Counter()
     for message in messages:
         pair = message.src_rank, message.dst_rank
-        first.setdefault(pair, message)
+        first_of_pair.setdefault(pair, message)
         counts[pair] += len(list_sizes(message))
     return [
         Notice(*message._replace(nbytes=COUNT_BYTES * counts[pair]))
-        for pair, message in first.items()
+        for pair, message in first_of_pair.items()
     ]

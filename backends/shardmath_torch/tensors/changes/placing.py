@@ -39,31 +39,33 @@ class Incoming:
 
     def _find_rows(self, dst: Tensors) -> dict[str, Lying]:
         """The position of each tensor in the row of words of its whole storage."""
-        numbers: dict[tuple[int, int], int] = {}
-        lying = {}
+        # The number of a row by its address and size of word.
+        row_numbers: dict[tuple[int, int], int] = {}
+        locations = {}
         for key, tensor in dst.items():
             words = dtypes.words(tensor)
             storage = words.untyped_storage()
             size = words.element_size()
             where = storage.data_ptr(), size
-            if where not in numbers:
-                numbers[where] = len(self._rows)
+            if where not in row_numbers:
+                row_numbers[where] = len(self._rows)
                 row = words.as_strided((storage.nbytes() // size,), (1,), 0)
                 self._rows.append(row)
-            lying[key] = Lying(numbers[where], int(words.storage_offset()), words.stride())
-        return lying
+            offset = int(words.storage_offset())
+            locations[key] = Lying(row_numbers[where], offset, words.stride())
+        return locations
 
     def read(self, received: Mapping[int, Sequence[int]]) -> list[Counts]:
         """Return for each message a tuple of its numbers of changed elements, one per element size; None if all its
         elements are sent. `received[r]` lists these numbers, message by message, for all messages from rank r; a
         message of which all elements are sent has WHOLE (-1) for each."""
-        rest = {rank: iter(counts) for rank, counts in received.items()}
-        found: list[Counts] = []
+        # Iterators, so that each message's counts begin where those of the sender's previous message ended.
+        unread = {rank: iter(counts) for rank, counts in received.items()}
+        by_message: list[Counts] = []
         for message, sizes in zip(self.messages, self.sizes, strict=True):
-            following = rest[message.src_rank]
-            counts = tuple(itertools.islice(following, len(sizes)))
-            found.append(None if WHOLE in counts else counts)
-        return found
+            counts = tuple(itertools.islice(unread[message.src_rank], len(sizes)))
+            by_message.append(None if WHOLE in counts else counts)
+        return by_message
 
     def place(self, number: int, elements: Iterable[Some]) -> None:
         """Write `elements` of the message `messages[number]` into the destination tensors."""
@@ -75,7 +77,7 @@ class Incoming:
 
     def _put(self, number: int, numbers: Ints, words: Tensor) -> None:
         """Write words of a message, in ascending order of their numbers."""
-        for row, which, cells in self._receivers.place(number, numbers):
-            index = torch.from_numpy(which).to(words.device)
+        for row_number, indices, cells in self._receivers.place(number, numbers):
+            sources = torch.from_numpy(indices).to(words.device)
             targets = torch.from_numpy(cells).to(words.device)
-            self._rows[row].scatter_(0, targets, words.index_select(0, index))
+            self._rows[row_number].scatter_(0, targets, words.index_select(0, sources))

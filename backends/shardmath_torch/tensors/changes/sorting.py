@@ -56,7 +56,8 @@ class _Run(NamedTuple):
 
 
 class Outgoing:
-    """The messages that a rank sends, and its local copies; methods sort changed elements by message.
+    """The messages that a rank sends, and its local copies; methods sort changed elements by message. Pieces of
+    messages are numbered over all messages.
 
     `hulls` are the boxes of source tensors that bound everything that is sent or copied.
     """
@@ -110,13 +111,15 @@ class Outgoing:
         """The runs of changed elements by piece."""
         runs: dict[int, list[_Run]] = {}
         cells_by_key = [AskedCells(each.key, each.cells) for each in changed]
-        for cell, piece, element in self._senders.route(cells_by_key):
-            first = begins(piece)
-            numbers = piece[first].tolist()
-            borders = itertools.pairwise([*first.tolist(), len(piece)])
-            for number, (low, high) in zip(numbers, borders, strict=True):
-                run = _Run(element[low:high], cell[low:high])
-                runs.setdefault(number, []).append(run)
+        # Parallel arrays: the index of a word among the changed, a piece that carries it, its number in the message.
+        for which, pieces, elements in self._senders.route(cells_by_key):
+            # Consecutive items of one piece are a run.
+            firsts = begins(pieces)
+            piece_of_run = pieces[firsts].tolist()
+            borders = itertools.pairwise([*firsts.tolist(), len(pieces)])
+            for piece, (low, high) in zip(piece_of_run, borders, strict=True):
+                run = _Run(elements[low:high], which[low:high])
+                runs.setdefault(piece, []).append(run)
         return runs
 
     def tell(self, given: Sorted) -> dict[int, list[int]]:

@@ -186,6 +186,7 @@ class Walker:
         """
         counts_to_send = self.outgoing.tell(given)
         rounds = Rounds(self._wire, watch)
+        # Memory for the counts from each rank.
         arriving = {}
         for each in self._notices:
             receives = []

@@ -1,6 +1,7 @@
 """`digest`: a number for the content of a tensor on all ranks, the same under every layout.
 
-1. Each rank computes its shares of the digest on its device; ranks exchange 8 bytes per tensor.
+1. Each rank computes its shares of the digest on its device: a number for each set of elements that the same ranks
+   hold. Ranks exchange 8 bytes per share, which is often one per tensor.
 2. A digest is a turn of the group, as a move is: if one rank's tensor does not fit, or replicas differ, all ranks
    raise.
 3. Numbers equal the results of `shardmath.content.digest_of`, on every device.
@@ -61,10 +62,10 @@ def digest(
     Raises ExchangeError on every rank if tensors do not fit, if replicas differ, for a Partial layout, if no rank
     holds some element, or if ranks disagree.
     """
-    found = compat.group_of(group)
-    party = party_of(found)
+    process_group = compat.group_of(group)
+    party = party_of(process_group)
     if party is None:
-        package_of(found)  # says which backends there are
+        package_of(process_group)  # raises an error that says which backends there are
         raise AssertionError("a backend without a party has no package")
     given = _Given(held, tensors, seed)
     digests = party.together(
@@ -104,6 +105,7 @@ def _agree_and_add(party: Party, given: _Given) -> dict[str, int] | str:
     side, own_shares = prepared
     counts = {rank: count_shares(side.windows, rank) for rank in party.ranks}
     numbers = gather_numbers(party, own_shares, counts)
+    # Iterators, so that each tensor's shares begin where the previous tensor's ended.
     unread = {rank: iter(shares) for rank, shares in numbers.items()}
     shares = divide_shares(side.windows, unread)
     difference = find_odd_replica(party, side, shares)
@@ -155,5 +157,7 @@ def _check_ranks(party: Party, side: Mapping[str, Windows]) -> None:
 
 def _make_claim(side: DigestSide) -> str:
     """The text that must be equal on all ranks: the tensors, their layouts, and the seed."""
-    held = [(name, tuple(map(holdings_digest, windows))) for name, windows in side.windows.items()]
-    return f"{digest_text(held)[:24]}, seed={side.seed}"
+    layout_digests = []
+    for name, windows in side.windows.items():
+        layout_digests.append((name, tuple(map(holdings_digest, windows))))
+    return f"{digest_text(layout_digests)[:24]}, seed={side.seed}"

@@ -94,9 +94,11 @@ def find_parts(recorded: Recorded) -> list[SavedPart]:
 
 
 def _find_part(native: Native, shapes: Mapping[str, _Shape]) -> SavedPart:
+    """A recorded saved tensor as a slice of a module's tensor. Raises StoreError if it is none."""
     if len(native.pieces) == 1 and not native.unwritten:
         (piece,) = native.pieces
         whole = shapes[piece.tensor]
+        # The record has no dimensions of the module's tensor: try which of them the saved tensor may have kept.
         for kept in itertools.combinations(range(len(whole)), len(native.shape)):
             box = _find_box(piece, native.shape, kept, whole)
             if _lies_in(piece, box, whole):
@@ -121,8 +123,9 @@ def _lies_in(piece: Piece, box: Box, whole: _Shape) -> bool:
     """Whether the box is inside the tensor, and the piece is exactly the box, in row-major order."""
     sizes = [stop - start for start, stop in box]
     steps = zip(sizes, _list_strides(sizes), _list_strides(whole), strict=True)
-    inside = all(stop <= n for (_, stop), n in zip(box, whole, strict=True))
-    return inside and Piece(piece.tensor, 0, piece.element, tuple(steps)) == piece
+    is_inside = all(stop <= n for (_, stop), n in zip(box, whole, strict=True))
+    box_piece = Piece(piece.tensor, 0, piece.element, tuple(steps))
+    return is_inside and box_piece == piece
 
 
 def _list_strides(shape: Sequence[int]) -> list[int]:

@@ -115,23 +115,24 @@ def group_for(
     before, and all make all of them in one order. torch names groups by the number that a rank has seen, so ranks that
     make one without the others may deadlock (`use_local_synchronization`, torch 2.13).
     """
-    among = tuple(sorted(set(ranks)))
-    if len(among) == dist.get_world_size():
+    members = tuple(sorted(set(ranks)))
+    if len(members) == dist.get_world_size():
         return None
     for mesh in meshes:
-        if mesh is None or set(mesh_of(mesh).ranks) != set(among):
+        if mesh is None or set(mesh_of(mesh).ranks) != set(members):
             continue
-        if mesh.ndim == 1 and compat.my_rank() not in among:
+        # A mesh of one axis has its group already: the members need no help to make one.
+        if mesh.ndim == 1 and compat.my_rank() not in members:
             return None
         group = compat.group_of_mesh(mesh)
         if group is not None:
             return group
     groups = world().groups
-    if among not in groups:
+    if members not in groups:
         with shared(None):
-            for each in _gather_requests(among, groups, "make a process group"):
+            for each in _gather_requests(members, groups, "make a process group"):
                 groups[each] = _make_group(each)
-    return groups[among]
+    return groups[members]
 
 
 def _make_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:

@@ -94,7 +94,7 @@ def from_dtensors(tensors: Mapping[str, DTensor], ask: Ask | None = None) -> dic
     for name, tensor in tensors.items():
         with _prefix_errors(name):
             candidates[name] = _list_candidates(tensor)
-    unsure = {name: tensors[name] for name, found in candidates.items() if len(found) > 1}
+    unsure = {name: tensors[name] for name, layouts in candidates.items() if len(layouts) > 1}
     shapes = (ask or _gather_shapes)(unsure)
     layouts = {}
     for name, tensor in tensors.items():
@@ -130,10 +130,10 @@ def _gather_shapes(tensors: Mapping[str, DTensor]) -> dict[str, dict[int, Shape]
 
 def _list_candidates(tensor: DTensor) -> list[Layout]:
     """The layouts that the DTensor's placements may stand for: one, or two that differ."""
-    found = readings(tensor)
-    layouts = [result for result in found.values() if isinstance(result, Layout)]
+    by_reading = readings(tensor)
+    layouts = [result for result in by_reading.values() if isinstance(result, Layout)]
     if not layouts:
-        raise next(result for result in found.values() if isinstance(result, ShardError))
+        raise next(result for result in by_reading.values() if isinstance(result, ShardError))
     alike = all(equivalent(layouts[0], layout) for layout in layouts[1:])
     return layouts[-1:] if alike else layouts
 
@@ -273,10 +273,11 @@ ASKED = "find out how a DTensor lies"
 
 def _gather_along(mine: _T, groups: Sequence[dist.ProcessGroup | None]) -> dict[int, _T]:
     """Every rank's value, by rank, gathered group by group: the groups of a mesh's axes reach all its ranks."""
-    found = [(compat.my_rank(), mine)]
+    # After the first axis each rank has the values along it; each further gather joins those of whole axes.
+    gathered = [(compat.my_rank(), mine)]
     for group in groups:
-        found = list(itertools.chain.from_iterable(gather(found, group, ASKED)))
-    return dict(found)
+        gathered = list(itertools.chain.from_iterable(gather(gathered, group, ASKED)))
+    return dict(gathered)
 
 
 # Layout -> DTensor

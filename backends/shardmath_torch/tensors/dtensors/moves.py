@@ -86,6 +86,8 @@ class _Key(NamedTuple):
 
 
 class _CachedMove(NamedTuple):
+    """A move, its estimated size in the cache, and whether it only copies on this rank, as it then does on all."""
+
     move: TensorMove
     nbytes: int
     copies: bool
@@ -197,7 +199,8 @@ class Moves:
 
 
 def weigh_plan(plan: Plan) -> int:
-    """Estimate the bytes of memory that a compiled move of `plan` takes on its busiest rank.
+    """Estimate the bytes of memory that a compiled move of `plan` takes on its busiest rank, from the table of all
+    bytes that it sends (`plan.lines`): a row of the table is elements that one set of ranks holds and another needs.
 
     All ranks get the same number.
     """
@@ -205,35 +208,43 @@ def weigh_plan(plan: Plan) -> int:
     receivers, holders = _sets_of_rows(plan)
     boxes = _count_boxes(plan)
     sizes = np.array([len(ranks) for ranks in sets], np.int64)
-    leaving = boxes * sizes[receivers]  # a holder sends each box to each of the receivers
+    sent_boxes = boxes * sizes[receivers]  # a holder sends each box to each of the receivers
     pieces: Counter[int] = Counter()
     for number, ranks in enumerate(sets):
         received = int(boxes[receivers == number].sum())
         # The ranks of a set of holders send equal shares.
-        sent = int(leaving[holders == number].sum()) // max(1, len(ranks))
+        sent = int(sent_boxes[holders == number].sum()) // max(1, len(ranks))
         pieces.update(dict.fromkeys(ranks, received + sent))
     return BYTES_PER_MOVE + BYTES_PER_PIECE * max(pieces.values(), default=0)
 
 
 def _sets_of_rows(plan: Plan) -> tuple[Ints, Ints]:
-    """For each row of the plan's lines, the numbers of the sets of its receivers and of its holders."""
+    """For each row of the plan's table, the numbers of the sets of its receivers and of its holders.
+
+    A line has one set of holders and consists of blocks, each with one set of receivers, which consist of rows.
+    """
     demands = plan.lines
-    block = np.arange(len(demands.nbytes)).repeat(np.diff(demands.row_first))
-    line_of_block = np.arange(len(demands.holders)).repeat(np.diff(demands.first))
-    return demands.receivers[block], demands.holders[line_of_block[block]]
+    rows_per_block = np.diff(demands.row_first)
+    blocks_per_line = np.diff(demands.first)
+    block_of_row = np.arange(len(demands.nbytes)).repeat(rows_per_block)
+    line_of_block = np.arange(len(demands.holders)).repeat(blocks_per_line)
+    line_of_row = line_of_block[block_of_row]
+    return demands.receivers[block_of_row], demands.holders[line_of_row]
 
 
 def _count_boxes(plan: Plan) -> Ints:
-    """For each row of the plan's lines, how many boxes its unit has: the product over dimensions."""
+    """For each row of the plan's table, how many boxes its unit (the row's elements of one tensor) has: the product of
+    the numbers of runs over dimensions."""
     demands = plan.lines
     counts = np.ones(len(demands.unit), np.int64)
     for number, batch in enumerate(plan.batches):
         in_batch = demands.batch == number
-        # a row per unit, a column per dimension
+        # A row per unit, a column per dimension: the number of a pair, as which an overlay lists the positions in a
+        # dimension that one set of ranks holds and one needs.
         pairs = batch.template.unit_pairs[demands.unit[in_batch]]
         for overlay, pair in zip(batch.template.overlays, pairs.T, strict=True):
-            runs = np.diff(overlay.first)
-            counts[in_batch] *= runs[pair]
+            runs_of_pair = np.diff(overlay.first)
+            counts[in_batch] *= runs_of_pair[pair]
     return counts
 
 
@@ -255,6 +266,7 @@ def _copy(plan: Plan) -> TensorMove:
 
 def _is_local(plan: Plan) -> bool:
     """Whether every rank holds all that it needs, so that the move only copies."""
+    # The default rule is for tensors without partial values.
     if plan.rules[""] != Reduction():
         return False
     received = plan.received_bytes()

@@ -218,8 +218,9 @@ def _remember(module: nn.Module) -> None:
         placement = label(placed.placement)
         if isinstance(placement, theirs._StridedShard):
             key = placed.axis, int(placement.split_factor)
-            equal = isinstance(placed.placement, ours.StridedShard)
-            _labels[key] = _labels.get(key, True) and equal
+            # Unlike Packed, whose components differ, a StridedShard is labeled by itself.
+            is_right = isinstance(placed.placement, ours.StridedShard)
+            _labels[key] = _labels.get(key, True) and is_right
     _placed_modules.add(module)
     _mark_parameters(module)
 
@@ -314,28 +315,29 @@ class _LocalInForward(nn.Module):
         _remember(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # Below 2, pickle makes objects by another function than `__newobj__`.
         reduced = super().__reduce_ex__(max(protocol, 2))
-        shown = vars(type(self)).get("_shown")
-        if shown is None or not isinstance(reduced, tuple):
+        original = vars(type(self)).get("_original")
+        if original is None or not isinstance(reduced, tuple):
             return reduced
         make, arguments, *state = reduced
         if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced
         # The subclass cannot be imported; the original class can, and the subclass is made again from it.
-        return _revive, (shown, *arguments[1:]), *state
+        return _revive, (original, *arguments[1:]), *state
 
 
 @functools.cache
 def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
     """The subclass of the same name with the mixin."""
-    same = {
+    attributes = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        "_shown": cls,
+        "_original": cls,
     }
     bases = (_LocalInForward, cls)
-    return types.new_class(cls.__name__, bases, exec_body=lambda body: body.update(same))
+    return types.new_class(cls.__name__, bases, exec_body=lambda body: body.update(attributes))
 
 
 def _revive(cls: type[nn.Module], *args: Any) -> nn.Module:

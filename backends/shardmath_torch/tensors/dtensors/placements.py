@@ -162,10 +162,12 @@ def _find_factors(
     best: dict[str, int] = {}
     best_readings: set[Reading] = set()
     for factors in _list_factors(layout.mesh, dim):
-        right = {reading for reading in readings if _gives_layout(layout, dim, factors, reading)}
-        if len(right) > len(best_readings):
-            best, best_readings = factors, right
-        if right == readings:
+        right_readings = {
+            reading for reading in readings if _gives_layout(layout, dim, factors, reading)
+        }
+        if len(right_readings) > len(best_readings):
+            best, best_readings = factors, right_readings
+        if right_readings == readings:
             break
     if not best_readings:
         raise _inexpressible(layout, d, "no Shard or _StridedShard of its axes cuts it so")
@@ -176,6 +178,7 @@ def _gives_layout(
     layout: Layout, dim: Dimension, factors: Mapping[str, int], reading: Reading
 ) -> bool:
     """Whether shards of these factors, in that reading, divide the dimension as the layout does."""
+    # Of a tensor that has only this dimension.
     spec: list[ours.Spec] = []
     for name in layout.mesh.shape:
         factor = factors.get(name)
@@ -190,7 +193,10 @@ def _gives_layout(
 
 
 def _list_factors(mesh: Mesh, dim: Dimension) -> Iterator[dict[str, int]]:
-    """Candidate split factors of the axes that divide a dimension: products of digits' sizes, few and small first."""
+    """Candidate split factors of the axes that divide a dimension: products of digits' sizes, few and small first.
+
+    A digit is one cut of the dimension into parts, of which a rank keeps one, by its coordinate on an axis, or all.
+    """
     # A split factor counts parts cut before the axis's own: by other axes, or by digits that ranks keep.
     names = [name for name in mesh.shape if name in dim.axes]
     sizes = [dim.axes[name] for name in names] + _list_local_parts(dim)
@@ -203,8 +209,8 @@ def _list_factors(mesh: Mesh, dim: Dimension) -> Iterator[dict[str, int]]:
         strided = sum(factor > 1 for factor in factors)
         return strided, factors
 
-    for chosen in sorted(candidates, key=few_and_small):
-        yield dict(zip(names, chosen, strict=True))
+    for factors in sorted(candidates, key=few_and_small):
+        yield dict(zip(names, factors, strict=True))
 
 
 def _list_local_parts(dim: Dimension) -> list[int]:

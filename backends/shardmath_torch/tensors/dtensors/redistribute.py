@@ -276,13 +276,13 @@ class _Redistribution(torch.autograd.Function):
         form = route.source._replace(placements=_dual_placements(route.source, dual))
         # The gradient's move is recorded by autograd, too, as it may be differentiated again. A rank records
         # it if its gradient depends on other tensors, so all ranks vote on whether it does.
-        again = torch.is_grad_enabled()
-        said = Said(f"the gradient of {ctx.name}", again and given.requires_grad)
+        is_recorded = torch.is_grad_enabled()
+        said = Said(f"the gradient of {ctx.name}", is_recorded and given.requires_grad)
         given_form = _form_of(given)
         if given_form.mesh is None:
             # A plain gradient moves over the given mesh's group, too.
             given_form = given_form._replace(mesh=route.target.mesh)
-        back = _Route(arriving, dual, given_form, form, route.grad, said, voted=again)
+        back = _Route(arriving, dual, given_form, form, route.grad, said, voted=is_recorded)
         moved: Tensor = _Redistribution.apply(given, back)  # type: ignore[no-untyped-call]
         if form.placements is None and compat.my_rank() not in dual.mesh:
             # Autograd needs the shape of the empty input; adding the sum, 0, keeps the move in the graph.
@@ -295,6 +295,7 @@ def _move(local: Tensor, route: _Route) -> tuple[Tensor, str]:
     src, dst = route.src, route.dst
     rank = compat.my_rank()
     receives = rank in dst.mesh
+    # A move leaves holes, such as padding, as they are: only then zeros have to be written before.
     out = _make_zeros(dst, local.device, filled=receives and bool(dst.holes(rank)))
     move = move_between(src, dst, route.meshes, voted=route.voted)
     if move is None:
@@ -305,7 +306,8 @@ def _move(local: Tensor, route: _Route) -> tuple[Tensor, str]:
 
 
 def _make_zeros(layout: Layout, device: torch.device, *, filled: bool = True) -> Tensor:
-    """A local tensor of the layout on this rank; outside the mesh an empty one, even for a scalar."""
+    """A local tensor of the layout on this rank; outside the mesh an empty one, even for a scalar. Its memory is
+    uninitialized unless it is to be `filled` with zeros."""
     rank = compat.my_rank()
     outside = (0,) * max(1, len(layout.shape))
     shape = layout.local_shape(rank) if rank in layout.mesh else outside
@@ -322,6 +324,7 @@ def _layout_of_gradient(gradient: Tensor, route: _Route) -> Layout | None:
         if _form_of(gradient) == route.target:
             return _of_dtype(route.dst, _name_dtype(gradient.dtype))
         return layout_among(gradient, mesh_of(gradient.device_mesh).ranks)
+    # A plain gradient is whole on every rank, even if the tensor was a partial sum.
     reduced = repartialed(route.dst, ())
     return _of_dtype(reduced, _name_dtype(gradient.dtype))
 
@@ -345,8 +348,10 @@ def _dual_of(layout: Layout, gradient: Layout, grad: str) -> Layout:
 
     Axes along which both are Partial are left unreduced: a later step may sum them, or need not.
     """
+    # Axes along which the tensor is replicated, if their gradient is to be partial sums.
     free = set(layout.free_axes) if grad == "partial" else set()
     op = gradient.op or "sum"
+    # A layout has one operation, and the free axes need a sum.
     if layout.mesh != gradient.mesh or (free and op != "sum"):
         return repartialed(layout, free)
     ours = {name for name, _ in layout.partial}

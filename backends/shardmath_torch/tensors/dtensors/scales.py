@@ -40,12 +40,13 @@ def amax(module: nn.Module) -> dict[str, Tensor]:
         raise LayoutError(
             f"{kind} has no parameter that set_device_mesh has divided; call smt.set_device_mesh first"
         )
-    held: dict[DeviceMesh, dict[str, Tensor]] = {}
+    # This rank's parts by name, for each weight_mesh.
+    by_mesh: dict[DeviceMesh, dict[str, Tensor]] = {}
     for name, placed in records.items():
         local = _take_local(name, parameters.get(name), placed)
-        held.setdefault(placed.weight_mesh, {})[name] = local
+        by_mesh.setdefault(placed.weight_mesh, {})[name] = local
     maxima: dict[str, Tensor] = {}
-    for mesh, tensors in held.items():
+    for mesh, tensors in by_mesh.items():
         maxima |= _reduce(mesh, tensors)
     return maxima
 
@@ -79,14 +80,14 @@ def _check_covered(name: str, layout: Layout, weight_mesh: DeviceMesh) -> None:
         raise LayoutError(f"parameter {name!r} is {layout}; {lack}, {mesh_of(weight_mesh)}; {fix}")
 
 
-def _reduce(mesh: DeviceMesh, held: dict[str, Tensor]) -> dict[str, Tensor]:
+def _reduce(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The largest absolute value of each tensor over the ranks of the mesh."""
-    mine = [_find_largest(tensor) for tensor in held.values()]
+    mine = [_find_largest(tensor) for tensor in tensors.values()]
     words = _view_as_words(torch.stack(mine))
     for group in mesh.get_all_groups():
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)
     maxima = words.view(torch.float32).unbind()
-    return dict(zip(held, maxima, strict=True))
+    return dict(zip(tensors, maxima, strict=True))
 
 
 def _view_as_words(values: Tensor) -> Tensor:
@@ -99,8 +100,8 @@ def _find_largest(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.zeros((), device=tensor.device)
     # torch has no norm of integers and floats of one byte.
-    wide = tensor.is_floating_point() and tensor.element_size() > 1
-    if not wide and not tensor.is_complex():
+    is_wide_float = tensor.is_floating_point() and tensor.element_size() > 1
+    if not is_wide_float and not tensor.is_complex():
         tensor = tensor.float()
-    found: Tensor = torch.linalg.vector_norm(tensor, float("inf"))
-    return found.float()
+    largest: Tensor = torch.linalg.vector_norm(tensor, float("inf"))
+    return largest.float()

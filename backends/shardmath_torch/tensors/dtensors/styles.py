@@ -218,4 +218,5 @@ def _check_agreed(a: str, b: str, asked_of: Mapping[str, Asked]) -> None:
 
 
 def _components_of(asked: Asked) -> int | tuple[int, ...]:
+    """The components of a Fused style; 1, for the whole weight, of any other."""
     return asked.style.components if isinstance(asked.style, Fused) else 1

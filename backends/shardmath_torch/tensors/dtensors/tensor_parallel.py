@@ -239,5 +239,6 @@ def _take_part(divided: _Divided, mesh: Mesh) -> Tensor:
     d = divided.placement.dim
     layout = Layout(divided.shape, mesh, (divided.placement,))
     runs = layout.runs(compat.my_rank())[d]
+    # A segment is its start in the part, its start in the whole, and its length.
     pieces = [whole.narrow(d, start, length) for _, start, length in runs.segments]
     return torch.cat(pieces, dim=d)

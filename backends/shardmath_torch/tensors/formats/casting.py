@@ -24,8 +24,8 @@ def cast_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
         words(out).copy_(words(values))
         return
     # torch has a separate cast for each pair of dtypes, and not all round by way of float32.
-    short = values.float() if dst in SHORT else values
-    out.copy_(short)
+    source = values.float() if dst in SHORT else values
+    out.copy_(source)
     # Both have NaN at the same places, and torch compares wide elements faster than narrow ones.
     wider = max(values, out, key=Tensor.element_size)
     if is_float(src) and is_float(dst) and may_have_nan(wider):
@@ -60,5 +60,6 @@ def negative_exp_into(values: Tensor, src: str, dst: str, out: Tensor) -> None:
 
 def _power_of_two(k: Tensor) -> Tensor:
     """2^k of integers in float64, made from the exponent's bits."""
+    # The exponent's field is above the 52 bits of the fraction, and 1023 in it stands for 0.
     exponents = k.to(torch.int64) + 1023
     return (exponents << 52).view(torch.float64)

@@ -80,6 +80,7 @@ def quantize(
     parts = _make_parts(format, values) if out is None else tuple(out)
     stored = _read_parts(format, parts, shape, values.device, "out")
     amaxes = _choose_amaxes(format, values, amax)
+    # NVFP4 has a third part, the global scale.
     data, scales, *others = stored
     g = None
     if isinstance(format, NVFP4):
@@ -127,6 +128,7 @@ class _SlabLoop:
     def __init__(
         self, format: Format, shape: tuple[int, ...], device: torch.device, count: int
     ) -> None:
+        """Allocate `count` temporary tensors, each large enough for any slab."""
         most = choose_most(device)
         self._slabs = cut_slabs(format.blocks, shape, most)
         size = min(most, math.prod(shape))
@@ -244,7 +246,9 @@ def _read_parts(
 def _read_part(
     part: Part, given: Tensor, shape: tuple[int, ...], device: torch.device, what: str
 ) -> Tensor:
+    """The tensor of one part, viewed in its stored dtype. Raises FormatError for one that does not fit."""
     expected = part.blocks.count(shape)
+    # As stored, such as uint8, and as what the bytes stand for, such as float8.
     dtypes = {part.dtype: dtype_of(part.dtype), part.kind: dtype_of(part.kind)}
     if not isinstance(given, Tensor):
         raise FormatError(

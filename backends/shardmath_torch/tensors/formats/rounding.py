@@ -51,10 +51,12 @@ def _round_e2m1(values: Tensor) -> Tensor:
     """The E2M1 codes, as int32."""
     # NaN has no code, and becomes the largest number, positive.
     values.nan_to_num_(nan=E2M1.most)
+    # From bit 31 of a float32 to bit 3 of a code.
     signs = values.view(torch.int32) >> 28 & 8
     magnitude = values.abs_().clamp_(max=E2M1.most)
     # Steps are of 1/2 below 2, and twice as large from each power of two on.
     power = magnitude.clamp(min=1).view(torch.int32) & FIELD
+    # In an exponent's field, 127 stands for 0.
     binades = power - (127 << FRACTION) >> FRACTION
     # The last bit of 2^22 times the power of two is worth half the power, one step.
     adder = power.add_(22 << FRACTION)

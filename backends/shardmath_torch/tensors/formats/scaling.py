@@ -81,6 +81,7 @@ class _PowersOfTwo(ScaleRule):
         bits = (amax * float(inverse)).view(torch.int32)
         # Numbers up to 2^-127 have byte 0; larger subnormals round up to 2^-126, which has byte 1.
         bits.masked_fill_(bits <= SUBNORMAL, 0)
+        # Any fraction but 0 carries into the exponent.
         bits.add_((1 << FRACTION) - 1).bitwise_right_shift_(FRACTION)
         return bits.clamp_(max=MOST_BYTE)
 
@@ -91,7 +92,7 @@ class _PowersOfTwo(ScaleRule):
         return fields.sub_(self.element.exponent).clamp_(min=0).masked_fill_(is_infinite, NAN_BYTE)
 
     def scale_down(self, values: Tensor, scales: Tensor) -> Tensor:
-        # Byte 254 - b stands for 2^(127 - b), the inverse of byte b, and the product is exact.
+        # Byte 254 - b stands for 2^(127 - b), the inverse of byte b, and the product is exact. NaN, 255, gives 255.
         return values.mul_(read_e8m0(MOST_BYTE - scales))
 
     def scale_up(self, values: Tensor, scales: Tensor) -> Tensor:

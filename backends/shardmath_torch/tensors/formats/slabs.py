@@ -118,6 +118,7 @@ class Slab:
         # The last dimension last: over others whole rows are compared, which is fastest and leaves little.
         d = 0
         for span in self.spans:
+            # A split dimension is two, of which the first, of blocks, stays.
             d += span.is_split
             if span.size > 1:
                 magnitudes = torch.amax(magnitudes, d, keepdim=True)
@@ -145,11 +146,12 @@ def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Sla
 
 def _choose_steps(sizes: tuple[int, ...], shape: tuple[int, ...], most: int) -> list[int]:
     """The shape of a slab: as much of the last dimensions as fits, and one block of earlier dimensions."""
-    blocks = list(map(min, sizes, shape))
-    is_cut = math.prod(blocks) > most
+    block_shape = list(map(min, sizes, shape))
+    is_cut = math.prod(block_shape) > most
     steps: list[int] = []
     for d in reversed(range(len(shape))):
-        before = 1 if is_cut else math.prod(blocks[:d])
+        # Leaves room for one block of the earlier dimensions, unless even that is cut.
+        before = 1 if is_cut else math.prod(block_shape[:d])
         room = most // max(1, before * math.prod(steps))
         step = min(shape[d], room)
         # Whole blocks, if one fits.
