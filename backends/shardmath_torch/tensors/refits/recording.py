@@ -292,7 +292,7 @@ class _Recording:
         return unseen
 
     def _take(self, name: str, writes: list[Write]) -> bool:
-        """Take the writes as the pieces of a target; whether they explain it."""
+        """Take the writes as the pieces of a target, and return whether they explain it."""
         operations: list[str] = []
         operations_by_piece: dict[Piece, tuple[str, ...]] = {}
         for write in writes:
@@ -334,7 +334,7 @@ class _Recording:
     # By numbers
 
     def _number(self, names: list[str]) -> bool:
-        """Record these targets from runs on element numbers; whether any is written."""
+        """Record these targets from runs on element numbers, and return whether any is written."""
         for name in names:
             if name in self.functions:
                 raise StoreError(
@@ -531,6 +531,7 @@ class _Recording:
     def _check_aliases(self, now: Mapping[str, Tensor]) -> None:
         """Raise StoreError if an alias is no longer in the memory of its target."""
         for alias, name in self.kept_targets.aliases.items():
+            # [:-1]: an alias may have another dtype.
             if alias not in now or describe(now[alias])[:-1] != describe(now[name])[:-1]:
                 raise _Unrecordable(
                     f"{alias!r} shares memory with {name!r} before the loader runs, but not "
@@ -599,14 +600,16 @@ def _count(writes: Sequence[Write]) -> int:
 
 
 def _shift_all(writes: Sequence[Write], target: Tensor) -> list[Write]:
-    """The writes by the target's own cells; unknown, so that runs on numbers read them, unless it is contiguous."""
+    """The writes, whose pieces count cells of the storage, by cells of the target. Their pieces are None (unknown) if
+    it is not contiguous: runs on numbers then find them.
+    """
     if target.is_contiguous():
         return [_shift(write, target) for write in writes]
     return [write._replace(pieces=None) for write in writes]
 
 
 def _shift(write: Write, target: Tensor) -> Write:
-    """The write by the target's own cells, which may be part of larger memory."""
+    """The write by cells of the target, which may be part of a larger storage: only pieces inside the target."""
     if write.pieces is None:
         return write
     inside = []

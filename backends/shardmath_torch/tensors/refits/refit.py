@@ -106,7 +106,7 @@ class _RefitStage(Stage):
                 # The next changes are put into this same tensor, and a function may write into its argument.
                 given = received if self._refit.changes is None else received.clone()
                 value = compute(each, given)
-                # Values that wait for the commit may lie in memory that the function writes again.
+                # `is_beside`: values wait for the commit, and may lie in memory that the function writes again.
                 if self._refit.member.is_beside:
                     value = value.clone()
             yield from ((each.stored[box], value[box]) for box in each.boxes)
@@ -162,7 +162,7 @@ class Refit(Leaves):
         moving = self.planned.plan
         stages: tuple[Stage, ...] = (_RefitStage(self),)
         transforms = self.planned.transforms
-        again: AgreeFirst | None = None
+        agree_first: AgreeFirst | None = None
         if transforms is not None:
             # Imported on use: few refits have transforms, and these import all formats.
             from shardmath_torch.tensors.transforms.compile import make_ends
@@ -172,13 +172,15 @@ class Refit(Leaves):
             _, stage = make_ends(transforms, moving, joined, timeout, commit, holds=True)
             self._transform_stage = stage
             stages += (stage,)
-            again = functools.partial(self._agree_again, transforms)
+            agree_first = functools.partial(self._agree_again, transforms)
         if changes:
             from shardmath_torch.tensors.changes.changes import make_changes
 
-            self._changes = make_changes(moving, group, settings, stages=stages, agree_first=again)
+            self._changes = make_changes(
+                moving, group, settings, stages=stages, agree_first=agree_first
+            )
             return self._changes
-        return Mover(make_ready(moving, group, settings, stages, agree_first=again))
+        return Mover(make_ready(moving, group, settings, stages, agree_first=agree_first))
 
     def _agree_again(
         self,
@@ -402,6 +404,7 @@ class Refit(Leaves):
             what = f"a function computes {computed[0].name} from a whole received tensor"
             why = "with changes=True and commit='all' only its changed elements arrive"
             raise ExchangeError(f"{what}, but {why}; make the Refit without one of the two")
+        # Values computed beside the stored tensors are put into them after all tensors were sent.
         src = {} if self.member.is_beside else {label(*n): to_local(t) for n, t in sent.items()}
         _check_written({each.name for each in computed}, src, received)
 
@@ -485,6 +488,7 @@ class Refit(Leaves):
 
     def _object(self) -> str:
         """The objection to a move: a tensor that is no longer where it was; "" if there is none."""
+        # (fault, ""), or (None, the error of the search itself).
         return "".join(filter(None, attempt(self._find_fault)))
 
     def _find_fault(self) -> str:

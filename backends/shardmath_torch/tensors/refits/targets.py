@@ -40,6 +40,7 @@ class KeptTargets:
     def __init__(self, into: Into) -> None:
         self.chunks = _list_chunks(into)
         self.before = Before(self.chunks)
+        # By a target's name here: its chunk's number, and its name in that.
         self.natives: dict[str, tuple[int, str]] = {}
         for chunk_number, chunk in enumerate(self.chunks):
             for name, _ in _list_places(chunk):
@@ -49,6 +50,7 @@ class KeptTargets:
         # `data` are aliases with separate shapes and strides, which a loader cannot change.
         self.memory: dict[str, Tensor] = {}
         self.targets: dict[str, Tensor] = {}
+        # By another name of the same memory: the target's name.
         self.aliases: dict[str, str] = {}
         first_names: dict[object, str] = {}
         for name, tensor in self.found.items():
@@ -109,7 +111,7 @@ class KeptTargets:
             self.place(name, _materialize(target, storages[key]))
 
     def _find_value(self, name: str, target: Tensor, run: Run, kept: Collection[str]) -> Found:
-        """What a run finds in a target."""
+        """The values that a run finds in a target: the word of all, or a tensor."""
         if name not in kept:
             return run.found(target.dtype)
         if run.keeps:
@@ -175,10 +177,10 @@ def _check(name: str, tensor: object) -> None:
 
 def _materialize(target: Tensor, storage: torch.UntypedStorage) -> Tensor:
     """A tensor in this memory with the class and attributes of the target, so that a loader takes it for that."""
-    made = torch.empty(0, dtype=target.dtype, device="cpu")
-    made.set_(storage, target.storage_offset(), target.shape, target.stride())
+    stand_in = torch.empty(0, dtype=target.dtype, device="cpu")
+    stand_in.set_(storage, target.storage_offset(), target.shape, target.stride())
     if isinstance(target, torch.nn.Parameter):
-        made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
-        made.__class__ = type(target)
-    made.__dict__.update(target.__dict__)
-    return made
+        stand_in = torch.nn.Parameter(stand_in, requires_grad=target.requires_grad)
+        stand_in.__class__ = type(target)
+    stand_in.__dict__.update(target.__dict__)
+    return stand_in

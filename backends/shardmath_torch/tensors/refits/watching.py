@@ -319,7 +319,7 @@ class Watch(TorchDispatchMode):
         return False
 
     def _follow(self, call: _Call, followed: list[Tensor], result: Any) -> None:
-        """Note the contents of the results of an operation on known memory."""
+        """Note the contents of the results of an operation on `followed`, the tensors in known memory."""
         for tensor in list_tensors(result):
             # Some operations return what they were given.
             if key_of(tensor) not in self._contents:
@@ -348,7 +348,9 @@ class Watch(TorchDispatchMode):
         return before.copied(source, result, "" if func in COPIES else self._name(call, source))
 
     def _is_alone(self, call: _Call, followed: Sequence[Tensor]) -> bool:
-        """Whether the operation has one followed tensor, and no target without data that was not written before."""
+        """Whether the operation has one followed tensor (in known memory), and no target without data that was not
+        written before.
+        """
         for tensor in list_tensors((call.args, call.kwargs)):
             key = key_of(tensor)
             if tensor.is_meta and key in self.writes and key not in self._contents:
@@ -517,8 +519,8 @@ def _is_blank(func: Any) -> bool:
 def _return_written(func: Any, written: Sequence[Tensor]) -> Any:
     """The results of an operation that returns only the tensors it writes. Raises StoreError if it returns more."""
     returned = [result.alias_info for result in func._schema.returns]
-    fresh = [alias for alias in returned if alias is None or not alias.is_write]
-    if fresh or len(returned) > len(written):
+    not_written = [alias for alias in returned if alias is None or not alias.is_write]
+    if not_written or len(returned) > len(written):
         raise StoreError(
             f"{func} writes into a target and returns another tensor, which cannot be followed "
             f"without data; record the loader with ways=('numbers',)"
