@@ -30,7 +30,7 @@ def take_like(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" or nbytes < LEAST:
         return tensor
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Kernels may be built without them.
+    # Linux may be built without huge pages.
     with suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     cells = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)

@@ -70,7 +70,7 @@ def _list_workers(parts: Iterable[_PartWorker]) -> list[Worker]:
 
 
 def _list_keys(workers: Iterable[Worker]) -> Iterator[str]:
-    """The keys of the workers' local tensors, companions included."""
+    """The keys of the workers' local tensors, companions (such as the scales of a quantized tensor) included."""
     for worker in workers:
         for key, _ in worker.job.held:
             yield key
@@ -104,7 +104,9 @@ class EndStage(Stage):
         self._rank = party.rank
         self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
-        src, dst = (_make_wanted(transforms, side, party.rank, its) for side, its in sides)
+        src, dst = (
+            _make_wanted(transforms, side, party.rank, side_parts) for side, side_parts in sides
+        )
         self._wanted = src, dst
         # A hook's tensors may have no plain memory; the hook checks what it can read.
         preparing, finalizing = map(_list_workers, parts)
@@ -164,8 +166,8 @@ class EndStage(Stage):
     def _check(self, given: Tensors, receiving: Tensors) -> None:
         """Raise ExchangeError for tensors that do not fit; tensors that were checked before are not checked again."""
         plain = {key: tensor for key, tensor in given.items() if key not in self._opaque_keys}
-        signed = signature((plain, receiving))
-        if signed == self._checked_signature:
+        current_signature = signature((plain, receiving))
+        if current_signature == self._checked_signature:
             return
         self._checked_signature = None
         src, dst = self._wanted
@@ -173,7 +175,7 @@ class EndStage(Stage):
         is_direct = self.shadows is None
         wants = src._replace(tensors=checkable), dst
         check(wants, (plain, receiving), self._device, apart=is_direct)
-        self._checked_signature = signed
+        self._checked_signature = current_signature
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
         """Compute the caller's destination tensors from the received ones, and return an empty tuple. With
@@ -199,6 +201,7 @@ class EndStage(Stage):
         return {**plain, **finalized}
 
     def _make_all(self, into: Tensors) -> None:
+        """Compute all tensors that are finalized here, in the tensors `into`."""
         mark_written(self._finalize_targets.values())
         with torch.inference_mode():
             for key, worker in self._finalizers.items():
@@ -271,9 +274,9 @@ class TransformedMover(Mover):
 
 def _run_worker(worker: Worker, tensors: Tensors, what: str) -> None:
     """Run the worker. Raises ExchangeError, which names the tensor, if the user's function raises."""
-    given = [] if worker.holds else [tensors[key].detach() for key, _ in worker.job.held]
+    arguments = [] if worker.holds else [tensors[key].detach() for key, _ in worker.job.held]
     try:
-        worker.run(*given)
+        worker.run(*arguments)
     except Exception as error:
         name = worker.job.key or "the tensor"
         raise ExchangeError(
@@ -301,8 +304,9 @@ def _make_wanted(t: Transformed, side: str, rank: int, parts: Iterable[_PartWork
         if worker is None or not worker.holds:
             for key, layout in job.held:
                 tensors[key] = layout.local_shape(rank), layout
-    held = t.held_src if side == "source" else t.held_dst
-    single = not t.is_tree and not isinstance(held[""], tuple)
+    layouts = t.held_src if side == "source" else t.held_dst
+    # A call may pass a tensor without a name if it is the only one, without companions.
+    single = not t.is_tree and not isinstance(layouts[""], tuple)
     return Wanted(side, rank, tensors, single)
 
 
@@ -326,11 +330,11 @@ def compile_transformed(
     if ranks pass different transforms, if the plan is of other sides, and if a hook does not give the tensors that it
     stated.
     """
-    found = compat.group_of(group)
-    given, ends = make_ends(transforms, plan, found, timeout, commit)
+    process_group = compat.group_of(group)
+    agreed_plan, ends = make_ends(transforms, plan, process_group, timeout, commit)
     settings = Settings(timeout, max_inflight_bytes, engine, thread, commit, agree)
-    again = functools.partial(agree_again, transforms)
-    ready = make_ready(given, found, settings, (ends,), agree_first=again)
+    agree_first = functools.partial(agree_again, transforms)
+    ready = make_ready(agreed_plan, process_group, settings, (ends,), agree_first=agree_first)
     return TransformedMover(transforms, ready, ends)
 
 
@@ -466,5 +470,6 @@ def _find_other(side: Held, planned: Held) -> set[str]:
 
 
 def _digest(side: Held, name: str) -> list[object]:
+    """A value to compare: equal if two sides hold the tensor in the same way."""
     windows = windows_of(side[name], name, ExchangeError)
     return [plural(windows, "window"), *map(holdings_digest, windows)]
