@@ -72,13 +72,13 @@ class Cells:
         """The set of cells for which `choose` is true, given whether each is in this set and in the other one."""
         combined = {}
         for name in {**self._borders, **other._borders}:
-            here = self._borders.get(name, _NONE)
-            there = other._borders.get(name, _NONE)
-            positions = np.union1d(here, there)
+            own_borders = self._borders.get(name, _NONE)
+            other_borders = other._borders.get(name, _NONE)
+            positions = np.union1d(own_borders, other_borders)
             # A position is inside a set if an odd number of the set's borders are at or before it.
-            is_here = np.searchsorted(here, positions, "right") % 2 == 1
-            is_there = np.searchsorted(there, positions, "right") % 2 == 1
-            chosen = choose(is_here, is_there)
+            is_in_own = np.searchsorted(own_borders, positions, "right") % 2 == 1
+            is_in_other = np.searchsorted(other_borders, positions, "right") % 2 == 1
+            chosen = choose(is_in_own, is_in_other)
             # Borders are where `chosen` changes.
             combined[name] = positions[np.diff(chosen, prepend=False)]
         return Cells(combined)

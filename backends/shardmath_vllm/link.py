@@ -188,9 +188,9 @@ class Life:
 
     def _forget(self) -> None:
         """Delete the messages about earlier updates from the board, since all ranks have reached this one."""
-        *old, number = self._link.update_numbers
+        *earlier, number = self._link.update_numbers
         if self._link.place == 0:
-            self._board.forget(old)
+            self._board.forget(earlier)
         self._link.update_numbers[:] = [number]
 
     @contextmanager

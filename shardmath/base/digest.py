@@ -66,10 +66,10 @@ def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) 
     """
     what = name.removeprefix("shardmath ")
     try:
-        given = json.loads(text)
-        header = given["format"], given["version"]
-        written_digest = str(given["digest"])
-        value = read(given) if header == (name, version) else None
+        fields = json.loads(text)
+        header = fields["format"], fields["version"]
+        written_digest = str(fields["digest"])
+        value = read(fields) if header == (name, version) else None
         value_digest = "" if value is None else value.digest
     except (NotationError, StoreError):
         raise

@@ -53,9 +53,9 @@ class _Asking:
         """Send a request to all workers by `enqueue` of vLLM's queue, which this object wraps; return what `enqueue`
         returns. Add 1 to `asked`, the number of requests sent.
         """
-        sent = self._queue.enqueue(*args, **named)
+        result = self._queue.enqueue(*args, **named)
         self.asked += 1
-        return sent
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)

@@ -73,8 +73,8 @@ class Loading:
         """
 
         def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
-            given = pairs if checkpoint is None else convert(checkpoint, pairs)
-            self._model.load_weights(given)  # type: ignore[operator]
+            loader_pairs = pairs if checkpoint is None else convert(checkpoint, pairs)
+            self._model.load_weights(loader_pairs)  # type: ignore[operator]
 
         try:
             self.begin()

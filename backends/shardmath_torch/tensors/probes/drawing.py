@@ -133,13 +133,14 @@ class TypedElements:
         """The values of these elements, of real numbers or of one part of complex ones."""
         if run.way == "digit" and run.seed < self.digits:
             table = _permute(*self._digits, (run.seed, self.place))
-            digit: Words = table[numbers // self.base**run.seed % self.base]
-            return digit
+            values: Words = table[numbers // self.base**run.seed % self.base]
+            return values
         # A hash: the upper bits of a product with an odd number, in which neighbors are far apart. Numbers begin
         # with 1, as 0 would have the same hash in every run. 16 bits remain: a position in a table of TABLE values.
         factors = numbers.astype(np.uint64) + np.uint64(1)
         hashes = (factors * _draw_odd(run.seed, self.place)) >> np.uint64(48)
-        drawn: Words = _tabulate(*self._digits, run.way, (run.seed, self.place))[hashes]
+        table = _tabulate(*self._digits, run.way, (run.seed, self.place))
+        drawn: Words = table[hashes]
         return drawn
 
     def goes_to(self, dtype: torch.dtype) -> bool:
@@ -255,8 +256,8 @@ def _order_images(
 @memo()
 def _draw_odd(seed: int, place: int) -> np.uint64:
     """The odd factor of the hash in a run, for the type at this place."""
-    drawn = np.random.default_rng((seed, place)).integers(1 << 63, dtype=np.uint64)
-    return np.uint64(drawn * 2 + 1)
+    number = np.random.default_rng((seed, place)).integers(1 << 63, dtype=np.uint64)
+    return np.uint64(number * 2 + 1)
 
 
 @memo()
@@ -272,12 +273,12 @@ def _tabulate(
         # The two zeros, which have the least magnitudes, and any two other values.
         zeros = order(pool, dtype)[:2]
         pool = pool[[*zeros, len(pool) // 3, len(pool) // 2 + len(pool) // 7]]
-    drawn = np.random.default_rng(seed).integers(0, len(pool), TABLE)
+    indices = np.random.default_rng(seed).integers(0, len(pool), TABLE)
     if way == "mirrored":
-        drawn = len(pool) - 1 - drawn
+        indices = len(pool) - 1 - indices
     elif way == "inverse":
         # The value whose rank by magnitude is as far from the end as the drawn value's is from the start.
         by_size = order(pool, dtype)
         size_rank = np.argsort(by_size)
-        drawn = by_size[len(pool) - 1 - size_rank[drawn]]
-    return pool[drawn]
+        indices = by_size[len(pool) - 1 - size_rank[indices]]
+    return pool[indices]

@@ -63,12 +63,12 @@ class Content:
         source = view.expand(into.shape)
         # Broadcast dimensions have stride 0 in the source.
         broadcast: list[Block] = []
-        moving: list[Block] = []
+        strided: list[Block] = []
         for block in zip(into.shape, into.stride(), source.stride(), strict=True):
             _, _, source_stride = block
-            (moving if source_stride else broadcast).append(block)
+            (strided if source_stride else broadcast).append(block)
         start = int(into.storage_offset()), int(source.storage_offset())
-        piece = Piece(self.tensor, *start, tuple(moving))
+        piece = Piece(self.tensor, *start, tuple(strided))
         # Cells (positions in the memory of `into`) count as one unlimited dimension, so that any stride is along it.
         boxes = align(piece, (ALL,), self.shape)
         return [self._translate(box, broadcast) for box in boxes]

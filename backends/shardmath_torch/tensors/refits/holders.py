@@ -120,12 +120,12 @@ def _find_owners_of_views(
     view_parts = _find_memory({number: each.tensor for number, each in by_number.items()})
     places = {str(number): place for number, place in enumerate(_list_places(modules))}
     held_parts = _find_memory({number: place.tensor for number, place in places.items()})
-    for held, view in find_meeting_sides(held_parts, view_parts):
-        if shares_memory(held_parts[held], view_parts[view]):
-            tensor = places[held].tensor
+    for place_key, view_key in find_meeting_sides(held_parts, view_parts):
+        if shares_memory(held_parts[place_key], view_parts[view_key]):
+            tensor = places[place_key].tensor
             layout, keeper = describe(tensor), keepers.get(id(tensor))
-            place = places[held]._replace(memory_layout=layout, keeper=keeper)
-            by_number[view].places.append(place)
+            place = places[place_key]._replace(memory_layout=layout, keeper=keeper)
+            by_number[view_key].places.append(place)
 
 
 def _find_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -35,7 +35,7 @@ from shardmath_torch.tensors.probes.patterns import (
 __all__ = ["Found", "Numbering", "Reading", "is_left"]
 
 Found: TypeAlias = int | Tensor
-"""The values of a target before a run: the word of all, or a tensor."""
+"""The values of a target before a run: the word (bits as an integer) of all, or a tensor."""
 
 _Flat: TypeAlias = NDArray[np.int64]
 _Truths: TypeAlias = NDArray[np.bool_]

@@ -74,8 +74,8 @@ class Reads(TorchDispatchMode):
         # A view reads nothing until an operation uses it.
         if not makes_views(func) and not _takes_shape(func):
             written = find_written(func, args, kwargs)
-            given = list_tensors((args, kwargs))
-            self.read(one for one in given if not any(one is into for into in written))
+            arguments = list_tensors((args, kwargs))
+            self.read(one for one in arguments if not any(one is into for into in written))
             self._written |= self._find(written)
             self.lost |= self._find(into for into in written if into.is_meta)
         return func(*args, **kwargs)

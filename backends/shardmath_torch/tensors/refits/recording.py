@@ -5,7 +5,7 @@ side = sm.storage.RecordedSide({rank: recorded, ...})                           
 
 1. The loader runs without data first: each of its copies is strides on both sides (`watching`). A target that this run
    does not explain is read from runs on element numbers (`numbering`), which survive any movement of elements.
-2. Every run must write the same elements into the same cells; anything else is an error.
+2. Every run must write the same elements into the same cells (positions of a target); anything else is an error.
 3. Afterwards `into` is as before. Cells that nothing wrote are counted in `Recorded.unwritten`.
 """
 
@@ -205,15 +205,15 @@ class _Recording:
         A run without data writes nothing into targets, so the loader reads what was there before. It is run again with
         other values there, and has to write the same.
         """
-        written = {key for key, listed in watch.writes.items() if listed}
-        spoiled = (written | watch.filled.keys()) & self.kept_targets.before.copied
-        if not spoiled:
+        written_keys = {key for key, listed in watch.writes.items() if listed}
+        spoiled_keys = (written_keys | watch.filled.keys()) & self.kept_targets.before.copied
+        if not spoiled_keys:
             return
-        second_watch, second_writes = self._run_watched(spoiled)
+        second_watch, second_writes = self._run_watched(spoiled_keys)
         # Sets, as threads write in any order.
-        other = [name for name in writes if set(writes[name]) != set(second_writes[name])]
-        if other or second_watch.filled != watch.filled:
-            where = repr(other[0]) if other else "its targets"
+        differing = [name for name in writes if set(writes[name]) != set(second_writes[name])]
+        if differing or second_watch.filled != watch.filled:
+            where = repr(differing[0]) if differing else "its targets"
             raise StoreError(
                 f"the loader writes {where} differently when the tensors of into= hold other "
                 f"values before it runs; record a loader that does not read what it overwrites"

@@ -104,8 +104,8 @@ class _RefitStage(Stage):
             received = arrived[each.key]
             with torch.inference_mode():
                 # The next changes are put into this same tensor, and a function may write into its argument.
-                given = received if self._refit.changes is None else received.clone()
-                value = compute(each, given)
+                argument = received if self._refit.changes is None else received.clone()
+                value = compute(each, argument)
                 # `is_beside`: values wait for the commit, and may lie in memory that the function writes again.
                 if self._refit.member.is_beside:
                     value = value.clone()
@@ -372,24 +372,24 @@ class Refit(Leaves):
         functions: Mapping[str, Function],
     ) -> list[Watched]:
         """Bind the given tensors; return them to be watched before every move."""
-        sent = name_natives(src)
-        self._all_src = self._src = self._bind_side(sent, None, own, functions)
+        src_natives = name_natives(src)
+        self._all_src = self._src = self._bind_side(src_natives, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
-        received: dict[str, Natives] = {}
-        watched = self._watch("source", src, sent, self.planned.trainer)
-        for engine, given in self._name_engines(dst).items():
-            natives = name_natives(given)
-            received[engine] = self._keep_stored(natives, self.planned.engines[engine])
-            check_not_gathered(received[engine])
+        stored_by_engine: dict[str, Natives] = {}
+        watched = self._watch("source", src, src_natives, self.planned.trainer)
+        for engine, engine_tensors in self._name_engines(dst).items():
+            natives = name_natives(engine_tensors)
+            stored_by_engine[engine] = self._keep_stored(natives, self.planned.engines[engine])
+            check_not_gathered(stored_by_engine[engine])
             views = self._bind_side(natives, engine, own, functions)
             tensors |= views.tensors
             computed += views.computed
-            watched += self._watch(engine, given, natives, self.planned.engines[engine])
-        self._check_computed(computed, sent, received)
+            watched += self._watch(engine, engine_tensors, natives, self.planned.engines[engine])
+        self._check_computed(computed, src_natives, stored_by_engine)
         self._dst = Views(tensors, computed)
         self._fsdp_groups = find_groups(
-            [one for each in received.values() for one in each.values()]
+            [one for each in stored_by_engine.values() for one in each.values()]
         )
         return watched
 
@@ -512,11 +512,11 @@ def _check_written(
 
 def _list_modules(modules: object) -> tuple[nn.Module, ...]:
     """The modules of a list. Raises ExchangeError for one module: a Sequential would stand for its parts alone."""
-    given = (
+    items = (
         (None,) if isinstance(modules, nn.Module) else listed(modules, "modules=", ExchangeError)
     )
-    if all(isinstance(module, nn.Module) for module in given):
-        return given
+    if all(isinstance(module, nn.Module) for module in items):
+        return items
     raise ExchangeError(
         f"modules= is {shown(modules)}, where a list of modules is needed; pass [model]"
     )

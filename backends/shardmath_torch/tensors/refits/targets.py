@@ -92,11 +92,11 @@ class KeptTargets:
         self._allocate()
         now = self.find()
         may_keep = self.targets if run.keeps else untouched
-        kept = {name for name in may_keep if not self.targets[name].is_meta}
+        unfilled = {name for name in may_keep if not self.targets[name].is_meta}
         for name, target in now.items():
-            if self.aliases.get(name, name) not in kept:
+            if self.aliases.get(name, name) not in unfilled:
                 as_words(target.data).fill_(run.found(target.dtype))
-        return {name: self._find_value(name, now[name], run, kept) for name in self.targets}
+        return {name: self._find_value(name, now[name], run, unfilled) for name in self.targets}
 
     def _allocate(self) -> None:
         """Put tensors with memory in place of the targets on the meta device."""
@@ -110,9 +110,9 @@ class KeptTargets:
                 storages[key] = torch.UntypedStorage(target.untyped_storage().nbytes())
             self.place(name, _materialize(target, storages[key]))
 
-    def _find_value(self, name: str, target: Tensor, run: Run, kept: Collection[str]) -> Found:
+    def _find_value(self, name: str, target: Tensor, run: Run, unfilled: Collection[str]) -> Found:
         """The values that a run finds in a target: the word of all, or a tensor."""
-        if name not in kept:
+        if name not in unfilled:
             return run.found(target.dtype)
         if run.keeps:
             return self.before.values_of(self.memory[name])
@@ -125,10 +125,11 @@ _Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]
 
 def _list_chunks(into: Into) -> list[Chunk]:
     """The modules or mappings of `into`, by chunk. Raises StoreError for anything else."""
-    given: object = into
-    chunks: list[Any] = [given]
-    if isinstance(given, Iterable) and not isinstance(given, nn.Module | Mapping):
-        chunks = list(given)
+    # Typed so that mypy keeps the checks: callers may pass anything.
+    value: object = into
+    chunks: list[Any] = [value]
+    if isinstance(value, Iterable) and not isinstance(value, nn.Module | Mapping):
+        chunks = list(value)
     for number, chunk in enumerate(chunks):
         if not isinstance(chunk, nn.Module | Mapping):
             raise StoreError(

@@ -276,9 +276,9 @@ def check_named(
     """Return `dst` as a mapping from engine to tensors. Raises ExchangeError unless its keys are exactly `engines`, the
     engines that have `rank`.
     """
-    given = dst or {}
-    named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
-    if not isinstance(given, Mapping) or set(named) != set(engines):
+    by_engine = dst or {}
+    named = list(by_engine) if isinstance(by_engine, Mapping) else [type(by_engine).__name__]
+    if not isinstance(by_engine, Mapping) or set(named) != set(engines):
         fix = (
             "pass dst={engine: tensors} with exactly these engines" if engines else "leave dst= out"
         )
@@ -286,7 +286,7 @@ def check_named(
             f"rank {rank} is in {', '.join(engines) or 'no engine'}, but dst= has tensors for "
             f"{', '.join(map(str, named)) or 'no engine'}; {fix}"
         )
-    return given  # type: ignore[return-value]
+    return by_engine  # type: ignore[return-value]
 
 
 def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:

@@ -96,20 +96,20 @@ class _QuantizeStage(Stage):
         """
         self._writes = False
         call: _QuantizeCall = out
-        given = by_key(self._tensor, src)
+        inputs = by_key(self._tensor, src)
         outputs = self._read_outputs(call.out)
-        check((self._tensor, self._parts), (given, outputs), self._device)
+        check((self._tensor, self._parts), (inputs, outputs), self._device)
         call.made = tuple(outputs.values())
         self._call = call
         if not self._is_holder:
             return {}, {}
-        call.numbers = self._packing.read(given[""])
+        call.numbers = self._packing.read(inputs[""])
         call.amaxes = self._measure(call.numbers)
-        sent = {}
+        to_send = {}
         for key, slots in self._amaxes.send(self._rank, call.amaxes).items():
             row = torch.from_numpy(slots)
-            sent[key] = row.to(self._device)
-        return sent, self._received
+            to_send[key] = row.to(self._device)
+        return to_send, self._received
 
     def _read_outputs(self, given: object) -> Tensors:
         """The output tensors by name, new ones if none are given. Raises ExchangeError for another number of them."""

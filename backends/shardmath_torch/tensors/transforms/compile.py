@@ -145,33 +145,35 @@ class EndStage(Stage):
         """
         self._finalize_targets = {}
         self._finalizing_key = ""
-        given, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
-        self._check(given, receiving)
+        sending, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
+        self._check(sending, receiving)
         sources, targets = self._parts
         with torch.inference_mode():
             for worker in _list_workers(sources):
-                _run_worker(worker, given, "prepare")
+                _run_worker(worker, sending, "prepare")
         finalized = _list_keys(self._finalizers.values())
         self._finalize_targets = {key: receiving[key] for key in finalized if key in receiving}
         if self.shadows is not None:
             self.shadows.receive_into(self._finalize_targets)
         bound = self._bound_call
         if bound is None or bound.src is not src or bound.out is not out:
-            wires = _name_wires(sources, given), _name_wires(targets, receiving)
+            wires = _name_wires(sources, sending), _name_wires(targets, receiving)
             bound = _BoundCall(src, out, wires)
         # The same mapping objects for the same arguments: movers recognize by identity what they have checked.
         self._bound_call = bound if self._holds else None
         return bound.wires
 
-    def _check(self, given: Tensors, receiving: Tensors) -> None:
+    def _check(self, sending: Tensors, receiving: Tensors) -> None:
         """Raise ExchangeError for tensors that do not fit; tensors that were checked before are not checked again."""
-        plain = {key: tensor for key, tensor in given.items() if key not in self._opaque_keys}
+        plain = {key: tensor for key, tensor in sending.items() if key not in self._opaque_keys}
         current_signature = signature((plain, receiving))
         if current_signature == self._checked_signature:
             return
         self._checked_signature = None
         src, dst = self._wanted
-        checkable = {key: held for key, held in src.tensors.items() if key not in self._opaque_keys}
+        checkable = {
+            key: wanted for key, wanted in src.tensors.items() if key not in self._opaque_keys
+        }
         is_direct = self.shadows is None
         wants = src._replace(tensors=checkable), dst
         check(wants, (plain, receiving), self._device, apart=is_direct)
@@ -392,7 +394,7 @@ def _agree(party: Party, transforms: Transformed, objection: str) -> None:
 
 
 def _check_and_make(
-    party: Party, t: object, given: Plan | Program | None, commit: object, holds: bool
+    party: Party, t: object, wire_plan: Plan | Program | None, commit: object, holds: bool
 ) -> tuple[Plan | Program, EndStage]:
     """The plan, and what this rank does at both ends. Raises to object."""
     if not isinstance(t, Transformed):
@@ -400,10 +402,10 @@ def _check_and_make(
         raise ExchangeError(
             f"{what}; pass the result of sm.transforms.transformed(src, dst, rules)"
         )
-    if given is None:
-        given = plan(t.src, t.dst)
+    if wire_plan is None:
+        wire_plan = plan(t.src, t.dst)
     else:
-        _check_plan(t, given)
+        _check_plan(t, wire_plan)
     device = party.wire.device
     ends: tuple[End, End] = ("source", "destination")
     parts: list[list[_PartWorker]] = []
@@ -411,7 +413,7 @@ def _check_and_make(
         jobs = t.jobs(party.rank, end)
         parts.append([_PartWorker(job, make_worker(job, party.rank, end, device)) for job in jobs])
     _check_commit(parts[1], commit)
-    return given, EndStage(t, party, parts, commit, holds)
+    return wire_plan, EndStage(t, party, parts, commit, holds)
 
 
 def _check_commit(parts: Iterable[_PartWorker], commit: object) -> None:

@@ -266,15 +266,15 @@ class _Receiving(_HookWorker):
         self._hook = owner.hook
         self._boxes = _list_boxes(job, rank, owner.parts, "destination")
         self._hook_buffers: list[list[Tensor]] = []
-        who = f"prepare_recv of {type(owner.hook).__name__} gives"
+        message_start = f"prepare_recv of {type(owner.hook).__name__} gives"
         for box in self._boxes:
             buffers = list(self._hook.prepare_recv(job.tensor, box.local))
             wanted = [
                 f"{part.dtype}{[s.stop - s.start for s in place]}"
                 for part, place in zip(owner.parts, box.wires, strict=True)
             ]
-            check_made(buffers, wanted, who, f"for a box of shape {box.shape}")
-            _check_devices(buffers, device, who)
+            check_made(buffers, wanted, message_start, f"for a box of shape {box.shape}")
+            _check_devices(buffers, device, message_start)
             self._hook_buffers.append(buffers)
         self.buffers: Mapping[str, Tensor] = self._make_buffers(owner, rank, device)
 
