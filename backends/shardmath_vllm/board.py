@@ -32,7 +32,7 @@ __all__ = ["HEARD_S", "WAITED_FOR", "Board"]
 _T = TypeVar("_T")
 
 WAITED_FOR = ("start", "begin", "end", "finish")
-"""The steps of an update of which others wait to hear from place 0."""
+"""The steps of an update whose results others await from place 0."""
 
 LOOK_AGAIN_S = 0.005
 """The seconds between two looks at the store, while ranks have not answered."""
@@ -74,13 +74,13 @@ class Board:
 
     def _act(self, what: str, act: Callable[[], None]) -> str:
         """Call `act`, post its error as the result of the step `what`, and return it; "" if it succeeds."""
-        with self._telling(what):
+        with self._posting_errors(what):
             fault = _try(act)
             self._say(what, fault, range(self.trainers))
         return fault
 
     @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def _posting_errors(self, what: str) -> Iterator[None]:
         """At place 0, post an exception that ends the `with` block as the result of the step `what`, unless one is
         posted.
         """
@@ -139,6 +139,7 @@ class Board:
             if self.place == 0:
                 self._post(what, f"place 0 could not {what}: {objection}")
             self._post(f"{what}/{self.place}", objection)
+        # Another error, such as a Ctrl-C, leaves the step, so that this rank does not read its result.
         if not isinstance(error, ExchangeError):
             self.excuse(what)
 
@@ -174,7 +175,7 @@ class Board:
             ]
             return "\n".join(faults) or fail_early() or gone
 
-        with self._telling(what):
+        with self._posting_errors(what):
             late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
             fault = word_faults()
             if late and not fault:
@@ -231,7 +232,7 @@ class Board:
         if self.place == 0:
             # Others notice that this rank has left, and read the reason; this process, which serves the store, waits.
             with suppress(RuntimeError):
-                self._await_heard(what, range(1, self.size), HEARD_S)
+                self._await_readers(what, range(1, self.size), HEARD_S)
         return reason
 
     def _find_left(self) -> set[int]:
@@ -248,15 +249,16 @@ class Board:
         return _word_gone(", ".join(map(str, silent)))
 
     def _word_late(self, what: str, late: set[int]) -> str:
+        """The error for places that did not vote, or read, in time."""
         places = ", ".join(map(str, sorted(late)))
         return f"{plural(late, 'rank')} did not {what} in {self.timeout:g} s: place {places}"
 
-    def _say(self, what: str, fault: str, hearers: Iterable[int]) -> None:
-        """Post `fault`, "" for success, as place 0's result of a step; after a fault wait until `hearers` read it."""
+    def _say(self, what: str, fault: str, readers: Iterable[int]) -> None:
+        """Post `fault`, "" for success, as place 0's result of a step; after a fault wait until `readers` read it."""
         self._post(what, fault)
         if fault:
             self._confirm(what)
-            self._await_heard(what, hearers, HEARD_S)
+            self._await_readers(what, readers, HEARD_S)
 
     def _post(self, key: str, text: str, seconds: float = ANSWER_S) -> None:
         """Write `text` to the store under `key`. Raises ExchangeError if the store is gone, or does not answer."""
@@ -317,13 +319,13 @@ class Board:
         """Call the store, within `seconds` except at place 0, which serves it and must keep the order of calls."""
         return threads.within(max(ANSWER_S, seconds), act) if self.place else act()
 
-    def _await_heard(self, what: str, places: Iterable[int], seconds: float) -> None:
+    def _await_readers(self, what: str, places: Iterable[int], seconds: float) -> None:
         """Wait, at most `seconds`, until `places` have read a result, or have left."""
 
-        def has_heard(place: int) -> bool:
+        def has_read_or_left(place: int) -> bool:
             return self._has_read(what, place) or place in self._find_left()
 
-        _await(has_heard, places, seconds)
+        _await(has_read_or_left, places, seconds)
 
     def _has_read(self, what: str, place: int) -> bool:
         """Whether a place has read the result of the step `what`. Called at place 0."""

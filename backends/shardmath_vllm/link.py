@@ -1,8 +1,8 @@
 """Links: what ranks have of each other once they have met, and how each goes through an update.
 
 1. What goes wrong on one rank is an error on all, that says whose it is.
-2. Who fails while weights may move leaves the group: others hear of that at once, and need not wait for their time
-   limit.
+2. A rank that fails while weights may move leaves the group: others notice that at once, and need not wait for their
+   time limit.
 3. The outcome of an update at this rank is one value (`update.Update`), even if it fails.
 """
 
@@ -61,8 +61,8 @@ class Link:
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
-    `beside` are groups of some of the ranks, which end with this one. `update_numbers` are updates that this rank
-    has begun and of which the board may still say something; the last one is in it.
+    `beside` are groups of some of the ranks, which end with this one. `update_numbers` are the updates that this rank
+    has begun and of which the board may still have messages, the last one included.
     """
 
     group: dist.ProcessGroup
@@ -124,7 +124,7 @@ class Life:
         """
         self._note()
         with self._step(Step.CALL):
-            # If place 0 is gone, this rank finds out before it may have said yes, while it knows that nobody moves.
+            # If place 0 is gone, this rank finds out before it votes, while it knows that nobody moves.
             self._board.find(self._name("fail"), self._board.timeout)
         self.move(lambda: None, act)
 

@@ -1,9 +1,9 @@
-"""Sources: what a trainer's rank holds, and how all of its ranks do.
+"""Sources: the tensors of a trainer's rank, and how all of its ranks store them.
 
-1. A module under FSDP2, HSDP, tensor parallelism or none says it itself. Its tensors go by its own names; where its
-   checkpoints have others, as of transformers' experts, vLLM's loaders are given those.
-2. A trainer that stores them otherwise declares how, by rows (`shardmath.storage`), which have the names.
-3. What a module trains is what is sent. One that has got another parameter since is an error.
+1. A module, plain or under FSDP2, HSDP or tensor parallelism, is read. Tensors are sent by its names. If its
+   checkpoints have other tensors, as for transformers' experts, vLLM's loaders get those.
+2. A trainer that stores its tensors in another way declares how, by rows (`shardmath.storage`), which have the names.
+3. The parameters that a module trains are sent. It is an error if a module has got another parameter since.
 """
 
 from __future__ import annotations

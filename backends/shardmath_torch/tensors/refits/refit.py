@@ -215,6 +215,7 @@ class Refit(Leaves):
         limit = self._timeout if timeout is None else timeout
 
         def adopt() -> None:
+            # Called once all ranks have agreed.
             self._timeout = limit
             self._party = self._join(joined)
             self._rebindable = self._find_rebindable(planned)
@@ -235,12 +236,14 @@ class Refit(Leaves):
         """The watched tensors that `planned` moves too; None if tensors must be given again."""
         rank = self._party.rank
         if rank in planned.plan.left:
+            # A rank that leaves moves nothing, and lets its tensors go.
             self._all_src = self._dst = Views({}, [])
             return []
         if not are_related(self.planned, planned) or rank in self.planned.plan.left:
             return None
         if list_sides(self.planned, rank) != list_sides(planned, rank):
             return None
+        # Without bound tensors, those that an earlier replan kept.
         return self._rebindable if self._watched is None else self._watched
 
     @property

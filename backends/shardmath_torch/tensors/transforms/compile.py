@@ -58,7 +58,10 @@ SHOWN = 24
 
 
 class _PartWorker(NamedTuple):
-    """A local tensor of this rank, and its worker; None if it is moved in its own memory."""
+    """A local tensor of this rank, and its worker; None if it is moved in its own memory.
+
+    `job.held` has (name, layout) of the caller's tensors, `job.wires` of the tensors that are sent for them.
+    """
 
     job: WireJob
     worker: Worker | None
@@ -137,6 +140,7 @@ class EndStage(Stage):
 
     @property
     def _workers(self) -> list[Worker]:
+        """The workers of this rank at both ends."""
         return [worker for side in self._parts for worker in _list_workers(side)]
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
