@@ -197,12 +197,13 @@ forward(
 
 
 def __getattr__(name: str) -> object:
-    """What is imported on its first use. Raises AttributeError for what is not here."""
+    """Import and return a name of the package on its first use. Raises AttributeError for other names."""
     if name in LATE:
         value = getattr(import_module(f"shardmath.{LATE[name]}"), name)
     elif name in FORMER:
         return find_former(f"shardmath.{name}", f"shardmath.{FORMER[name]}")
     elif name == "families":
+        # A former module, found with a warning.
         value = import_module("shardmath.families")
     elif name in FACES:
         value = import_module(f"shardmath.{name}")
@@ -215,12 +216,12 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """What there is, imported or not."""
+    """All names of the package, imported or not."""
     return sorted({*__all__, *FACES, "__version__"})
 
 
 def _version() -> str:
-    """That of the installed package; looking it up takes longer than importing this."""
+    """The version of the installed package; looking it up takes longer than importing this."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

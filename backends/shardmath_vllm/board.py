@@ -32,21 +32,21 @@ __all__ = ["HEARD_S", "WAITED_FOR", "Board"]
 _T = TypeVar("_T")
 
 WAITED_FOR = ("start", "begin", "end", "finish")
-"""The steps of an update of which others wait to hear from place 0."""
+"""The steps of an update whose results others await from place 0."""
 
 LOOK_AGAIN_S = 0.005
-"""While ranks have not come."""
+"""The seconds between two looks at the store, while ranks have not answered."""
 
 MEET_AGAIN = "start that rank again if it ended, and connect again by trainer_init"
 
 HEARD_S = 5.0
-"""At most, for others to hear what went wrong."""
+"""The seconds, at most, that a rank waits for others to read what went wrong."""
 
 ANSWER_S = 1.0
-"""For an answer of the store to a rank that has something to say: others may wait for that rank."""
+"""The seconds that the store has to answer a rank that posts something: others may wait for that rank."""
 
 LATER_S = 2 * HEARD_S
-"""How much longer ranks wait to hear of place 0 than that waits for others and engines."""
+"""How many seconds longer ranks wait for place 0 than place 0 waits for others and engines."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,16 @@ class Board:
 
     def _act(self, what: str, act: Callable[[], None]) -> str:
         """Call `act`, post its error as the result of the step `what`, and return it; "" if it succeeds."""
-        with self._telling(what):
+        with self._posting_errors(what):
             fault = _try(act)
             self._say(what, fault, range(self.trainers))
         return fault
 
     @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        """At place 0, post an exception that ends the `with` block as the step's result, unless it has one."""
+    def _posting_errors(self, what: str) -> Iterator[None]:
+        """At place 0, post an exception that ends the `with` block as the result of the step `what`, unless one is
+        posted.
+        """
         try:
             yield
         except BaseException as error:
@@ -105,8 +107,8 @@ class Board:
         """Run the last step of an update, named `what`, by calling `act` on the first rank. That rank then waits until
         the trainer's other ranks have read the result, or until `find_failure()` returns an error.
 
-        `find_failure()` returns at place 0 why one will not, "" if all will. Raises ExchangeError there if one does not
-        in time, or has left.
+        `find_failure()` returns at place 0 why one will not, "" if all will (the default: `str()` is ""). Raises
+        ExchangeError there if one does not in time, or has left.
         """
         self.relay(what, act)
         self._confirm(what)
@@ -132,11 +134,12 @@ class Board:
         no rank waits.
         """
         objection = word_objection(error)
-        # Where place 0 is gone, nobody waits.
+        # If place 0 is gone, nobody waits.
         with suppress(ExchangeError):
             if self.place == 0:
                 self._post(what, f"place 0 could not {what}: {objection}")
             self._post(f"{what}/{self.place}", objection)
+        # Another error, such as a Ctrl-C, leaves the step, so that this rank does not read its result.
         if not isinstance(error, ExchangeError):
             self.excuse(what)
 
@@ -148,11 +151,12 @@ class Board:
         """Return the first rank's decision on the step `what`: "" if all ranks have voted to be ready, else the errors,
         as text. The first rank stops waiting for votes when a rank votes against, or `fail_early()` returns an error.
 
-        `fail_early()` says at place 0 why some will not come, "" where they will.
+        `fail_early()` says at place 0 why some will not come, "" if they will (the default: `str()` is "").
         """
         return self._hear(what) if self.place else self._decide(what, fail_early)
 
     def _decide(self, what: str, fail_early: Callable[[], str]) -> str:
+        """At place 0: wait for all votes, or for a reason not to; post the decision, and return it ("" for yes)."""
         votes: dict[int, str] = {}
 
         def has_voted(place: int) -> bool:
@@ -162,7 +166,7 @@ class Board:
             return vote is not None
 
         def word_faults() -> str:
-            # First: a rank says what failed there, and then leaves.
+            # Before the votes are shown, since it reads them again: a rank says what failed there, and then leaves.
             gone = self._word_left(range(self.size), has_voted)
             faults = [
                 f"place {place} could not {what}: {votes[place]}"
@@ -171,7 +175,7 @@ class Board:
             ]
             return "\n".join(faults) or fail_early() or gone
 
-        with self._telling(what):
+        with self._posting_errors(what):
             late = _await(has_voted, range(self.size), self.timeout, lambda: word_faults() != "")
             fault = word_faults()
             if late and not fault:
@@ -179,7 +183,7 @@ class Board:
                     "call send_weights equally often on all ranks, or connect again by trainer_init"
                 )
                 fault = f"{self._word_late(what, late)}; {fix}"
-            # Trainers that are late are on their way; of workers nobody knows.
+            # Who is to read a refusal: all who voted, and late trainers, which will come; late workers may never.
             self._say(what, fault, votes.keys() | set(range(self.trainers)))
         return fault
 
@@ -190,8 +194,8 @@ class Board:
         try:
             return self._read(what, seconds) or ""
         except RuntimeError as error:
-            what = f"place 0 left, has stopped or is gone: {error}"
-            raise ExchangeError(f"{what}; {MEET_AGAIN}") from error
+            why = f"place 0 left, has stopped or is gone: {error}"
+            raise ExchangeError(f"{why}; {MEET_AGAIN}") from error
 
     def forget(self, numbers: Iterable[int]) -> None:
         """Delete from the store all messages about the updates with these `numbers`, which no rank needs any more."""
@@ -217,7 +221,7 @@ class Board:
             with suppress(RuntimeError):
                 if why:
                     self._write(what, f"place {self.place}: {why}")
-                # Also of what this rank has set: it is there by the answer, and only then do others find it gone.
+                # Read even if this rank wrote it: the answer shows that others find it before this rank leaves.
                 report = self._read(what) or ""
                 if not why:
                     reason = report
@@ -226,9 +230,9 @@ class Board:
             # Also after another Ctrl-C: nobody may go on with this rank.
             leave()
         if self.place == 0:
-            # Others hear of it as this rank leaves; the store is there for as long as it is held here.
+            # Others notice that this rank has left, and read the reason; this process, which serves the store, waits.
             with suppress(RuntimeError):
-                self._await_heard(what, range(1, self.size), HEARD_S)
+                self._await_readers(what, range(1, self.size), HEARD_S)
         return reason
 
     def _find_left(self) -> set[int]:
@@ -245,15 +249,16 @@ class Board:
         return _word_gone(", ".join(map(str, silent)))
 
     def _word_late(self, what: str, late: set[int]) -> str:
+        """The error for places that did not vote, or read, in time."""
         places = ", ".join(map(str, sorted(late)))
         return f"{plural(late, 'rank')} did not {what} in {self.timeout:g} s: place {places}"
 
-    def _say(self, what: str, fault: str, hearers: Iterable[int]) -> None:
-        """Post `fault`, "" for success, as place 0's result of a step; after a fault wait until `hearers` read it."""
+    def _say(self, what: str, fault: str, readers: Iterable[int]) -> None:
+        """Post `fault`, "" for success, as place 0's result of a step; after a fault wait until `readers` read it."""
         self._post(what, fault)
         if fault:
             self._confirm(what)
-            self._await_heard(what, hearers, HEARD_S)
+            self._await_readers(what, readers, HEARD_S)
 
     def _post(self, key: str, text: str, seconds: float = ANSWER_S) -> None:
         """Write `text` to the store under `key`. Raises ExchangeError if the store is gone, or does not answer."""
@@ -298,7 +303,7 @@ class Board:
 
     def _confirm(self, what: str) -> None:
         """Mark the result of the step `what` as read by this rank."""
-        # Where place 0 is gone, it does not wait for that.
+        # If place 0 is gone, it does not wait for that.
         with suppress(RuntimeError):
             self._write(f"{what}/heard/{self.place}", "yes")
 
@@ -314,23 +319,24 @@ class Board:
         """Call the store, within `seconds` except at place 0, which serves it and must keep the order of calls."""
         return threads.within(max(ANSWER_S, seconds), act) if self.place else act()
 
-    def _await_heard(self, what: str, places: Iterable[int], seconds: float) -> None:
+    def _await_readers(self, what: str, places: Iterable[int], seconds: float) -> None:
         """Wait, at most `seconds`, until `places` have read a result, or have left."""
 
-        def has_heard(place: int) -> bool:
+        def has_read_or_left(place: int) -> bool:
             return self._has_read(what, place) or place in self._find_left()
 
-        _await(has_heard, places, seconds)
+        _await(has_read_or_left, places, seconds)
 
     def _has_read(self, what: str, place: int) -> bool:
         """Whether a place has read the result of the step `what`. Called at place 0."""
         if notes.read(self.store, f"{what}/heard/{place}") is not None:
             return True
-        # Once all have left, the store has nothing of the group; before they left they heard.
+        # Once all have left, the store has nothing of the group, not even place 0's mark; they read before they left.
         return notes.read(self.store, f"{what}/heard/{self.place}") is None
 
 
 def _word_gone(places: str) -> str:
+    """The error for ranks that left the group, with what may have made them leave."""
     why = "by shutdown(), after an update that failed, or to join another trainer"
     return f"place {places} has left the group, {why}; connect again by trainer_init"
 
@@ -350,7 +356,9 @@ def _await(
     seconds: float,
     is_over: Callable[[], bool] = bool,
 ) -> set[int]:
-    """Wait until `is_there` is true of all places; return those of which it is not in time, or once `is_over`."""
+    """Wait until `is_there` is true of all places; return those of which it is not in time, or once `is_over`. The
+    default, `bool()`, is False.
+    """
     until = time.monotonic() + seconds
     awaited = set(places)
     while awaited := {place for place in awaited if not is_there(place)}:

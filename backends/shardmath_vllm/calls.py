@@ -47,7 +47,7 @@ class _Call:
         self.error: BaseException | None = None
         self._act = act
         self._give_up = give_up
-        # Not the thread's end, for which CPython 3.11 takes a `join` that Ctrl-C has ended.
+        # Not is_alive(): if Ctrl-C ends a `join`, CPython 3.11 takes the thread for ended.
         self._end_event = threading.Event()
         # A daemon: a call that never ends does not keep the process.
         threading.Thread(target=self._run, name=name, daemon=True).start()
@@ -56,10 +56,10 @@ class _Call:
         try:
             self._act()
         except BaseException as error:
-            # Raised where somebody can take it.
+            # Kept, to be raised in the thread that calls `answer`.
             self.error = error
             self.fault = f"{self.name}: {word_error(error)}"
-            # Its ranks may not have come, and are waited for in vain. Nobody is there to take another error.
+            # This rank may wait in vain for the engine's ranks. An error of `give_up` could not be raised anywhere.
             with suppress(Exception):
                 self._give_up(self.fault)
         finally:
@@ -87,7 +87,7 @@ class Calls:
         """Start a call to each engine i, `acts[i]()`, in a separate thread. If a call fails, its thread calls `give_up`
         with the error text, for example to end this rank's wait for other ranks.
 
-        Raises ExchangeError, and calls none, where an engine has not answered the call before.
+        Raises ExchangeError, and calls none, if an engine has not answered the previous call.
         """
         silent = self._word_silent(
             "has not answered the previous call, so it gets no other; start it again if it hangs"
@@ -126,12 +126,12 @@ class Calls:
         """Call each engine i by `acts[i]()`, unless an earlier call to it is still open; wait at most `seconds` for
         all; ignore errors.
         """
-        able = {}
+        callable_now = {}
         for number, act in enumerate(acts):
             if number not in self._calls or not self._calls[number].is_open:
-                able[number] = act
-        self._begin(able, _ignore)
-        _join([self._calls[number] for number in able], seconds)
+                callable_now[number] = act
+        self._begin(callable_now, _ignore)
+        _join([self._calls[number] for number in callable_now], seconds)
 
     @property
     def _is_open(self) -> bool:
@@ -154,7 +154,7 @@ class Calls:
             yield
         except Exception as error:
             fault = self._join(GRACE_S)
-            # Where the rank was given up for a call, it says so already.
+            # If a failed call ended this rank's wait, the error has the call's error already.
             if not fault or fault in message_of(error):
                 raise
             raise ExchangeError(f"{message_of(error)}\n{fault}") from error

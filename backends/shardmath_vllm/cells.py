@@ -32,7 +32,7 @@ class Cells:
     """
 
     def __init__(self, borders: Mapping[Hashable, Ints]) -> None:
-        self._borders = {name: at for name, at in borders.items() if len(at)}
+        self._borders = {name: positions for name, positions in borders.items() if len(positions)}
 
     @classmethod
     def of(cls, pieces: Mapping[Hashable, Iterable[Piece]]) -> Cells:
@@ -58,28 +58,29 @@ class Cells:
 
     def __repr__(self) -> str:
         spans = {
-            name: tuple(map(tuple, at.reshape(-1, 2).tolist()))
-            for name, at in self._borders.items()
+            name: tuple(map(tuple, positions.reshape(-1, 2).tolist()))
+            for name, positions in self._borders.items()
         }
         return f"Cells({spans})"
 
     @property
     def _key(self) -> frozenset[tuple[Hashable, bytes]]:
         """The borders of the ranges of cells, by tensor: equal for equal sets."""
-        return frozenset((name, at.tobytes()) for name, at in self._borders.items())
+        return frozenset((name, positions.tobytes()) for name, positions in self._borders.items())
 
     def _combine(self, other: Cells, choose: Callable[[Bools, Bools], Bools]) -> Cells:
         """The set of cells for which `choose` is true, given whether each is in this set and in the other one."""
         combined = {}
         for name in {**self._borders, **other._borders}:
-            here = self._borders.get(name, _NONE)
-            there = other._borders.get(name, _NONE)
-            at = np.union1d(here, there)
-            # Behind an odd number of borders is inside.
-            is_here = np.searchsorted(here, at, "right") % 2 == 1
-            is_there = np.searchsorted(there, at, "right") % 2 == 1
-            chosen = choose(is_here, is_there)
-            combined[name] = at[np.diff(chosen, prepend=False)]
+            own_borders = self._borders.get(name, _NONE)
+            other_borders = other._borders.get(name, _NONE)
+            positions = np.union1d(own_borders, other_borders)
+            # A position is inside a set if an odd number of the set's borders are at or before it.
+            is_in_own = np.searchsorted(own_borders, positions, "right") % 2 == 1
+            is_in_other = np.searchsorted(other_borders, positions, "right") % 2 == 1
+            chosen = choose(is_in_own, is_in_other)
+            # Borders are where `chosen` changes.
+            combined[name] = positions[np.diff(chosen, prepend=False)]
         return Cells(combined)
 
 
@@ -87,17 +88,19 @@ def _find_borders(pieces: Iterable[Piece]) -> Ints:
     """The positions at which the pieces' ranges of cells begin and end, ascending."""
     ends = [_NONE]
     for piece in pieces:
-        # Its cells as a tensor of their own: blocks that continue each other are one, in whatever order elements come.
+        # With the cells as its elements, so that blocks that continue each other in memory are joined, even if their
+        # elements come in another order.
         cells = Piece(
             "", piece.cell, 0, tuple((n, stride, stride) for n, stride, _ in piece.blocks)
         )
-        *outer, last = cells.blocks or ((1, 1, 1),)
-        count, stride, _ = last
+        *outer, innermost = cells.blocks or ((1, 1, 1),)
+        count, stride, _ = innermost
         if stride != 1:
-            outer, count = [*outer, last], 1
+            # Each cell is a range of its own.
+            outer, count = [*outer, innermost], 1
         starts = Piece("", piece.cell, 0, tuple(outer)).cells
         ends += [starts, starts + count]
     borders, counts = np.unique(np.concatenate(ends), return_counts=True)
-    # Where one ends and the next begins there is no border.
-    found: Ints = borders[counts == 1]
-    return found
+    # A position that is there twice ends one range and begins the next: no border.
+    distinct: Ints = borders[counts == 1]
+    return distinct

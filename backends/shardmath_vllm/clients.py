@@ -1,6 +1,6 @@
 """Clients: how a trainer speaks to an engine, in its own process or over HTTP.
 
-Each says the four things of vLLM's own clients, which do as well.
+Each has the four methods of vLLM's own clients, which can be used as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardmath_torch.groups.agreement.party import is_time, word_bad_time
 __all__ = ["Client", "HTTPClient", "LLMClient"]
 
 TIMEOUT_S = 600.0
-"""For an answer: longer than ranks wait for each other by default, so that these say what was wrong."""
+"""The seconds for an answer: longer than ranks wait for each other by default, so that these say what was wrong."""
 
 
 @runtime_checkable
@@ -79,9 +79,9 @@ class HTTPClient:
     """A Client that connects a trainer to the vLLM server at `url` (`vllm serve` with VLLM_SERVER_DEV_MODE=1). The
     trainer's process does not need vLLM for it.
 
-    `timeout`, in seconds, is for each answer, to its last byte, and has to be longer than `TrainerInfo.timeout`. What
-    the server refuses, or does not answer in time, is an ExchangeError with what it said. Raises ValueError for what is
-    not a URL of http or https, or not a time.
+    `timeout`, in seconds, is for each answer, to its last byte, and has to be longer than `TrainerInfo.timeout`. Calls
+    raise ExchangeError, with the server's text, if the server refuses or does not answer in time. Raises ValueError for
+    a value that is not a URL of http or https, or not a time.
     """
 
     def __init__(self, url: str, timeout: float = TIMEOUT_S) -> None:
@@ -110,15 +110,15 @@ class HTTPClient:
         """Tell the engine that the update is over; `weight_version` is the name of the new weights."""
         self._post("finish_weight_update", {"weight_version": weight_version})
 
-    def _post(self, path: str, said: dict[str, Any] | None = None) -> None:
-        """POST `said` to the server's route `path`, and wait for the answer. Raises ExchangeError if it fails."""
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+        """POST `body` to the server's route `path`, and wait for the answer. Raises ExchangeError if it fails."""
         url = f"{self._url}/{path}"
-        data = json.dumps(said or {}).encode()
+        data = json.dumps(body or {}).encode()
         request = Request(url, data, {"Content-Type": "application/json"})
         faults: list[str] = []
-        # On a thread beside: a timeout of urlopen is that of one read, of which an answer may take any number.
-        asking = threads.start(lambda: faults.append(_ask(request, self._timeout)))
-        asking.join(self._timeout)
+        # On a separate thread: urlopen's timeout is for each read, and an answer may take any number of reads.
+        thread = threads.start(lambda: faults.append(_ask(request, self._timeout)))
+        thread.join(self._timeout)
         fault = faults[0] if faults else _word_silence(f"timed out after {self._timeout:g} s")
         if fault:
             raise ExchangeError(f"{url} {fault}")
@@ -147,6 +147,7 @@ def _ask(request: Request, timeout: float) -> str:
 
 
 def _word_silence(why: str) -> str:
+    """The error for a request without an answer, to follow the URL."""
     return f"gave no answer ({why}); start a vLLM server there, or pass HTTPClient a longer timeout"
 
 
@@ -156,8 +157,8 @@ def _explain(error: HTTPError) -> str:
         return "no such route; start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
     try:
         text = error.read().decode(errors="replace")
-    except (OSError, HTTPException) as broken:
-        return f"an answer that broke off ({word_error(broken)})"
+    except (OSError, HTTPException) as read_error:
+        return f"an answer that broke off ({word_error(read_error)})"
     try:
         return message_of(str(json.loads(text)["error"]["message"]))
     except (ValueError, KeyError, TypeError, RecursionError):

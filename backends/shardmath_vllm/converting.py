@@ -55,11 +55,13 @@ def convert(
     `pairs` has given all tensors that it is made of. `recorded` says which elements of the trainer's tensors make up
     each checkpoint tensor.
     """
+    # By the name of a trainer's tensor: each checkpoint tensor with elements of it, and the names of those that have
+    # not arrived, in one set for all names.
     waiting: dict[str, list[tuple[Native, set[str]]]] = {}
     for native in recorded.natives:
-        parts = {piece.tensor for piece in native.pieces}
-        for name in parts:
-            waiting.setdefault(name, []).append((native, parts))
+        missing_parts = {piece.tensor for piece in native.pieces}
+        for name in missing_parts:
+            waiting.setdefault(name, []).append((native, missing_parts))
     # What only a later tensor completes is kept until then; mostly that is nothing.
     arrived: dict[str, Tensor] = {}
     for name, tensor in pairs:
@@ -76,14 +78,14 @@ def _make(native: Native, arrived: Mapping[str, Tensor]) -> Tensor:
     """The checkpoint's tensor, assembled from its pieces of `arrived` tensors."""
     first, *others = native.pieces
     if not others and _is_whole(first, native):
-        # A view, at least of equal elements: these are followed as they are recorded, and need no memory.
+        # A view (of a copy, if the tensor is not contiguous): recording follows it, and it needs no memory.
         return _take(first, arrived).reshape(native.shape)
-    like = arrived[first.tensor]
-    joined = torch.empty(native.shape, dtype=like.dtype, device=like.device)
+    first_source = arrived[first.tensor]
+    joined = torch.empty(native.shape, dtype=first_source.dtype, device=first_source.device)
     for piece in native.pieces:
         counts = [count for count, _, _ in piece.blocks]
-        across = [stride for _, stride, _ in piece.blocks]
-        joined.as_strided(counts, across, piece.cell).copy_(_take(piece, arrived))
+        cell_strides = [stride for _, stride, _ in piece.blocks]
+        joined.as_strided(counts, cell_strides, piece.cell).copy_(_take(piece, arrived))
     return joined
 
 
@@ -91,15 +93,15 @@ def _take(piece: Piece, arrived: Mapping[str, Tensor]) -> Tensor:
     """The elements of a piece, as a view of its arrived tensor."""
     source = arrived[piece.tensor].contiguous()
     counts = [count for count, _, _ in piece.blocks]
-    along = [stride for _, _, stride in piece.blocks]
-    return source.as_strided(counts, along, piece.element)
+    element_strides = [stride for _, _, stride in piece.blocks]
+    return source.as_strided(counts, element_strides, piece.element)
 
 
 def _is_whole(piece: Piece, native: Native) -> bool:
     """Whether the piece is all of the tensor, in the order of its cells."""
-    expected = 1
-    for count, across, _ in reversed(piece.blocks):
-        if across != expected:
+    dense_stride = 1
+    for count, cell_stride, _ in reversed(piece.blocks):
+        if cell_stride != dense_stride:
             return False
-        expected *= count
-    return piece.cell == 0 and expected == math.prod(native.shape)
+        dense_stride *= count
+    return piece.cell == 0 and dense_stride == math.prod(native.shape)

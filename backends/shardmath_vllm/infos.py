@@ -45,30 +45,31 @@ class TrainerInfo:
     rank: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        keep = partial(object.__setattr__, self)
-        keep("address", _read_address(self.address))
+        # A frozen dataclass has no assignment.
+        set_field = partial(object.__setattr__, self)
+        set_field("address", _read_address(self.address))
         for name in ("trainers", "rank"):
-            keep(name, as_integer(getattr(self, name), name, ValueError))
+            set_field(name, as_integer(getattr(self, name), name, ValueError))
         if not 0 <= self.rank < self.trainers:
             ranks = f"rank={self.rank} is not the rank of one of trainers={self.trainers}"
             raise ValueError(f"{ranks}; pass a rank from 0 to trainers - 1")
-        keep("workers", _read_workers(self.workers))
+        set_field("workers", _read_workers(self.workers))
         if self.dtype is not None:
-            # By the one name that all ranks give it, and that vLLM has.
-            keep("dtype", canonical(self.dtype))
-        # A text would be its letters, and "*" a glob of everything.
+            # In the spelling of vLLM, which all ranks then share.
+            set_field("dtype", canonical(self.dtype))
+        # A text is rejected: its letters would be taken for globs, and "*" for one of everything.
         globs = listed(self.own, "globs in own", ValueError)
-        keep("own", tuple(text(glob, "a glob in own", ValueError) for glob in globs))
+        set_field("own", tuple(text(glob, "a glob in own", ValueError) for glob in globs))
         if not is_time(self.timeout):
             raise ValueError(word_bad_time(self.timeout))
         # JSON has no numbers of numpy.
-        keep("timeout", float(self.timeout))
-        keep("max_inflight_bytes", _read_limit(self.max_inflight_bytes))
+        set_field("timeout", float(self.timeout))
+        set_field("max_inflight_bytes", _read_limit(self.max_inflight_bytes))
         transport = known(self.transport, tuple(BACKENDS))
         if transport is None:
             ways = " or ".join(map(repr, BACKENDS))
             raise ValueError(f"transport={shown(self.transport)} is unknown; pass {ways}")
-        keep("transport", transport)
+        set_field("transport", transport)
 
     @property
     def engines(self) -> tuple[int, ...]:
@@ -90,7 +91,7 @@ class TrainerInfo:
         name that the trainer and all workers give in order to find each other.
         """
         first = self.trainers + sum(self.engines[:engine])
-        told = Joining(
+        joining = Joining(
             address=self.address,
             meeting=meeting,
             engine=engine,
@@ -102,7 +103,7 @@ class TrainerInfo:
             max_inflight_bytes=self.max_inflight_bytes,
             transport=self.transport,
         )
-        return dict(vars(told))
+        return dict(vars(joining))
 
 
 def _read_address(given: object) -> str:

@@ -1,8 +1,8 @@
 """Links: what ranks have of each other once they have met, and how each goes through an update.
 
 1. What goes wrong on one rank is an error on all, that says whose it is.
-2. Who fails while weights may move leaves the group: others hear of that at once, and need not wait for their time
-   limit.
+2. A rank that fails while weights may move leaves the group: others notice that at once, and need not wait for their
+   time limit.
 3. The outcome of an update at this rank is one value (`update.Update`), even if it fails.
 """
 
@@ -43,7 +43,7 @@ def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) 
     try:
         results.append(act())
     except Exception as error:
-        # Said, whatever it is: the others wait to hear of this rank.
+        # Any error is reported: the others wait for this rank's report.
         fault = word_objection(error)
     faults = []
     for place, reported in enumerate(gather(fault, group, what)):
@@ -61,8 +61,8 @@ class Link:
 
     `recorded` is what this rank's loader stores, where it is a worker; `trainers` have the first places. Where ranks of
     an engine process together what has arrived, a portion `acknowledges`: it is over once all ranks have theirs.
-    `beside` are groups of some of the ranks, which end with this one. `update_numbers` are updates that this rank
-    has begun and of which the board may still say something; the last one is in it.
+    `beside` are groups of some of the ranks, which end with this one. `update_numbers` are the updates that this rank
+    has begun and of which the board may still have messages, the last one included.
     """
 
     group: dist.ProcessGroup
@@ -120,11 +120,11 @@ class Life:
         """On a worker, receive weights by calling `act`, once all ranks are ready. Raises ExchangeError on all ranks if
         one fails.
 
-        Raises ExchangeError, and says nothing to others, for an update that it was told of twice, or after another.
+        Raises ExchangeError, without a report to other ranks, if this update or a later one has begun before.
         """
         self._note()
         with self._step(Step.CALL):
-            # If place 0 is gone, this rank finds out before it may have said yes, while it knows that nobody moves.
+            # If place 0 is gone, this rank finds out before it votes, while it knows that nobody moves.
             self._board.find(self._name("fail"), self._board.timeout)
         self.move(lambda: None, act)
 
@@ -137,12 +137,12 @@ class Life:
         """Call `act`, which moves weights, once `check` has succeeded on all ranks; return once all have moved. If
         `fail_early()` returns an error on the first rank, nothing moves, and all ranks raise ExchangeError.
 
-        Raises ExchangeError on all ranks where one fails.
+        Raises ExchangeError on all ranks if one fails. The default of `fail_early`, `str()`, is "".
         """
         begin = self._name("begin")
         with self.failing():
             _, fault = attempt(check)
-            # Before it is said: who is interrupted as it says yes does not know whether others have heard.
+            # Before the vote: a rank that is interrupted as it votes does not know whether others have read the vote.
             self.update = self.update.after(Step.CHECK)
             self._board.vote(begin, fault)
             fault = self._board.decide(begin, lambda: fail_early() or self._find_failure())
@@ -188,9 +188,9 @@ class Life:
 
     def _forget(self) -> None:
         """Delete the messages about earlier updates from the board, since all ranks have reached this one."""
-        *old, number = self._link.update_numbers
+        *earlier, number = self._link.update_numbers
         if self._link.place == 0:
-            self._board.forget(old)
+            self._board.forget(earlier)
         self._link.update_numbers[:] = [number]
 
     @contextmanager
@@ -211,7 +211,7 @@ class Life:
             yield
         except BaseException as error:
             if self.update.is_over:
-                # Nobody moves, as all have heard; or a Ctrl-C came after the last step.
+                # All ranks know that nobody moves; or a Ctrl-C came after the last step.
                 raise
             self.update = self.update.after(Step.FAIL)
             why = self._tell(error)
@@ -228,6 +228,6 @@ class Life:
         self._board.give_up(map(self._name, WAITED_FOR), error)
         if self.update.keeps_link:
             return ""
-        # An error of the exchange is what others have done, and they say what.
-        own = "" if isinstance(error, ExchangeError) else word_error(error)
-        return self._board.break_off(self._name("fail"), own, self._link.leave)
+        # An ExchangeError comes from another rank's failure, which that rank reports.
+        own_fault = "" if isinstance(error, ExchangeError) else word_error(error)
+        return self._board.break_off(self._name("fail"), own_fault, self._link.leave)

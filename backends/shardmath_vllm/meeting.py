@@ -134,7 +134,7 @@ class Meeting:
 
     def call_off(self, why: str) -> None:
         """Make `join`, running in another thread, raise the error `why` on all ranks, unless all have connected."""
-        # Once all have come they hear of each other.
+        # Once all have connected, each notices if another fails.
         if self._group is None:
             where = self._where
             call_off(where.address, self._place, why, name=self._name, timeout=where.timeout)
@@ -153,7 +153,7 @@ def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link
     settings: dict[str, Any] = {
         "timeout": where.timeout,
         "max_inflight_bytes": where.max_inflight_bytes,
-        # Ranks vote as they prepare each portion, after which nothing is left to be said.
+        # Ranks vote as they prepare each portion, so that moves need no further vote.
         "agree": "once",
     }
     refits = [smt.Refit(portion, group=group, **settings) for portion in sm.divide(planned)]
@@ -194,11 +194,11 @@ def _find_told(by_place: list[Told | None]) -> Told:
 
 def _show_difference(one: Told, other: Told, what: str) -> str:
     """The first tensor of which two trainer ranks differ, and both values, for messages; "" if it is not one tensor."""
-    here, there = getattr(one, what), getattr(other, what)
-    if isinstance(here, Mapping) and isinstance(there, Mapping):
-        for name in [*here, *there]:
-            if here.get(name) != there.get(name):
-                return f" of {name!r}, {here.get(name)} and {there.get(name)}"
+    first_values, other_values = getattr(one, what), getattr(other, what)
+    if isinstance(first_values, Mapping) and isinstance(other_values, Mapping):
+        for name in [*first_values, *other_values]:
+            if first_values.get(name) != other_values.get(name):
+                return f" of {name!r}, {first_values.get(name)} and {other_values.get(name)}"
     return ""
 
 

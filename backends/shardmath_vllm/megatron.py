@@ -47,10 +47,10 @@ def read_megatron(
     Raises StoreError for a model whose storage rows do not describe.
     """
     modules = tuple(_unwrap(chunk) for chunk in _list_chunks(chunks))
-    # Typed by what Megatron says of them alone.
+    # Any, since Megatron, whose class this is, is not imported.
     first_chunk: Any = modules[0]
-    trained = first_chunk.config
-    params_dtype = canonical(trained.params_dtype)
+    model_config = first_chunk.config
+    params_dtype = canonical(model_config.params_dtype)
     vocab = Config(config).get("vocab_size")
     if not isinstance(vocab, int):
         raise StoreError(
@@ -58,13 +58,13 @@ def read_megatron(
             f"the model's Hugging Face configuration"
         )
     side = megatron(
-        trained,
+        model_config,
         ranks=range(dist.get_world_size()),
-        tp=trained.tensor_model_parallel_size,
-        pp=trained.pipeline_model_parallel_size,
-        cp=trained.context_parallel_size,
-        ep=trained.expert_model_parallel_size,
-        etp=trained.expert_tensor_parallel_size,
+        tp=model_config.tensor_model_parallel_size,
+        pp=model_config.pipeline_model_parallel_size,
+        cp=model_config.context_parallel_size,
+        ep=model_config.expert_model_parallel_size,
+        etp=model_config.expert_tensor_parallel_size,
         vpp=len(modules),
         order=order,
         spec=spec,
@@ -72,7 +72,7 @@ def read_megatron(
         vocab_multiple=vocab_multiple,
     )
     shapes = logical_shapes(
-        trained,
+        model_config,
         vocab=vocab,
         tied=first_chunk.share_embeddings_and_output_weights,
         pattern=getattr(first_chunk, "hybrid_override_pattern", None),
@@ -135,7 +135,7 @@ def _gather_reports(
     for name, slot in bind(side, shapes).slots(dist.get_rank()).items():
         tensor = tensors[slot.chunk].get(slot.native)
         if tensor is None:
-            # Named by the refit, with all else that does not fit.
+            # The refit reports it, with everything else that does not fit.
             continue
         dtype = canonical(tensor.dtype)
         if dtype != shapes[name][1]:

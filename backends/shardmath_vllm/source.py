@@ -1,9 +1,9 @@
-"""Sources: what a trainer's rank holds, and how all of its ranks do.
+"""Sources: the tensors of a trainer's rank, and how all of its ranks store them.
 
-1. A module under FSDP2, HSDP, tensor parallelism or none says it itself. Its tensors go by its own names; where its
-   checkpoints have others, as of transformers' experts, vLLM's loaders are given those.
-2. A trainer that stores them otherwise declares how, by rows (`shardmath.storage`), which have the names.
-3. What a module trains is what is sent. One that has got another parameter since is an error.
+1. A module, plain or under FSDP2, HSDP or tensor parallelism, is read. Tensors are sent by its names. If its
+   checkpoints have other tensors, as for transformers' experts, vLLM's loaders get those.
+2. A trainer that stores its tensors in another way declares how, by rows (`shardmath.storage`), which have the names.
+3. The parameters that a module trains are sent. It is an error if a module has got another parameter since.
 """
 
 from __future__ import annotations
@@ -118,13 +118,15 @@ def _read_module(module: nn.Module, dtype: str | None) -> Source:
         raise ValueError(
             f"source= is {type(module).__name__}, which has no parameters; pass the module that is trained"
         )
-    # Not what is trained, but a copy of now.
+    # A gathered parameter is a copy of what is trained, as it is now.
     check_not_gathered(name_natives(tensors))
     side = {name: layouts[name] for name in tensors}
+    # Each rank has all of a buffer: the largest mesh has all ranks.
     mesh = max((layout.mesh for layout in side.values()), key=lambda mesh: mesh.size)
     buffers = _find_buffers(module)
     for name, buffer in buffers.items():
-        side[name] = sm.Layout(tuple(buffer.shape), mesh, {}, dtype=str(buffer.dtype)[6:])
+        dtype_name = str(buffer.dtype).removeprefix("torch.")
+        side[name] = sm.Layout(tuple(buffer.shape), mesh, {}, dtype=dtype_name)
     shapes = {name: (layout.shape, layout.dtype) for name, layout in side.items()}
     served = dict(shapes)
     if dtype is not None:
@@ -136,8 +138,8 @@ def _read_module(module: nn.Module, dtype: str | None) -> Source:
 
 def _find_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The persistent buffers, which checkpoints have, such as a router's correction, by name."""
-    kept = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers() if name in kept}
+    persistent = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
 
 
 def watch_modules(source: Source) -> list[Watched]:
@@ -151,7 +153,7 @@ def watch_modules(source: Source) -> list[Watched]:
 
 def check_kept(watched: list[Watched], source: Source) -> None:
     """Raise StoreError if a tensor in `watched` was replaced in, or removed from, the modules of `source`."""
-    # Without modules, nothing was found in any.
+    # Without modules there are no places to look at, so both find nothing.
     gone = find_replaced(watched) or find_removed(watched, source.modules)
     if gone is not None:
         raise StoreError(
@@ -169,10 +171,10 @@ def check_types(source: Source, bound: KnownSide, place: int) -> None:
         if slot.function:
             continue
         native = slot.chunk, slot.native
-        found = canonical(natives[native].dtype)
-        wanted = bound.layouts[name].dtype
-        if found != wanted:
+        dtype = canonical(natives[native].dtype)
+        planned_dtype = bound.layouts[name].dtype
+        if dtype != planned_dtype:
             raise StoreError(
-                f"{show_native(native)} is {found}, but was {wanted} when the engines connected; "
+                f"{show_native(native)} is {dtype}, but was {planned_dtype} when the engines connected; "
                 f"connect to them again by trainer_init"
             )

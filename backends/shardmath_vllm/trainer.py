@@ -88,16 +88,16 @@ class Trainer:
             # Drawn, not counted: a process that was started again would count from 0.
             name = gather(secrets.token_hex(8), ranks)[0] if ranks else secrets.token_hex(8)
             meeting = Meeting(init_info, name, init_info.rank)
-            acts = []
-            for engine, one in enumerate(clients):
+            join_calls = []
+            for engine, engine_client in enumerate(clients):
                 joining = init_info.tell(engine, name)
-                acts.append(partial(one.init_weight_transfer_engine, joining))
+                join_calls.append(partial(engine_client.init_weight_transfer_engine, joining))
             calls = Calls()
-            calls.ask(acts, meeting.call_off)
+            calls.ask(join_calls, meeting.call_off)
             with calls.explain():
                 link = meeting.join(Given(this_source.tell()))
             try:
-                # All have met; an engine may yet say that it has not joined.
+                # All ranks have connected, but an engine's answer may still be an error.
                 wait = partial(calls.answer, init_info.timeout)
                 link.board.relay("join its engines", wait)
             except BaseException:
@@ -131,7 +131,7 @@ class Trainer:
             life.take(partial(self._calls.answer, self.link.timeout))
         except BaseException:
             if life.update.is_new:
-                # Engines end it all the same: what they have of adapters is for the old weights.
+                # Engines end the update even so, since they still have adapters that were made for the old weights.
                 self._calls.try_to_tell(self._list_ends(), GRACE_S)
             raise
         life.end(lambda: self._calls.tell(self._list_ends(), self.link.timeout))
@@ -170,11 +170,11 @@ class Trainer:
 
     def _select(self, refit: smt.Refit) -> list[dict[str, Tensor]]:
         """This rank's tensors that `refit` moves, by name, for each virtual stage."""
-        held = _list_chunks(self.source.tensors)
-        chunks: list[dict[str, Tensor]] = [{} for _ in held]
+        tensors = _list_chunks(self.source.tensors)
+        selected: list[dict[str, Tensor]] = [{} for _ in tensors]
         for number, name in refit.planned.trainer.natives(self.link.place):
-            chunks[number][name] = held[number][name]
-        return chunks
+            selected[number][name] = tensors[number][name]
+        return selected
 
 
 def _read(given: Any, info: TrainerInfo) -> Source:
@@ -234,7 +234,7 @@ def _start(client: Client) -> None:
     try:
         client.start_weight_update()
     except Exception as error:
-        # vLLM does not begin one twice. To end one that did not come changes nothing: what moves, moves in between.
+        # vLLM refuses to begin an update while one is open. To end one in which no weights came changes nothing.
         try:
             client.finish_weight_update()
         except Exception:

@@ -82,6 +82,7 @@ def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
     >>> number_alike([np.array([1, 0, 1, 1]), np.array([5, 9, 5, 4])])
     (array([1, 3, 0]), array([2, 0, 2, 1]))
     """
+    # lexsort sorts by its last key first.
     order = np.lexsort(keys[::-1])
     is_new = np.zeros(len(order), bool)
     for key in keys:

@@ -52,7 +52,7 @@ def names_digest(names: Sequence[str]) -> str:
 
     joined = "\0".join(names)
     lengths: tuple[int, ...] = ()
-    if joined.count("\0") >= len(names):  # a name contains the separator
+    if joined.count("\0") >= len(names):  # a name has the separator: lengths say where names end
         lengths = tuple(map(len, names))
     printed = f"{len(names)} {lengths} {joined}"
     return sha256(printed.encode("utf-8", "surrogatepass")).hexdigest()
@@ -66,10 +66,10 @@ def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) 
     """
     what = name.removeprefix("shardmath ")
     try:
-        given = json.loads(text)
-        header = given["format"], given["version"]
-        written_digest = str(given["digest"])
-        value = read(given) if header == (name, version) else None
+        fields = json.loads(text)
+        header = fields["format"], fields["version"]
+        written_digest = str(fields["digest"])
+        value = read(fields) if header == (name, version) else None
         value_digest = "" if value is None else value.digest
     except (NotationError, StoreError):
         raise
@@ -77,8 +77,8 @@ def read_digested(text: str, name: str, version: int, read: Callable[[Any], T]) 
         what = f"the text is not {what} ({message_of(error)})"
         raise StoreError(f"{what}; pass a text that to_json wrote") from error
     if value is None:
-        found = f"the text has format {shown(header[0])} in version {shown(header[1])}"
-        what = f"{found}, this shardmath reads {name!r} in version {version}"
+        header_text = f"the text has format {shown(header[0])} in version {shown(header[1])}"
+        what = f"{header_text}, this shardmath reads {name!r} in version {version}"
         raise StoreError(f"{what}; write it again with to_json of this shardmath")
     if value_digest != written_digest:
         raise StoreError(

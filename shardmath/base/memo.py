@@ -135,7 +135,7 @@ def weight(value: object) -> int:
 def _weigh(value: object, seen: set[int] | None) -> int:
     """The weight without objects whose ids are in `seen`, or without any objects if it is None."""
     if isinstance(value, np.ndarray):
-        return 112 + value.nbytes
+        return 112 + value.nbytes  # the bytes of an array's object, and of its elements
     if isinstance(value, tuple | list | set | frozenset):
         return sys.getsizeof(value) + _weigh_items(value, seen)
     if isinstance(value, dict):
@@ -159,5 +159,5 @@ def _weigh_items(items: Collection[object], seen: set[int] | None) -> int:
     step = -(-n // SAMPLED)
     sample = islice(items, 0, None, step)
     sample_weight = sum(_weigh(item, seen) for item in sample)
-    sampled = -(-n // step)
-    return sample_weight * n // sampled
+    n_sampled = -(-n // step)
+    return sample_weight * n // n_sampled

@@ -82,19 +82,19 @@ def former_attributes(**names: str) -> Callable[[type[_T]], type[_T]]:
         return property(lambda self: getattr(self, warn(type(self), former)))
 
     def decorate(cls: type[_T]) -> type[_T]:
-        make: Callable[..., None] = cls.__init__
+        plain_init: Callable[..., None] = cls.__init__
 
-        @wraps(make)
+        @wraps(plain_init)
         def init(self: Any, *args: Any, **named: Any) -> None:
-            # Models have many thousands of such values, almost none of them by a former name: those pay for the search.
+            # Models have many thousands of such values, few of them made by a former name: only these take longer.
             try:
-                make(self, *args, **named)
+                plain_init(self, *args, **named)
             except TypeError:
                 if names.keys().isdisjoint(named):
                     raise
                 for former in names.keys() & named.keys():
                     named[warn(cls, former)] = named.pop(former)
-                make(self, *args, **named)
+                plain_init(self, *args, **named)
 
         cls.__init__ = init  # type: ignore[method-assign]
         for former in names:
@@ -117,6 +117,7 @@ class _FormerNameFinder(MetaPathFinder):
 
         A module inside a former package is a former one, too.
         """
+        # `head` becomes the former name that `name` is, or is inside of.
         head = name
         while head not in self._names:
             head, dot, _ = head.rpartition(".")

@@ -96,7 +96,7 @@ def zero(
 def _lay_one_bucket(
     params: Sequence[Param], order: Sequence[Param], *, start: int, divisor: int, ranks: int
 ) -> PerBufferParamLayout:
-    """One bucket of the parameters in this order, each at a multiple of `start`."""
+    """One bucket of the parameters in this order, each at a multiple of `start`; it ends at a multiple of `divisor`."""
     draft = Draft()
     position = 0
     for param in order:
@@ -166,6 +166,7 @@ def _fill_buckets(
 ) -> list[list[Param]]:
     """The parameters of each bucket, in forward order; if sharded, a shared embedding has a separate bucket."""
     buckets: list[list[Param]] = []
+    # Elements in the last bucket; 0 if the next parameter begins a new one.
     filled = 0
     for param in params:
         is_separate = param.shared_embedding and sharded
@@ -196,7 +197,10 @@ def _find_factor(params: Sequence[Param]) -> int:
 
 
 class _Chunks:
-    """Parameters in chunks of `factor` elements: where each starts, in order of placing, and the end of the last."""
+    """Parameters in chunks of `factor` elements: where each starts, in order of placing, and the end of the last.
+
+    A parameter's odd end are the elements beyond its whole chunks.
+    """
 
     def __init__(self, params: Sequence[Param], factor: int) -> None:
         self.factor = factor
@@ -265,6 +269,7 @@ class _LeftmostFit:
     """
 
     GONE = 1 << 63
+    """In place of a removed number, and of none: more than any number."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.count = len(numbers)

@@ -59,13 +59,13 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
 
     def __init__(self, layouts: Mapping[BufferKey, PerBufferParamLayout]) -> None:
         of = "BufferKey to PerBufferParamLayout"
-        given = mapping(layouts, "layouts are ", of, ParamLayoutError)
-        for key, layout in given.items():
+        checked = mapping(layouts, "layouts are ", of, ParamLayoutError)
+        for key, layout in checked.items():
             if not isinstance(key, BufferKey) or not isinstance(layout, PerBufferParamLayout):
                 what = f"layouts has {key!r}: {type(layout).__name__}"
                 fix = "give a mapping from BufferKey to PerBufferParamLayout"
                 raise ParamLayoutError(f"{what}; {fix}")
-        object.__setattr__(self, "entries", tuple(given.items()))
+        object.__setattr__(self, "entries", tuple(checked.items()))
 
     @property
     def layouts(self) -> dict[BufferKey, PerBufferParamLayout]:
@@ -125,9 +125,9 @@ def full_layout(
     layouts = {}
     for key, group in _group_params(listed, keys).items():
         is_managed = key.is_managed_by_layer_wise_optimizer
-        chosen = rule if other is None or is_managed else other
-        chosen_options = expert_options if key.is_expert_parallel else options
-        layout = apply_rule(chosen, group, chosen_options)
+        buffer_rule = rule if other is None or is_managed else other
+        buffer_options = expert_options if key.is_expert_parallel else options
+        layout = apply_rule(buffer_rule, group, buffer_options)
         layouts[key] = layout.with_indices(number_of[param.name] for param in group)
     return FullParamLayout(layouts)
 
@@ -175,8 +175,8 @@ def apply_rule(
     try:
         inspect.signature(rule).bind(params, **options)
     except (TypeError, ValueError) as error:  # ValueError: some built-in types have no signature
-        given = ", ".join(options) or "no options"
-        what = f"rule {name} does not take parameters and {given}: {error}"
+        option_names = ", ".join(options) or "no options"
+        what = f"rule {name} does not take parameters and {option_names}: {error}"
         raise ParamLayoutError(f"{what}; pass only options that the rule has") from None
     fix = f"have rule {name} return one, as buffers.zero does"
     return instance(rule(params, **options), PerBufferParamLayout, fix, ParamLayoutError)

@@ -66,16 +66,17 @@ def layer_wise(
     shards = int(data_parallel_world_size)
     if shards > MOST_SHARDS:
         raise ParamLayoutError(f"data_parallel_world_size is {shards}; give at most {MOST_SHARDS}")
+    # Equal shards of this divisor make buckets that end at a multiple of `end`.
     divisor = math.lcm(START, end // shards)
     draft = Draft()
     work = [0] * shards
     for bucket in _fill_buckets(listed, size, shards, divisor):
-        homes, most = _assign_shards(bucket, work)
-        shard_size = round_up(most, divisor)
+        params_by_shard, fullest = _assign_shards(bucket, work)
+        shard_size = round_up(fullest, divisor)
         first = draft.first
-        for shard, home in enumerate(homes):
+        for shard, shard_params in enumerate(params_by_shard):
             position = first + shard * shard_size
-            for param in home:
+            for param in shard_params:
                 start = round_up(position, START)
                 position = draft.place(param.name, start, param.numel)
         stop = first + shards * shard_size
@@ -96,9 +97,9 @@ class _BucketLoad:
 
     def add(self, numel: int) -> None:
         """Add a parameter of `numel` elements to the emptiest shard of the bucket."""
-        held = self._hold(numel)
-        heapq.heapreplace(self.held, held)
-        self.fullest = max(self.fullest, held)
+        filled = self._hold(numel)
+        heapq.heapreplace(self.held, filled)
+        self.fullest = max(self.fullest, filled)
         self.largest = max(self.largest, numel)
         self.total += numel
 
@@ -178,6 +179,8 @@ class _Shards:
     """The shards of a bucket while parameters, the costliest first, are assigned to them."""
 
     def __init__(self, work: list[int], most: int) -> None:
+        # By shard: its work in all buckets so far, its parameters in this one, and where these end. `most` is the most
+        # elements in a shard as long as another one has room.
         self.work = work
         self.most = most
         shards = range(len(work))
@@ -186,6 +189,7 @@ class _Shards:
         idlest = zip(work, shards, strict=True)
         emptiest = zip(self.held, shards, strict=True)
         self._idlest: list[_Entry] = list(idlest)
+        # Equal entries, in the order of shards, are a heap already.
         self._emptiest: list[_Entry] = list(emptiest)
         heapq.heapify(self._idlest)
 
@@ -199,8 +203,8 @@ class _Shards:
         cost = _estimate_cost(param)
         without_room = self._take_without_room(self.most - param.numel)
         if self._idlest:
-            done, shard = self._idlest[0]
-            heapq.heapreplace(self._idlest, (done + cost, shard))
+            shard_work, shard = self._idlest[0]
+            heapq.heapreplace(self._idlest, (shard_work + cost, shard))
         else:
             # It has no room from now on, so its entry in the heap of idlest shards is not needed.
             shard = self._find_emptiest()
@@ -216,18 +220,18 @@ class _Shards:
 
     def _take_without_room(self, room: int) -> list[_Entry]:
         """Take the idlest shards that hold more than `room` off the heap, up to the first that does not."""
-        taken = []
+        full_entries = []
         while self._idlest:
             _, shard = self._idlest[0]
             if round_up(self.held[shard], START) <= room:
                 break
-            taken.append(heapq.heappop(self._idlest))
-        return taken
+            full_entries.append(heapq.heappop(self._idlest))
+        return full_entries
 
     def _find_emptiest(self) -> int:
         """The shard that holds least; outdated entries, which are too low, are put back at their values."""
         while True:
-            held, shard = self._emptiest[0]
-            if held == self.held[shard]:
+            recorded, shard = self._emptiest[0]
+            if recorded == self.held[shard]:
                 return shard
             heapq.heapreplace(self._emptiest, (self.held[shard], shard))

@@ -179,9 +179,9 @@ def _check_ranks(layout: PerBufferParamLayout, ranks: int) -> None:
 def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
     """Raise ParamLayoutError unless the layout has these parameters, with buckets in backward order."""
     placed = {(name, end - start) for name, (start, end, _) in layout.placed}
-    asked = {(param.name, param.numel) for param in params}
-    if placed != asked:
-        ours, theirs = sorted(asked - placed)[:4], sorted(placed - asked)[:4]
+    given = {(param.name, param.numel) for param in params}
+    if placed != given:
+        ours, theirs = sorted(given - placed)[:4], sorted(placed - given)[:4]
         what = f"as (name, elements), only the parameters have {ours}, only the layout has {theirs}"
         raise ParamLayoutError(f"{what}; give the layout of these parameters")
     buckets = []

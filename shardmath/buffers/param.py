@@ -103,8 +103,10 @@ def bucket_end_divisor(data_parallel_world_size: int, pad_for_high_nccl_busbw: b
     """Return a number of elements: Megatron-Core's distributed optimizers pad the end of every bucket to a multiple of
     this number."""
     size = read_positive(data_parallel_world_size, "data_parallel_world_size")
-    more = BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
-    return math.lcm(size, NCCL, more)
+    bandwidth_multiple = (
+        BUSBW if read_flag(pad_for_high_nccl_busbw, "pad_for_high_nccl_busbw") else 1
+    )
+    return math.lcm(size, NCCL, bandwidth_multiple)
 
 
 def read_bucket_size(bucket_size: object) -> int | None:
@@ -215,11 +217,11 @@ def _is_shape(shape: object) -> bool:
 
 def _read_shape(name: str, shape: object) -> tuple[int, ...]:
     """The sizes as ints; a single number is one size. Raises ParamLayoutError."""
-    given: tuple[object, ...] = (shape,)
+    items: tuple[object, ...] = (shape,)
     if isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes):
-        given = listed(shape, f"sizes of parameter {name!r}", ParamLayoutError)
+        items = listed(shape, f"sizes of parameter {name!r}", ParamLayoutError)
     what = f"a size of parameter {name!r}"
-    sizes = tuple(as_integer(n, what, ParamLayoutError) for n in given)
+    sizes = tuple(as_integer(n, what, ParamLayoutError) for n in items)
     if min(sizes, default=0) < 0:
         raise ParamLayoutError(f"parameter {name!r} has shape {sizes}; give sizes of 0 or more")
     return sizes
@@ -244,17 +246,17 @@ def read_params(params: Iterable[Param]) -> tuple[Param, ...]:
         fix = "pass a list of buffers.Param in forward order"
         raise ParamLayoutError(f"params is {shown(params)}; {fix}")
     out = listed(params, "parameters", ParamLayoutError)
-    seen: set[str] = set()
+    names: set[str] = set()
     for param in out:
         if not isinstance(param, Param):
             raise ParamLayoutError(
                 f"{shown(param)} is not a parameter; give buffers.Param(name, shape)"
             )
-        if param.name in seen:
+        if param.name in names:
             raise ParamLayoutError(
                 f"parameter {param.name!r} is given twice; give it once, even if it is tied"
             )
-        seen.add(param.name)
+        names.add(param.name)
     return out
 
 

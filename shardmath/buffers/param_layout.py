@@ -169,10 +169,10 @@ def _is_plain(values: Iterable[object]) -> bool:
 
 def _read_integers(values: Iterable[object], what: str) -> tuple[int, ...]:
     """The values as ints. Raises ParamLayoutError, which says `what` each is, for other values or beyond `MOST`."""
-    given = listed(values, what, ParamLayoutError)
-    if not _is_plain(given):
-        given = tuple(as_integer(value, what, ParamLayoutError) for value in given)
-    numbers = cast(tuple[int, ...], given)
+    items = listed(values, what, ParamLayoutError)
+    if not _is_plain(items):
+        items = tuple(as_integer(value, what, ParamLayoutError) for value in items)
+    numbers = cast(tuple[int, ...], items)
     if numbers and not -MOST <= min(numbers) <= max(numbers) <= MOST:
         worst = max(numbers, key=abs)
         raise ParamLayoutError(f"{what} is {worst}; give a buffer of at most 2^62 elements")
@@ -219,20 +219,20 @@ def _read_border(pair: object) -> tuple[int, int]:
 def _read_shapes(shapes: object) -> tuple[tuple[int, ...], ...]:
     """The shapes, all sizes as ints. Raises ParamLayoutError."""
     entries = listed(shapes, "shapes", ParamLayoutError)
-    given = tuple(listed(shape, "sizes of a shape", ParamLayoutError) for shape in entries)
+    items = tuple(listed(shape, "sizes of a shape", ParamLayoutError) for shape in entries)
     # All sizes of all shapes are checked at once, which is fast if they are plain.
-    flat = tuple(itertools.chain.from_iterable(given))
+    flat = tuple(itertools.chain.from_iterable(items))
     sizes = _read_integers(flat, "a size in shapes")
     if _is_plain(flat):
-        return given
+        return items
     remaining = iter(sizes)
-    return tuple(tuple(itertools.islice(remaining, len(shape))) for shape in given)
+    return tuple(tuple(itertools.islice(remaining, len(shape))) for shape in items)
 
 
 def _restore(*fields: object) -> PerBufferParamLayout:
     """The layout that was pickled as these fields, as `_fields` lists them."""
-    *given, shapes, size = fields
-    return PerBufferParamLayout(*given, shapes=shapes, data_parallel_world_size=size)  # type: ignore[arg-type]
+    *positional, shapes, size = fields
+    return PerBufferParamLayout(*positional, shapes=shapes, data_parallel_world_size=size)  # type: ignore[arg-type]
 
 
 def _check(layout: PerBufferParamLayout) -> None:

@@ -114,7 +114,9 @@ class ShardRange(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """The ranges (`cuts`) of a parameter on shards of its buffer, and where they begin in the shards' flat arrays."""
+    """The ranges (`cuts`) of a parameter on shards of its buffer. In its shard's flat array the first one begins at
+    position `at`, and each later one at `later`, where the bucket begins.
+    """
 
     cuts: tuple[ShardRange, ...]
     at: int
@@ -156,7 +158,7 @@ def list_shares(
         before = first // shards
         shard, offset = divmod(start - first, size) if size else (0, 0)
         numel = end - start
-        # The offset in its first shard matters only if the parameter goes beyond that shard.
+        # The elements that fit in its first shard; -1 if all do, as its cuts then do not depend on the offset there.
         room = size - offset if offset + numel > size else -1
         key = shard, numel, room, size
         if key not in known:

@@ -121,14 +121,14 @@ def state_layouts(
     check_shards(buffer_layout, shards)
     shapes = _read_shapes(buffer_layout)
     # Parameters of one shape share the same Runs objects: `make_windows` finds equal windows by id.
-    entire = {sizes: tuple(map(identity, sizes)) for sizes in set(buffer_layout.shapes)}
-    held = {}
+    whole_runs = {sizes: tuple(map(identity, sizes)) for sizes in set(buffer_layout.shapes)}
+    shares_by_name = {}
     cuts: Cuts = {}
     for name, shares in list_shares(buffer_layout, shards, cuts):
-        runs = entire[shapes[name]]
-        held[name] = [GroupShares(group, runs, shares) for group in groups]
+        runs = whole_runs[shapes[name]]
+        shares_by_name[name] = [GroupShares(group, runs, shares) for group in groups]
     wanted = _read_ranks(ranks)
-    return make_windows(shapes, held, dtype, wanted, buffer)
+    return make_windows(shapes, shares_by_name, dtype, wanted, buffer)
 
 
 def _read_shapes(buffer: PerBufferParamLayout) -> dict[str, tuple[int, ...]]:
@@ -177,10 +177,10 @@ def state_store(
     axes = axes_of(mesh, axis)
     shards = math.prod(mesh.axis_size(name) for name in axes)
     check_shards(buffer_layout, shards)
-    asked = _read_ranks(ranks)
+    given_ranks = _read_ranks(ranks)
     wanted = set(mesh.ranks)
-    if asked is not None:
-        wanted &= asked
+    if given_ranks is not None:
+        wanted &= given_ranks
     pairs = itertools.product(buffer_layout.param_index_map, wanted)
     views = {pair: View(buffer) for pair in pairs}
     known_cuts: Cuts = {}
@@ -226,7 +226,7 @@ def model_parallel_state(
         raise ParamLayoutError(f"{what}; leave it out")
     listed = read_params(params)
     _check_parameters(listed, layouts)
-    held: dict[str, list[GroupShares]] = {param.name: [] for param in listed}
+    shares_by_name: dict[str, list[GroupShares]] = {param.name: [] for param in listed}
     shares_by_sizes: dict[_Sizes, list[tuple[str, Shares]]] = {}
     known_cuts: Cuts = {}
     axes = axes_of(mesh, axis)
@@ -236,16 +236,16 @@ def model_parallel_state(
         sizes = {name: tuple(map(len, runs)) for name, runs in parts.items()}
         key = tuple(sizes.items())
         if key not in shares_by_sizes:
-            local = _make_local(listed, sizes)
+            group_params = _make_local(listed, sizes)
             count = len(group)
             group_options = {**options, "data_parallel_world_size": count}
-            buffer_layout = apply_rule(rule, local, group_options)
+            buffer_layout = apply_rule(rule, group_params, group_options)
             shares_by_sizes[key] = list(list_shares(buffer_layout, count, known_cuts))
         for name, shares in shares_by_sizes[key]:
-            held[name].append(GroupShares(group, parts[name], shares))
+            shares_by_name[name].append(GroupShares(group, parts[name], shares))
     shapes = {param.name: param.shape for param in listed}
     wanted = _read_ranks(ranks)
-    return make_windows(shapes, held, dtype, wanted, buffer)
+    return make_windows(shapes, shares_by_name, dtype, wanted, buffer)
 
 
 _Sizes: TypeAlias = tuple[tuple[str, tuple[int, ...]], ...]

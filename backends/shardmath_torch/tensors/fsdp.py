@@ -14,15 +14,15 @@ def list_fsdp_groups() -> list[Any]:
     """Return FSDP2's groups (torch 2.13: FSDPParamGroup) of all live modules; the parameters of one group are gathered
     together.
     """
-    found: dict[int, Any] = {}
+    group_by_id: dict[int, Any] = {}
     # Copied into a list at once: other threads may shard modules meanwhile.
     for module in [ref() for ref in _module_state_mapping.keyrefs()]:
         state = None if module is None else _get_module_state(module)
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:
             groups = [getattr(state, "_fsdp_param_group", None)]
-        found |= {id(group): group for group in groups if group is not None}
-    return list(found.values())
+        group_by_id |= {id(group): group for group in groups if group is not None}
+    return list(group_by_id.values())
 
 
 def list_keepers(group: Any) -> list[Any]:
@@ -33,8 +33,8 @@ def list_keepers(group: Any) -> list[Any]:
 def list_gathered(keeper: Any) -> list[Tensor]:
     """Return the tensors, freed or not, into which FSDP2 has gathered the parameter of `keeper` (an FSDPParam)."""
     names = "_unsharded_param", "_sharded_post_forward_param"
-    found = [getattr(keeper, name, None) for name in names]
-    return [tensor for tensor in found if tensor is not None]
+    candidates = [getattr(keeper, name, None) for name in names]
+    return [tensor for tensor in candidates if tensor is not None]
 
 
 def give_shards_back(group: Any) -> None:

@@ -53,9 +53,9 @@ class _Asking:
         """Send a request to all workers by `enqueue` of vLLM's queue, which this object wraps; return what `enqueue`
         returns. Add 1 to `asked`, the number of requests sent.
         """
-        sent = self._queue.enqueue(*args, **named)
+        result = self._queue.enqueue(*args, **named)
         self.asked += 1
-        return sent
+        return result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._queue, name)
@@ -75,14 +75,16 @@ def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(self: Any, *args: Any, **named: Any) -> Any:
         queues = _wrap(self)
         asking = self.rpc_broadcast_mq
-        before = asking.asked if asking else 0
+        asked_before = asking.asked if asking else 0
+        # With it, only this worker answers.
         rank = named.get("unique_reply_rank")
         waited_for = queues if rank is None else [queues[rank]]
         try:
             answer = ask(self, *args, **named)
         except BaseException:
-            _count_asked(waited_for, asking.asked - before if asking else 0)
-            # Raised where no call is open any more: this call has waited for those before.
+            # 1 if the request was sent before the error, else 0.
+            _count_asked(waited_for, asking.asked - asked_before if asking else 0)
+            # No call waits any more: this one has waited for the earlier ones. So all unread answers are old.
             for queue in queues:
                 queue.old = queue.asked - queue.read
             raise
@@ -93,6 +95,7 @@ def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_asked(queues: list[_Queue], times: int) -> None:
+    """Note that each of these workers was asked so many times, and so will answer as often."""
     for queue in queues:
         queue.asked += times
 

@@ -29,7 +29,7 @@ def take_back_bias(module: Any) -> None:
     running = module._parameters.get(BIAS)
     if running is None or getattr(module, "params_dtype", running.dtype) == running.dtype:
         return
-    # vLLM has wrapped its loader, and unwraps that of what it finds in its place.
+    # vLLM has wrapped this loader, and later unwraps only the loader of the new tensor, a copy.
     running.weight_loader = _get_original_loader(running)
     loaded: Tensor = torch.empty_like(running, dtype=module.params_dtype, device="meta")
     loaded.__class__ = running.__class__

@@ -46,7 +46,7 @@ def drop_caches() -> None:
 def _drop_before(ask: Callable[..., Any]) -> Callable[..., Any]:
     """`collective_rpc` that drops caches before workers are asked to take weights."""
 
-    # With its signature, by which vLLM converts what a server's process asks of it.
+    # `wraps` keeps the signature, by which vLLM converts the arguments of a server's requests.
     @wraps(ask)
     def collective_rpc(self: Any, method: Any, *args: Any, **named: Any) -> Any:
         if method == "update_weights" and _is_ours(self.vllm_config):
@@ -101,7 +101,7 @@ def _list_keeping(connector: Any) -> list[str]:
     if parts is not None:
         return [kind for part in parts for kind in _list_keeping(part)]
     kind = type(connector)
-    # Behind memory: vLLM leaves files and servers as they are.
+    # Tiers behind memory, such as files and servers: vLLM does not drop what they keep.
     manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
     tiers = getattr(manager, "secondary_tiers", ())
     drops = kind.reset_cache is not KVConnectorBase_V1.reset_cache
@@ -122,7 +122,8 @@ def drop_parts(worker: Any) -> bool:
     worker holds the cached outputs of a query (for late interaction); otherwise returns False.
     """
     runner = worker.model_runner
-    # Of vLLM's two runners, one pools beside itself, on the last stage alone, and drops parts itself.
+    # One of vLLM's two model runners has a `pooling_runner` (None except on the last pipeline stage), which drops parts
+    # by itself. The other one pools, and has `requests`.
     pooling = getattr(runner, "pooling_runner", runner)
     if pooling is not None and pooling.late_interaction_runner._query_cache:
         return True
@@ -134,10 +135,10 @@ def drop_parts(worker: Any) -> bool:
 def _drop(core: Any) -> None:
     """Drop the engine's caches of keys and of encoded images. Raises ExchangeError if some keys remain."""
     try:
-        # Without requests in flight, nothing would be dropped as long as there are any.
+        # reset_running_requests: else vLLM drops nothing as long as requests are in flight.
         dropped = core.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
     except RuntimeError as error:
-        # As where a connector still sends the keys of requests that have ended.
+        # For example, a connector still sends the keys of requests that have ended.
         raise ExchangeError(
             f"vLLM cannot drop cached keys and values of old weights now: {message_of(error)}; call send_weights again"
         ) from error

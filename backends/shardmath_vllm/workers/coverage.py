@@ -62,10 +62,10 @@ def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequenc
     names match a glob in `own`.
     """
     faults = []
-    for native, left in recorded.unwritten.items():
-        padded = _count_padding(model, native)
-        if left > padded and not matches(native, (*OF_VLLM, *own)):
-            faults.append(f"{left - padded} elements of {native!r}")
+    for native, n_unwritten in recorded.unwritten.items():
+        n_padding = _count_padding(model, native)
+        if n_unwritten > n_padding and not matches(native, (*OF_VLLM, *own)):
+            faults.append(f"{n_unwritten - n_padding} elements of {native!r}")
     if faults:
         listed = "\n".join(faults)
         raise StoreError(

@@ -73,8 +73,8 @@ class Loading:
         """
 
         def load(pairs: Iterable[tuple[str, Tensor]]) -> None:
-            given = pairs if checkpoint is None else convert(checkpoint, pairs)
-            self._model.load_weights(given)  # type: ignore[operator]
+            loader_pairs = pairs if checkpoint is None else convert(checkpoint, pairs)
+            self._model.load_weights(loader_pairs)  # type: ignore[operator]
 
         try:
             self.begin()
@@ -94,6 +94,7 @@ class Loading:
         """Raise StoreError if a written module has another tensor of the engine's, which an update could not keep."""
         written = [native.name for native in recorded.natives if native.pieces or native.function]
         for module, names in self._find_modules(written):
+            # For the StoreError that it raises.
             _list_kept(module, set(names.values()))
 
     def _list_natives(self) -> dict[str, _Place]:
@@ -127,6 +128,7 @@ class Loading:
             # Also where `begin` was left in the middle of a module.
             if info.can_load() or info.kernel_tensors is not None:
                 self._put_back(module)
+        # A flag that vLLM's reload has changed.
         model: Any = self._model
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
 
@@ -135,9 +137,9 @@ class Loading:
         """Allocate missing memory of the tensors named in `natives`, and return these by name. `natives[name]` is the
         number of elements that the loader does not write; if it is not 0, new memory is zeroed.
 
-        Raises StoreError for others of their modules that vLLM has made something else of, which nobody can undo.
+        Raises StoreError for another tensor of these modules whose loaded values vLLM has converted and dropped.
         """
-        memory = {}
+        tensors = {}
         for module, names in self._find_modules(natives):
             taken_back = {name for name in names.values() if getattr(module, name).is_meta}
             materialize_layer(module, get_layerwise_info(module))
@@ -149,8 +151,8 @@ class Loading:
                     tensor.data = take_like(tensor.data)
                     if natives[native]:
                         tensor.data.zero_()
-                memory[native] = tensor.data
-        return memory
+                tensors[native] = tensor.data
+        return tensors
 
     @torch.no_grad()
     def process(self, natives: Collection[str]) -> None:
@@ -180,7 +182,7 @@ class Loading:
                 self._put_back(module)
         late = [module for module in self._model.modules() if is_deferred_attention_layer(module)]
         written = [module for module in late if not get_layerwise_info(module).can_load()]
-        # The type as when weights were loaded first: what attention leaves empty is of it.
+        # The default dtype is as at the first load: attention makes its empty tensors of it.
         with set_default_torch_dtype(self._config.dtype):
             # What is left are attention layers, which vLLM processes last, except those that were written to.
             finalize_layerwise_reload(self._model, self._config)
@@ -199,6 +201,7 @@ class Loading:
         self._restore_others(module)
 
     def _restore_others(self, module: nn.Module) -> None:
+        """Put back what `begin` found under the names of loaded tensors, other than tensors."""
         for name, other in self._other_values.pop(module, {}).items():
             if other is None:
                 module.register_parameter(name, None)

@@ -1,9 +1,9 @@
 """Memory of a layer that is received: on a CPU it comes from the system, and goes back to it.
 
-1. In huge pages, where the system has them. To fault in 4 KiB at a time takes longer than to receive what goes there.
-2. It goes as soon as nobody has the tensor. What vLLM takes meanwhile comes from glibc's allocator, which keeps what is
-   freed for whoever asks next: pieces of many sizes, few of which fit where others were, so that a worker's memory
-   would grow by several layers.
+1. It is in huge pages, if the system has them: to fault in 4 KiB at a time takes longer than to receive the data.
+2. It goes back as soon as nobody has the tensor. What vLLM allocates meanwhile comes from glibc's allocator, which
+   keeps freed memory for later requests. These are pieces of many sizes, few of which fit where others were, so that a
+   worker's memory would grow by several layers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def take_like(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" or nbytes < LEAST:
         return tensor
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Kernels may be built without them.
+    # Linux may be built without huge pages.
     with suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     cells = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)

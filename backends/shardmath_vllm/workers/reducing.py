@@ -64,14 +64,15 @@ def reducing(groups: Mapping[str, dist.ProcessGroup]) -> Iterator[None]:
     """
     getters = {getter: getattr(quant_utils, getter) for getter in groups}
     try:
-        # Only what quantization sees: torch does not know these groups, which other parts of vLLM would ask it.
+        # Replaced only in quantization: other parts of vLLM would ask torch for these groups, which it does not know.
         for getter, group in groups.items():
             setattr(quant_utils, getter, partial(SimpleNamespace, device_group=group))
         yield
     except ShardError:
         raise
     except (RuntimeError, ValueError) as error:
-        # torch logs a collective that failed, and that log raises for a group that torch does not know.
+        # torch logs a collective that failed, and the log raises for a group that torch does not know. Then the failure
+        # itself is the error's context.
         cause = error.__context__ or error
         if groups and says_ended(str(cause)):
             what = f"another worker of this engine failed as both quantized ({word_error(cause)})"

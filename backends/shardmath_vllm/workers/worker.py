@@ -143,7 +143,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
                 "this worker is not connected to a trainer; call init_weight_transfer_engine first"
             )
         if update_info.meeting != self._meeting:
-            # Ranks of the one that was joined last have not come for this.
+            # The ranks of the latest connection take no part in this update.
             raise ExchangeError(
                 f"the update is for connection {update_info.meeting!r}, but this engine has joined another trainer "
                 f"since, {self._meeting!r}; connect to it again by trainer_init"
@@ -183,16 +183,16 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         """Receive the tensors of one refit, and have vLLM make its running tensors of them, then free them."""
         refit = link.refits[number]
         assert link.recorded is not None, "workers have recorded"
-        own, engine = find_engine(refit.planned, link.place)
-        stored = {native for _, native in engine.natives(link.place)}
+        engine_name, engine = find_engine(refit.planned, link.place)
+        stored_names = {native for _, native in engine.natives(link.place)}
         unwritten = link.recorded.unwritten
-        left = {name: unwritten.get(name, 0) for name in stored}
-        refit.prepare(dst={own: self._loading.materialize(left)}, modules=())
-        # Where ranks process together, none begins to before all of them have what is to be processed.
+        unwritten_counts = {name: unwritten.get(name, 0) for name in stored_names}
+        refit.prepare(dst={engine_name: self._loading.materialize(unwritten_counts)}, modules=())
+        # If ranks process together, none begins before all of them have the tensors to process.
         refit(acknowledge=link.acknowledges)
         # Nobody else has these tensors now, so each module's go as soon as vLLM has made of them what it runs.
         refit.release()
-        self._loading.process(stored)
+        self._loading.process(stored_names)
 
     def finish_weight_update(self) -> None:
         """Do nothing: an update has ended on this worker when `update_weights` returns or raises."""

@@ -56,12 +56,12 @@ def quantized_parts(tensor: object, *, columnwise: bool | None = None) -> Quanti
     `Float8Tensor`. Raises FormatError for other tensors, for a copy that is not there, and for swizzled scales, which
     are no view of scales.
     """
-    found = _find_reader(tensor)
-    if found is None:
+    reader = _find_reader(tensor)
+    if reader is None:
         what = f"{type(tensor).__name__} is not a quantized tensor of TransformerEngine or torchao"
         fix = "pass its data and scales as plain tensors to smt.dequantize, with a format of sm.formats"
         raise FormatError(f"{what} that is known here; {fix}")
-    return found(tensor, columnwise)
+    return reader(tensor, columnwise)
 
 
 def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
@@ -76,10 +76,10 @@ def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
         return sendable(compat.local_of(param), dtype)
     if _find_reader(param) is not None and not _is_swizzled(param):
         return _read(param, dtype)
-    own = _find_dequantizer(param)
-    if own is not None:
-        claimed = dtype or getattr(param, "dtype", None) or torch.float32
-        return own().detach().to(claimed)
+    dequantizer = _find_dequantizer(param)
+    if dequantizer is not None:
+        result_dtype = dtype or getattr(param, "dtype", None) or torch.float32
+        return dequantizer().detach().to(result_dtype)
     if not isinstance(param, Tensor):
         raise FormatError(f"{shown(param)} is not a tensor; pass a torch.Tensor or Parameter")
     # Assigned to a name, since mypy would narrow the type by the call.
@@ -108,13 +108,14 @@ def _find_dequantizer(param: object) -> Callable[[], Tensor] | None:
 def _read(param: Any, dtype: torch.dtype | None) -> Tensor:
     """The numbers of a quantized tensor."""
     format, parts = quantized_parts(param)
-    claimed = dtype or getattr(param, "dtype", None) or torch.float32
-    numbers = dequantize(format, tuple(parts.values()), claimed)
+    result_dtype = dtype or getattr(param, "dtype", None) or torch.float32
+    numbers = dequantize(format, tuple(parts.values()), result_dtype)
     shape = param.shape if isinstance(param, Tensor) else numbers.shape
     return numbers.reshape(shape)
 
 
 def _find_reader(tensor: object) -> Reader | None:
+    """The function in READERS that reads this kind of tensor; None for other tensors."""
     for names, reader in READERS:
         if all(hasattr(tensor, name) for name in names):
             return reader
@@ -137,14 +138,15 @@ def _make_quantized(format: Format, data: Tensor, scales: Tensor) -> Quantized:
             f"quantized tensor, not a slice of it"
         )
     # Scales of one byte are viewed as bytes; float32 scales stay float32.
-    typed = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
-    return Quantized(format, {"data": data.view(torch.uint8), "scales": typed})
+    plain_scales = scales if scales.dtype == torch.float32 else scales.view(torch.uint8)
+    return Quantized(format, {"data": data.view(torch.uint8), "scales": plain_scales})
 
 
 def _name_element(dtype: object) -> str:
     """ "e4m3" or "e5m2", from a dtype of torch or TransformerEngine. Raises FormatError for another dtype."""
     name = str(dtype).lower()
     for element in ("e4m3", "e5m2"):
+        # AMD's fnuz types have another exponent bias.
         if element in name and "fnuz" not in name:
             return element
     raise FormatError(
@@ -153,7 +155,7 @@ def _name_element(dtype: object) -> str:
 
 
 def _strip_padding(scales: Tensor, sizes: Sequence[int]) -> Tensor:
-    """The scales without padding."""
+    """The scales without padding: the first `sizes[d]` in each dimension d. Raises FormatError if there are fewer."""
     for d, n in enumerate(sizes):
         if scales.shape[d] < n:
             what = f"scales have shape {tuple(scales.shape)}, but the data need at least {tuple(sizes)}"
@@ -186,33 +188,33 @@ def _read_engine_mx(tensor: Any, columnwise: bool | None) -> Quantized:
     data, scales, is_columnwise = _choose_copy(tensor, columnwise)
     element = _name_element(tensor._fp8_dtype)
     format = MXFP8(element, axis=-2 if is_columnwise else -1)
-    flat = data.flatten(0, -2)
+    matrix = data.flatten(0, -2)
     return _make_quantized(
-        format, flat, _strip_padding(scales, format.scale_shape(tuple(flat.shape)))
+        format, matrix, _strip_padding(scales, format.scale_shape(tuple(matrix.shape)))
     )
 
 
 def _read_engine_blocks(tensor: Any, columnwise: bool | None) -> Quantized:
     """Read a Float8BlockwiseQTensor: the columnwise copy is transposed, and so are scales of 1 x 128."""
     data, scales, is_columnwise = _choose_copy(tensor, columnwise)
-    # The columnwise copy has the last dimension first.
-    flat = data.flatten(1) if is_columnwise else data.flatten(0, -2)
-    rows, columns = flat.shape
-    across = -(-columns // TILE)
+    # The columnwise copy has the last dimension first. The others are flattened into one.
+    matrix = data.flatten(1) if is_columnwise else data.flatten(0, -2)
+    rows, columns = matrix.shape
+    tiles_across = -(-columns // TILE)
     if tensor._is_2D_scaled:
         block = TILE, TILE
-        block_scales = _strip_padding(scales, (-(-rows // TILE), across))
+        block_scales = _strip_padding(scales, (-(-rows // TILE), tiles_across))
     else:
         block = 1, TILE
-        block_scales = _strip_padding(scales, (across, rows)).t()
+        block_scales = _strip_padding(scales, (tiles_across, rows)).t()
     if is_columnwise:
         block = block[::-1]
-        flat = flat.t()
+        matrix = matrix.t()
         block_scales = block_scales.t()
     quantizer = getattr(tensor, "_quantizer", None)
-    is_power = bool(getattr(quantizer, "force_pow_2_scales", True))
-    format = FP8Blocks(block, is_power, _name_element(tensor._fp8_dtype))
-    return _make_quantized(format, flat, block_scales)
+    has_power_scales = bool(getattr(quantizer, "force_pow_2_scales", True))
+    format = FP8Blocks(block, has_power_scales, _name_element(tensor._fp8_dtype))
+    return _make_quantized(format, matrix, block_scales)
 
 
 def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantized:
@@ -261,7 +263,8 @@ def _read_ao_float8(tensor: Any, columnwise: bool | None) -> Quantized:
     block = tuple(map(min, tensor.block_size, shape))
     if block == shape or scale.numel() == 1:
         return _make_quantized(FP8(data=element), data, scale.reshape((1,) * data.ndim))
-    if block == (1,) * (len(shape) - 1) + shape[-1:]:
+    whole_row = (1,) * (len(shape) - 1) + shape[-1:]
+    if block == whole_row:
         return _make_quantized(FP8("channel", data=element), data, scale)
     return _make_quantized(FP8Blocks(block, data=element), data, scale)
 

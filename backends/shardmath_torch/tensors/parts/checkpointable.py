@@ -95,13 +95,11 @@ def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
         runs = _make_runs(shape, tensor.shape, boxes)
     except (ShardError, TypeError, ValueError) as error:
         raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)}: {error}") from error
-    held = sum(math.prod(n for _, _, n in box) for box in boxes)
-    product = math.prod(part.size for part in runs)
-    if held != product:
+    n_held = sum(math.prod(n for _, _, n in box) for box in boxes)
+    n_product = math.prod(part.size for part in runs)
+    if n_held != n_product:
         fix = "set boxes that are all combinations of some ranges of each dimension"
-        what = (
-            f"the boxes have {held} elements, but all combinations of their ranges have {product}"
-        )
+        what = f"the boxes have {n_held} elements, but all combinations of their ranges have {n_product}"
         raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)}: {what}; {fix}")
     return LocalRuns(shape, runs)
 
@@ -111,29 +109,29 @@ def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
     shape = tuple(map(operator.index, tensor.global_shape))
     sides = zip(tensor.local_offsets, tensor.global_offsets, tensor.local_sizes, strict=True)
     boxes = []
-    for local, whole, sizes in sides:
-        if not len(local) == len(whole) == len(sizes) == len(shape) == tensor.ndim:
-            given = f"local {tuple(local)}, global {tuple(whole)}, sizes {tuple(sizes)}"
+    for local_offsets, global_offsets, sizes in sides:
+        if not len(local_offsets) == len(global_offsets) == len(sizes) == len(shape) == tensor.ndim:
+            offsets = f"local {tuple(local_offsets)}, global {tuple(global_offsets)}, sizes {tuple(sizes)}"
             ndims = (
                 f"but global_shape has {len(shape)} dimensions and the local tensor {tensor.ndim}"
             )
-            raise ValueError(f"a box has {given}, {ndims}; set one number per dimension in each")
-        box = tuple(zip(local, whole, sizes, strict=True))
+            raise ValueError(f"a box has {offsets}, {ndims}; set one number per dimension in each")
+        box = tuple(zip(local_offsets, global_offsets, sizes, strict=True))
         if all(n for _, _, n in box):
             boxes.append(box)
     return shape, boxes
 
 
-def _make_runs(shape: _Numbers, local: _Numbers, boxes: Sequence[_Box]) -> tuple[Runs, ...]:
-    """The Runs of each dimension that has them. Raises RunsError for boxes that overlap or are outside."""
+def _make_runs(shape: _Numbers, local_shape: _Numbers, boxes: Sequence[_Box]) -> tuple[Runs, ...]:
+    """Per dimension, the Runs of the boxes in it. Raises RunsError for boxes that overlap or are outside."""
     if not boxes and not shape:
         lists = "global_offsets, local_offsets and local_sizes"
         raise ValueError(
             f"global_shape is (), but there is no box, so no rank would hold the scalar; "
             f"set {lists} to one () each: ((),)"
         )
-    found = []
-    for d, (n, size) in enumerate(zip(shape, local, strict=True)):
+    runs_by_dimension = []
+    for d, (n, size) in enumerate(zip(shape, local_shape, strict=True)):
         segments = {box[d] for box in boxes}
         if not boxes and d and n == size:
             # An empty first dimension already makes the part empty; the others may be whole.
@@ -144,14 +142,14 @@ def _make_runs(shape: _Numbers, local: _Numbers, boxes: Sequence[_Box]) -> tuple
                 f"the boxes end at {runs.extent} in dimension {d}, whose length is {n}; set "
                 f"global_offsets and local_sizes inside it"
             )
-        found.append(runs)
-    return tuple(found)
+        runs_by_dimension.append(runs)
+    return tuple(runs_by_dimension)
 
 
 def _show_attributes(tensor: Any) -> str:
     """The attributes, for an error."""
-    said = [f"{name}={shown(getattr(tensor, name))}" for name in ATTRIBUTES]
-    return f"{list(tensor.shape)} with {', '.join(said)}"
+    attributes = [f"{name}={shown(getattr(tensor, name))}" for name in ATTRIBUTES]
+    return f"{list(tensor.shape)} with {', '.join(attributes)}"
 
 
 # Boxes -> Layout
@@ -170,8 +168,8 @@ def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[st
     parts = {name: tensor for name, tensor in tensors.items() if is_checkpointable(tensor)}
     if not parts:
         return {}
-    said = (ask or _gather_boxes)(parts)
-    return {name: _find_layout(name, tensor, said[name]) for name, tensor in parts.items()}
+    boxes = (ask or _gather_boxes)(parts)
+    return {name: _find_layout(name, tensor, boxes[name]) for name, tensor in parts.items()}
 
 
 def _gather_boxes(tensors: Mapping[str, Tensor]) -> dict[str, dict[int, LocalRuns]]:
@@ -241,10 +239,12 @@ def checkpointable(local: Tensor, layout: Layout) -> Tensor:
             what = f"rank {rank} passes a tensor of shape {tuple(local.shape)}, but its part of {layout}"
             raise LayoutError(f"{what} has {expected}; pass this rank's local tensor")
         boxes += itertools.product(*(runs.segments for runs in layout.runs(rank)))
-    boxes_by_name: Any = local
-    boxes_by_name.global_shape = layout.shape
-    boxes_by_name.local_offsets, boxes_by_name.global_offsets, boxes_by_name.local_sizes = (
-        tuple(tuple(segment[side] for segment in box) for box in boxes) for side in range(3)
+    # Any, since Tensor does not declare these attributes.
+    marked: Any = local
+    marked.global_shape = layout.shape
+    # The fields of a segment, in the order of _Box.
+    marked.local_offsets, marked.global_offsets, marked.local_sizes = (
+        tuple(tuple(segment[field] for segment in box) for box in boxes) for field in range(3)
     )
     return local
 

@@ -80,6 +80,8 @@ class Run(NamedTuple):
 class TypedElements:
     """A numbering of all elements of the checkpoint tensors of one dtype, with test values for trial runs of a weight
     loader. From the test values in a loaded tensor, the caller finds which element is at which position.
+
+    `place` numbers the dtypes, and makes their random orders differ. `wanted` has the dtypes of targets.
     """
 
     def __init__(
@@ -96,7 +98,9 @@ class TypedElements:
         sizes = [math.prod(shape) for shape in shapes.values()]
         self.starts: _Flat = np.cumsum([0, *sizes])
         self.size = int(self.starts[-1])
+        # The first arguments of the cached functions below.
         self._digits = real(dtype), wanted
+        # An element's number has `digits` digits to this base, each shown by one value of the type.
         self.base = len(_list_digits(*self._digits))
         self.digits = 1
         while self.base**self.digits < self.size:
@@ -120,6 +124,7 @@ class TypedElements:
         real_part = self._draw_part(numbers, run)
         if not self.dtype.is_complex:
             return real_part
+        # The real part's digits identify the element already.
         way = "drawn" if run.way == "digit" else run.way
         imaginary_part = self._draw_part(numbers, Run(way, run.seed + IMAGINARY, run.byte))
         return np.stack([real_part, imaginary_part], axis=1).reshape(-1)
@@ -128,13 +133,14 @@ class TypedElements:
         """The values of these elements, of real numbers or of one part of complex ones."""
         if run.way == "digit" and run.seed < self.digits:
             table = _permute(*self._digits, (run.seed, self.place))
-            digit: Words = table[numbers // self.base**run.seed % self.base]
-            return digit
+            values: Words = table[numbers // self.base**run.seed % self.base]
+            return values
         # A hash: the upper bits of a product with an odd number, in which neighbors are far apart. Numbers begin
-        # with 1, as 0 would have the same hash in every run.
+        # with 1, as 0 would have the same hash in every run. 16 bits remain: a position in a table of TABLE values.
         factors = numbers.astype(np.uint64) + np.uint64(1)
         hashes = (factors * _draw_odd(run.seed, self.place)) >> np.uint64(48)
-        drawn: Words = _tabulate(*self._digits, run.way, (run.seed, self.place))[hashes]
+        table = _tabulate(*self._digits, run.way, (run.seed, self.place))
+        drawn: Words = table[hashes]
         return drawn
 
     def goes_to(self, dtype: torch.dtype) -> bool:
@@ -171,14 +177,14 @@ def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
     """
     digits = max((kind.digits for kind in kinds), default=1)
     is_wide = any(kind.base < len(list_finite(real(kind.dtype))) for kind in kinds)
-    further = _count_further(kinds)
+    n_further = _count_further(kinds)
     # All seeds differ, except that one run is repeated in three ways.
     ways = [("digit", digit) for digit in range(digits)]
     ways.append(("few", digits))
     ways += [(way, digits + 1) for way in ("drawn", "mirrored", "inverse")]
-    ways += [("drawn", digits + 2 + i) for i in range(further)]
+    ways += [("drawn", digits + 2 + i) for i in range(n_further)]
     # Most numbers of a wide type are too large or too small for a target of few bits.
-    ways += [("held", digits + 2 + further + i) for i in range(further * is_wide)]
+    ways += [("held", digits + 2 + n_further + i) for i in range(n_further * is_wide)]
     ways += [(way, 0) for way in _list_special(kinds)]
     fill_bytes = np.random.default_rng(0).integers(0x21, 0x60, len(ways)).tolist()
     # The same byte before a run and its mirror image, so that no element has this value in both.
@@ -199,16 +205,18 @@ def _vary_found(runs: list[Run], digits: int) -> list[Run]:
 
 
 def _count_further(kinds: Sequence[TypedElements]) -> int:
-    """The number of further runs, enough that no cell has an element's values by chance."""
-    least = min((kind.base for kind in kinds), default=TABLE)
-    few = sum(kind.size for kind in kinds) <= FEW
-    return max(FURTHER[few], math.ceil(BITS / math.log2(least)))
+    """The number of further runs, enough that no position in a target has an element's values by chance."""
+    least_base = min((kind.base for kind in kinds), default=TABLE)
+    is_few = sum(kind.size for kind in kinds) <= FEW
+    return max(FURTHER[1] if is_few else FURTHER[0], math.ceil(BITS / math.log2(least_base)))
 
 
 def _list_special(kinds: Sequence[TypedElements]) -> list[str]:
     """The special runs for which at least one of these types has values."""
     types = {real(kind.dtype) for kind in kinds}
-    return [way for way, list_all in SPECIAL.items() if any(len(list_all(one)) for one in types)]
+    return [
+        way for way, list_all in SPECIAL.items() if any(len(list_all(dtype)) for dtype in types)
+    ]
 
 
 @memo()
@@ -221,11 +229,11 @@ def _list_digits(dtype: torch.dtype, wanted: tuple[torch.dtype, ...]) -> Words:
         except (RuntimeError, TypeError):
             continue
         finite = is_finite(images, to)
-        _, first = np.unique(images[finite], return_index=True)
-        kept = words[finite][first]
+        _, first_of_each = np.unique(images[finite], return_index=True)
+        distinct = words[finite][first_of_each]
         # With one value left there are no digits, and no element can be in a target of that type.
-        if len(kept) > 1:
-            words = kept
+        if len(distinct) > 1:
+            words = distinct
     return words
 
 
@@ -248,8 +256,8 @@ def _order_images(
 @memo()
 def _draw_odd(seed: int, place: int) -> np.uint64:
     """The odd factor of the hash in a run, for the type at this place."""
-    drawn = np.random.default_rng((seed, place)).integers(1 << 63, dtype=np.uint64)
-    return np.uint64(drawn * 2 + 1)
+    number = np.random.default_rng((seed, place)).integers(1 << 63, dtype=np.uint64)
+    return np.uint64(number * 2 + 1)
 
 
 @memo()
@@ -262,14 +270,15 @@ def _tabulate(
         special = SPECIAL[way](dtype)
         pool = special if len(special) else pool
     elif way == "few":
-        # The two zeros, and two other values.
+        # The two zeros, which have the least magnitudes, and any two other values.
         zeros = order(pool, dtype)[:2]
         pool = pool[[*zeros, len(pool) // 3, len(pool) // 2 + len(pool) // 7]]
-    drawn = np.random.default_rng(seed).integers(0, len(pool), TABLE)
+    indices = np.random.default_rng(seed).integers(0, len(pool), TABLE)
     if way == "mirrored":
-        drawn = len(pool) - 1 - drawn
+        indices = len(pool) - 1 - indices
     elif way == "inverse":
+        # The value whose rank by magnitude is as far from the end as the drawn value's is from the start.
         by_size = order(pool, dtype)
-        rank = np.argsort(by_size)
-        drawn = by_size[len(pool) - 1 - rank[drawn]]
-    return pool[drawn]
+        size_rank = np.argsort(by_size)
+        indices = by_size[len(pool) - 1 - size_rank[indices]]
+    return pool[indices]

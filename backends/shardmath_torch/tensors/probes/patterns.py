@@ -68,8 +68,8 @@ def cast(words: Words, dtype: torch.dtype, to: torch.dtype) -> Words:
     """Cast elements, given by their bits (`words`), from `dtype` to `to` as torch does; return the results' bits."""
     if dtype == to:
         return words
-    made: Words = as_words(as_tensor(words, dtype).to(to)).numpy()
-    return made
+    cast_words: Words = as_words(as_tensor(words, dtype).to(to)).numpy()
+    return cast_words
 
 
 def repeat(byte: int, dtype: torch.dtype) -> int:
@@ -79,6 +79,7 @@ def repeat(byte: int, dtype: torch.dtype) -> int:
     if dtype == torch.bool:
         return byte % 2
     size = real(dtype).itemsize
+    # Words of one byte are unsigned, longer ones signed (WORDS).
     return int.from_bytes(bytes([byte] * size), "little", signed=size > 1)
 
 

@@ -43,6 +43,7 @@ class Before:
     """
 
     def __init__(self, holders: Sequence[nn.Module | MutableMapping[str, Tensor]]) -> None:
+        # Each container with a shallow copy of it.
         self._containers: list[tuple[_Container, Any]] = []
         self._tensors: list[_TensorBefore] = []
         known: set[int] = set()
@@ -54,6 +55,7 @@ class Before:
                     self._tensors.append(_TensorBefore(value))
                     for attribute in _list_attributes(value):
                         self._containers.append((attribute, _copy(attribute)))
+        # By key of memory, its bytes and a copy of them.
         self._bytes: dict[int, tuple[Tensor, Tensor]] = {}
         # The bytes of memory when a loader began, if these are not the bytes to restore.
         self._spoiled: dict[int, Tensor] = {}
@@ -119,6 +121,7 @@ class _TensorBefore:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
         self.kind = type(tensor)
+        # The dict itself: what is in it is restored with the other containers.
         self.attributes = vars(tensor)
         self.grad = tensor.grad if tensor.is_leaf else None
         self.requires_grad = tensor.requires_grad
@@ -146,9 +149,9 @@ class _TensorBefore:
     def _take_memory(self, memory: Tensor) -> None:
         """Give the tensor this memory back, in its size then, with shape and strides."""
         storage = memory.untyped_storage()
-        spare = storage.nbytes() - self.size
+        growth = storage.nbytes() - self.size
         # Memory that numpy has seen keeps its size, which may be more than before.
-        if spare < 0 or (spare and storage.resizable()):
+        if growth < 0 or (growth and storage.resizable()):
             storage.resize_(self.size)
         if describe(self.tensor) == describe(memory):
             return

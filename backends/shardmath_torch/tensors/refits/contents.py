@@ -63,17 +63,18 @@ class Content:
         source = view.expand(into.shape)
         # Broadcast dimensions have stride 0 in the source.
         broadcast: list[Block] = []
-        moving: list[Block] = []
+        strided: list[Block] = []
         for block in zip(into.shape, into.stride(), source.stride(), strict=True):
-            (moving if block[2] else broadcast).append(block)
+            _, _, source_stride = block
+            (strided if source_stride else broadcast).append(block)
         start = int(into.storage_offset()), int(source.storage_offset())
-        piece = Piece(self.tensor, *start, tuple(moving))
-        # Cells count as one unlimited dimension, so that any stride is along it.
+        piece = Piece(self.tensor, *start, tuple(strided))
+        # Cells (positions in the memory of `into`) count as one unlimited dimension, so that any stride is along it.
         boxes = align(piece, (ALL,), self.shape)
         return [self._translate(box, broadcast) for box in boxes]
 
     def _translate(self, box: Box, broadcast: Sequence[Block]) -> Piece:
-        """The piece of a box whose elements are cells of this memory, by elements of the logical tensor."""
+        """The piece that a box describes. The box counts elements in this memory, the piece in the logical tensor."""
         element = self.start
         for coordinate, stride in zip(box.element, self.strides, strict=True):
             element += coordinate * stride

@@ -39,7 +39,7 @@ def find_contradictions(
     Elements are compared only for a DTensor that is one whole logical tensor, has the planned shape, and has placements
     that tell its elements.
     """
-    whole = _find_whole(stored, slots)
+    name_by_native = _find_whole(stored, slots)
     faults = []
     for native, tensor in natives.items():
         if native not in stored or not isinstance(tensor, DTensor):
@@ -49,16 +49,16 @@ def find_contradictions(
             placed = f"a DTensor with placements {placements}, of which a rank holds a partial sum"
             fix = "redistribute it to Shard or Replicate first"
             faults.append(f"{show_native(native)} is {placed}; {fix}")
-        elif native in whole:
-            local = whole[native]
-            faults += _compare(native, tensor, layouts[local], slots[local], rank)
+        elif native in name_by_native:
+            name = name_by_native[native]
+            faults += _compare(native, tensor, layouts[name], slots[name], rank)
     return faults
 
 
 def _find_whole(
     stored: Mapping[Native, tuple[int, ...]], slots: Mapping[str, Slot]
 ) -> dict[Native, str]:
-    """The local tensor that fills a whole stored one, by stored tensor."""
+    """The name of the planned tensor that fills a whole stored one, by stored tensor."""
     whole = {}
     for name, slot in slots.items():
         native = slot.chunk, slot.native
@@ -77,17 +77,16 @@ def _is_whole(slot: Slot, shape: tuple[int, ...]) -> bool:
 
 def _compare(native: Native, tensor: DTensor, layout: Layout, slot: Slot, rank: int) -> list[str]:
     """The error if the DTensor has other elements on the rank than the layout, as a list; [] if it agrees."""
+    # The stored tensor may have the layout's dimensions in another order.
     shape = tuple(layout.shape[i] for i in slot.order)
     if tuple(tensor.shape) != shape:
         return []
-    fits = _list_fitting(tensor, rank)
-    held = layout.indices(rank)
-    wanted = [held[i] for i in slot.order]
-    if not fits or any(_has_elements(reading, wanted, rank) for reading in fits):
+    fitting = _list_fitting(tensor, rank)
+    planned = layout.indices(rank)
+    expected = [planned[i] for i in slot.order]
+    if not fitting or any(_has_elements(reading, expected, rank) for reading in fitting):
         return []
-    what = (
-        f"{show_native(native)} is a DTensor with the layout {fits[-1]}, but the plan has {layout}"
-    )
+    what = f"{show_native(native)} is a DTensor with the layout {fitting[-1]}, but the plan has {layout}"
     return [
         f"{what}, with other elements on rank {rank}; plan the refit with the DTensor's layout, "
         f"or redistribute the DTensor"
@@ -107,5 +106,5 @@ def _list_fitting(tensor: DTensor, rank: int) -> list[Layout]:
 
 def _has_elements(layout: Layout, wanted: list[NDArray[np.int64]], rank: int) -> bool:
     """Whether the rank has these elements, by dimension, under the layout."""
-    held = layout.indices(rank)
-    return all(map(np.array_equal, held, wanted))
+    indices = layout.indices(rank)
+    return all(map(np.array_equal, indices, wanted))

@@ -101,15 +101,15 @@ def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None 
         return
     keepers = _find_keepers()
     searched = _list_modules() if modules is None else _list_submodules(modules)
-    views = dict(by_id)
+    unowned = dict(by_id)
     for held_at in _list_places(searched):
         for each in by_id.get(id(held_at.tensor), []):
             layout = each.memory_layout
             keeper = keepers.get(id(each.tensor))
             each.places.append(held_at._replace(memory_layout=layout, keeper=keeper))
-            views.pop(id(each.tensor), None)
+            unowned.pop(id(each.tensor), None)
     if modules is not None:
-        _find_owners_of_views([*chain.from_iterable(views.values())], searched, keepers)
+        _find_owners_of_views([*chain.from_iterable(unowned.values())], searched, keepers)
 
 
 def _find_owners_of_views(
@@ -117,26 +117,26 @@ def _find_owners_of_views(
 ) -> None:
     """Add to these records the places of the modules' tensors with which they share memory."""
     by_number = {str(number): each for number, each in enumerate(views)}
-    seen = _see_memory({number: each.tensor for number, each in by_number.items()})
+    view_parts = _find_memory({number: each.tensor for number, each in by_number.items()})
     places = {str(number): place for number, place in enumerate(_list_places(modules))}
-    held = _see_memory({number: place.tensor for number, place in places.items()})
-    for one, other in find_meeting_sides(held, seen):
-        if shares_memory(held[one], seen[other]):
-            tensor = places[one].tensor
+    held_parts = _find_memory({number: place.tensor for number, place in places.items()})
+    for place_key, view_key in find_meeting_sides(held_parts, view_parts):
+        if shares_memory(held_parts[place_key], view_parts[view_key]):
+            tensor = places[place_key].tensor
             layout, keeper = describe(tensor), keepers.get(id(tensor))
-            place = places[one]._replace(memory_layout=layout, keeper=keeper)
-            by_number[other].places.append(place)
+            place = places[place_key]._replace(memory_layout=layout, keeper=keeper)
+            by_number[view_key].places.append(place)
 
 
-def _see_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _find_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rank's own parts of those tensors that have memory."""
-    seen = {}
+    parts = {}
     for key, tensor in tensors.items():
         if _describe_safely(tensor) is not None:
             local = plain(to_local(tensor))
             if not missing_memory(local):
-                seen[key] = local
-    return seen
+                parts[key] = local
+    return parts
 
 
 def _list_places(modules: Iterable[nn.Module]) -> Iterator[_HeldAt]:

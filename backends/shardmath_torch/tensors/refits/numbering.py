@@ -35,7 +35,7 @@ from shardmath_torch.tensors.probes.patterns import (
 __all__ = ["Found", "Numbering", "Reading", "is_left"]
 
 Found: TypeAlias = int | Tensor
-"""The values of a target before a run: the word of all, or a tensor."""
+"""The values of a target before a run: the word (bits as an integer) of all, or a tensor."""
 
 _Flat: TypeAlias = NDArray[np.int64]
 _Truths: TypeAlias = NDArray[np.bool_]
@@ -120,12 +120,12 @@ class Reading:
         position of one model tensor. `found` is this tensor's content before the run, `after` its content after it.
         """
         words = _flatten(after, self.dtype)
-        left = is_left(found, after)
-        if run.way in SPECIAL and left.all():
+        unchanged = is_left(found, after)
+        if run.way in SPECIAL and unchanged.all():
             return
         if run.value is None:
-            self._wrote[run.keeps].append(not left.all())
-        self.unwritten = self.unwritten & left
+            self._wrote[run.keeps].append(not unchanged.all())
+        self.unwritten = self.unwritten & unchanged
         self.zero = self.zero & (words == 0).all(axis=1)
         if len(self._digit_runs) < self.digits:
             # A copy, since the next run writes into the same memory.
@@ -138,6 +138,7 @@ class Reading:
 
     def _guess(self) -> None:
         """Identify the element in each cell by the digits of its number."""
+        # Of complex numbers only the real part has digits.
         digits = [words[:, 0] for _, words in self._digit_runs]
         for kind in self.kinds:
             guess = _Guess(kind, self.dtype, *kind.find(digits, self.dtype))
@@ -184,9 +185,11 @@ class Reading:
         for guess in self.guesses:
             if guess.fault and guess.fault[0] == cell:
                 return guess.fault[1]
-        casts = [f"; {other} is not cast to {self.dtype} by numbers" for other in self.others]
+        lacking_casts = [
+            f"; {other} is not cast to {self.dtype} by numbers" for other in self.others
+        ]
         what = f"position {cell} holds no element of a logical tensor"
-        return "".join([what, *casts]).replace("torch.", "")
+        return "".join([what, *lacking_casts]).replace("torch.", "")
 
     def list_pieces(self) -> list[Piece]:
         """Return Pieces that say which checkpoint element is at which position of the loaded tensor. They are for the
@@ -204,7 +207,10 @@ class Reading:
 
 
 class _Guess:
-    """The supposed element, of one type, in each cell, and whether it is `right` so far; `fault` is the first error."""
+    """The supposed element, of one type, in each cell (position in a target), and whether it is `right` so far.
+
+    `fault` is the first error: its cell, and its text.
+    """
 
     def __init__(
         self, kind: TypedElements, dtype: torch.dtype, numbers: _Flat, right: _Truths
@@ -225,8 +231,8 @@ class _Guess:
         cells = np.flatnonzero(self.right)
         if not len(cells):
             return
-        row = cast(self.kind.draw(self.numbers[cells], run), self.kind.dtype, self.dtype)
-        expected = row.reshape(len(cells), -1)
+        drawn = cast(self.kind.draw(self.numbers[cells], run), self.kind.dtype, self.dtype)
+        expected = drawn.reshape(len(cells), -1)
         actual = seen[cells]
         wrong = np.flatnonzero((expected != actual).any(axis=1))
         if self._takes_any_nan:
@@ -236,12 +242,11 @@ class _Guess:
         self.right[cells[wrong]] = False
         if self.fault is None:
             cell, wrong_row = int(cells[wrong[0]]), wrong[0]
-            value, given = (
-                _show(actual[wrong_row], self.dtype),
-                _show(expected[wrong_row], self.dtype),
-            )
+            actual_text = _show(actual[wrong_row], self.dtype)
+            expected_text = _show(expected[wrong_row], self.dtype)
             element = self.kind.name(int(self.numbers[cell]))
-            self.fault = cell, f"position {cell} holds {value}, where {element} is {given}"
+            what = f"position {cell} holds {actual_text}, where {element} is {expected_text}"
+            self.fault = cell, what
 
     def _differ(self, expected: Words, actual: Words) -> _Truths:
         """Mask of the cells with another value, if all NaN are equal."""
@@ -255,8 +260,8 @@ def is_left(found: Found, after: Tensor) -> _Truths:
     before it.
     """
     before = found if isinstance(found, int) else _flatten(found, after.dtype)
-    left: _Truths = (_flatten(after, after.dtype) == before).all(axis=1)
-    return left
+    unchanged: _Truths = (_flatten(after, after.dtype) == before).all(axis=1)
+    return unchanged
 
 
 def _flatten(after: Tensor, dtype: torch.dtype) -> Words:
@@ -284,12 +289,13 @@ def _show(words: Words, dtype: torch.dtype) -> str:
 
 def _list_pieces(kind: TypedElements, cells: _Flat, numbers: _Flat) -> list[Piece]:
     """The pieces of all logical tensors of a type, whose elements with these numbers lie in these cells."""
+    # The cells are grouped by tensor: each group is a tensor's stretch of `order`.
     tensors = np.searchsorted(kind.starts, numbers, side="right") - 1
     order = np.argsort(tensors, kind="stable")
     distinct, counts = np.unique(tensors, return_counts=True)
     ends = np.cumsum(counts)
     pieces: list[Piece] = []
-    for tensor, members in zip(distinct.tolist(), np.split(order, ends[:-1]), strict=False):
-        elements = numbers[members] - kind.starts[tensor]
-        pieces += find_pieces(kind.names[tensor], cells[members], elements)
+    for tensor, group in zip(distinct.tolist(), np.split(order, ends[:-1]), strict=False):
+        elements = numbers[group] - kind.starts[tensor]
+        pieces += find_pieces(kind.names[tensor], cells[group], elements)
     return pieces

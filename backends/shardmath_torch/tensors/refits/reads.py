@@ -40,7 +40,7 @@ class Reads(TorchDispatchMode):
     """A torch mode that notes each given tensor that an operation of this thread reads before any operation writes to
     it. The tensors' names are collected in `names`.
 
-    `lost` are the names of the tensors without data, among those `replaced`, into which they wrote.
+    `lost` has the names of the tensors without data, among those `replaced`, into which an operation writes.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class Reads(TorchDispatchMode):
     ) -> Any:
         """Note what the operation reads and writes, and run it."""
         kwargs = kwargs or {}
+        # A view reads nothing until an operation uses it.
         if not makes_views(func) and not _takes_shape(func):
             written = find_written(func, args, kwargs)
-            given = list_tensors((args, kwargs))
-            self.read(one for one in given if not any(one is into for into in written))
+            arguments = list_tensors((args, kwargs))
+            self.read(one for one in arguments if not any(one is into for into in written))
             self._written |= self._find(written)
             self.lost |= self._find(into for into in written if into.is_meta)
         return func(*args, **kwargs)

@@ -5,7 +5,7 @@ side = sm.storage.RecordedSide({rank: recorded, ...})                           
 
 1. The loader runs without data first: each of its copies is strides on both sides (`watching`). A target that this run
    does not explain is read from runs on element numbers (`numbering`), which survive any movement of elements.
-2. Every run must write the same elements into the same cells; anything else is an error.
+2. Every run must write the same elements into the same cells (positions of a target); anything else is an error.
 3. Afterwards `into` is as before. Cells that nothing wrote are counted in `Recorded.unwritten`.
 """
 
@@ -205,15 +205,15 @@ class _Recording:
         A run without data writes nothing into targets, so the loader reads what was there before. It is run again with
         other values there, and has to write the same.
         """
-        written = {key for key, listed in watch.writes.items() if listed}
-        spoiled = (written | watch.filled.keys()) & self.kept_targets.before.copied
-        if not spoiled:
+        written_keys = {key for key, listed in watch.writes.items() if listed}
+        spoiled_keys = (written_keys | watch.filled.keys()) & self.kept_targets.before.copied
+        if not spoiled_keys:
             return
-        second_watch, second_writes = self._run_watched(spoiled)
+        second_watch, second_writes = self._run_watched(spoiled_keys)
         # Sets, as threads write in any order.
-        other = [name for name in writes if set(writes[name]) != set(second_writes[name])]
-        if other or second_watch.filled != watch.filled:
-            where = repr(other[0]) if other else "its targets"
+        differing = [name for name in writes if set(writes[name]) != set(second_writes[name])]
+        if differing or second_watch.filled != watch.filled:
+            where = repr(differing[0]) if differing else "its targets"
             raise StoreError(
                 f"the loader writes {where} differently when the tensors of into= hold other "
                 f"values before it runs; record a loader that does not read what it overwrites"
@@ -292,7 +292,7 @@ class _Recording:
         return unseen
 
     def _take(self, name: str, writes: list[Write]) -> bool:
-        """Take the writes as the pieces of a target; whether they explain it."""
+        """Take the writes as the pieces of a target, and return whether they explain it."""
         operations: list[str] = []
         operations_by_piece: dict[Piece, tuple[str, ...]] = {}
         for write in writes:
@@ -334,7 +334,7 @@ class _Recording:
     # By numbers
 
     def _number(self, names: list[str]) -> bool:
-        """Record these targets from runs on element numbers; whether any is written."""
+        """Record these targets from runs on element numbers, and return whether any is written."""
         for name in names:
             if name in self.functions:
                 raise StoreError(
@@ -531,6 +531,7 @@ class _Recording:
     def _check_aliases(self, now: Mapping[str, Tensor]) -> None:
         """Raise StoreError if an alias is no longer in the memory of its target."""
         for alias, name in self.kept_targets.aliases.items():
+            # [:-1]: an alias may have another dtype.
             if alias not in now or describe(now[alias])[:-1] != describe(now[name])[:-1]:
                 raise _Unrecordable(
                     f"{alias!r} shares memory with {name!r} before the loader runs, but not "
@@ -599,14 +600,16 @@ def _count(writes: Sequence[Write]) -> int:
 
 
 def _shift_all(writes: Sequence[Write], target: Tensor) -> list[Write]:
-    """The writes by the target's own cells; unknown, so that runs on numbers read them, unless it is contiguous."""
+    """The writes, whose pieces count cells of the storage, by cells of the target. Their pieces are None (unknown) if
+    it is not contiguous: runs on numbers then find them.
+    """
     if target.is_contiguous():
         return [_shift(write, target) for write in writes]
     return [write._replace(pieces=None) for write in writes]
 
 
 def _shift(write: Write, target: Tensor) -> Write:
-    """The write by the target's own cells, which may be part of larger memory."""
+    """The write by cells of the target, which may be part of a larger storage: only pieces inside the target."""
     if write.pieces is None:
         return write
     inside = []

@@ -104,9 +104,9 @@ class _RefitStage(Stage):
             received = arrived[each.key]
             with torch.inference_mode():
                 # The next changes are put into this same tensor, and a function may write into its argument.
-                given = received if self._refit.changes is None else received.clone()
-                value = compute(each, given)
-                # Values that wait for the commit may lie in memory that the function writes again.
+                argument = received if self._refit.changes is None else received.clone()
+                value = compute(each, argument)
+                # `is_beside`: values wait for the commit, and may lie in memory that the function writes again.
                 if self._refit.member.is_beside:
                     value = value.clone()
             yield from ((each.stored[box], value[box]) for box in each.boxes)
@@ -162,7 +162,7 @@ class Refit(Leaves):
         moving = self.planned.plan
         stages: tuple[Stage, ...] = (_RefitStage(self),)
         transforms = self.planned.transforms
-        again: AgreeFirst | None = None
+        agree_first: AgreeFirst | None = None
         if transforms is not None:
             # Imported on use: few refits have transforms, and these import all formats.
             from shardmath_torch.tensors.transforms.compile import make_ends
@@ -172,13 +172,15 @@ class Refit(Leaves):
             _, stage = make_ends(transforms, moving, joined, timeout, commit, holds=True)
             self._transform_stage = stage
             stages += (stage,)
-            again = functools.partial(self._agree_again, transforms)
+            agree_first = functools.partial(self._agree_again, transforms)
         if changes:
             from shardmath_torch.tensors.changes.changes import make_changes
 
-            self._changes = make_changes(moving, group, settings, stages=stages, agree_first=again)
+            self._changes = make_changes(
+                moving, group, settings, stages=stages, agree_first=agree_first
+            )
             return self._changes
-        return Mover(make_ready(moving, group, settings, stages, agree_first=again))
+        return Mover(make_ready(moving, group, settings, stages, agree_first=agree_first))
 
     def _agree_again(
         self,
@@ -213,6 +215,7 @@ class Refit(Leaves):
         limit = self._timeout if timeout is None else timeout
 
         def adopt() -> None:
+            # Called once all ranks have agreed.
             self._timeout = limit
             self._party = self._join(joined)
             self._rebindable = self._find_rebindable(planned)
@@ -233,12 +236,14 @@ class Refit(Leaves):
         """The watched tensors that `planned` moves too; None if tensors must be given again."""
         rank = self._party.rank
         if rank in planned.plan.left:
+            # A rank that leaves moves nothing, and lets its tensors go.
             self._all_src = self._dst = Views({}, [])
             return []
         if not are_related(self.planned, planned) or rank in self.planned.plan.left:
             return None
         if list_sides(self.planned, rank) != list_sides(planned, rank):
             return None
+        # Without bound tensors, those that an earlier replan kept.
         return self._rebindable if self._watched is None else self._watched
 
     @property
@@ -370,24 +375,24 @@ class Refit(Leaves):
         functions: Mapping[str, Function],
     ) -> list[Watched]:
         """Bind the given tensors; return them to be watched before every move."""
-        sent = name_natives(src)
-        self._all_src = self._src = self._bind_side(sent, None, own, functions)
+        src_natives = name_natives(src)
+        self._all_src = self._src = self._bind_side(src_natives, None, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
-        received: dict[str, Natives] = {}
-        watched = self._watch("source", src, sent, self.planned.trainer)
-        for engine, given in self._name_engines(dst).items():
-            natives = name_natives(given)
-            received[engine] = self._keep_stored(natives, self.planned.engines[engine])
-            check_not_gathered(received[engine])
+        stored_by_engine: dict[str, Natives] = {}
+        watched = self._watch("source", src, src_natives, self.planned.trainer)
+        for engine, engine_tensors in self._name_engines(dst).items():
+            natives = name_natives(engine_tensors)
+            stored_by_engine[engine] = self._keep_stored(natives, self.planned.engines[engine])
+            check_not_gathered(stored_by_engine[engine])
             views = self._bind_side(natives, engine, own, functions)
             tensors |= views.tensors
             computed += views.computed
-            watched += self._watch(engine, given, natives, self.planned.engines[engine])
-        self._check_computed(computed, sent, received)
+            watched += self._watch(engine, engine_tensors, natives, self.planned.engines[engine])
+        self._check_computed(computed, src_natives, stored_by_engine)
         self._dst = Views(tensors, computed)
         self._fsdp_groups = find_groups(
-            [one for each in received.values() for one in each.values()]
+            [one for each in stored_by_engine.values() for one in each.values()]
         )
         return watched
 
@@ -402,6 +407,7 @@ class Refit(Leaves):
             what = f"a function computes {computed[0].name} from a whole received tensor"
             why = "with changes=True and commit='all' only its changed elements arrive"
             raise ExchangeError(f"{what}, but {why}; make the Refit without one of the two")
+        # Values computed beside the stored tensors are put into them after all tensors were sent.
         src = {} if self.member.is_beside else {label(*n): to_local(t) for n, t in sent.items()}
         _check_written({each.name for each in computed}, src, received)
 
@@ -485,6 +491,7 @@ class Refit(Leaves):
 
     def _object(self) -> str:
         """The objection to a move: a tensor that is no longer where it was; "" if there is none."""
+        # (fault, ""), or (None, the error of the search itself).
         return "".join(filter(None, attempt(self._find_fault)))
 
     def _find_fault(self) -> str:
@@ -508,11 +515,11 @@ def _check_written(
 
 def _list_modules(modules: object) -> tuple[nn.Module, ...]:
     """The modules of a list. Raises ExchangeError for one module: a Sequential would stand for its parts alone."""
-    given = (
+    items = (
         (None,) if isinstance(modules, nn.Module) else listed(modules, "modules=", ExchangeError)
     )
-    if all(isinstance(module, nn.Module) for module in given):
-        return given
+    if all(isinstance(module, nn.Module) for module in items):
+        return items
     raise ExchangeError(
         f"modules= is {shown(modules)}, where a list of modules is needed; pass [model]"
     )

@@ -40,6 +40,7 @@ class KeptTargets:
     def __init__(self, into: Into) -> None:
         self.chunks = _list_chunks(into)
         self.before = Before(self.chunks)
+        # By a target's name here: its chunk's number, and its name in that.
         self.natives: dict[str, tuple[int, str]] = {}
         for chunk_number, chunk in enumerate(self.chunks):
             for name, _ in _list_places(chunk):
@@ -49,6 +50,7 @@ class KeptTargets:
         # `data` are aliases with separate shapes and strides, which a loader cannot change.
         self.memory: dict[str, Tensor] = {}
         self.targets: dict[str, Tensor] = {}
+        # By another name of the same memory: the target's name.
         self.aliases: dict[str, str] = {}
         first_names: dict[object, str] = {}
         for name, tensor in self.found.items():
@@ -90,11 +92,11 @@ class KeptTargets:
         self._allocate()
         now = self.find()
         may_keep = self.targets if run.keeps else untouched
-        kept = {name for name in may_keep if not self.targets[name].is_meta}
+        unfilled = {name for name in may_keep if not self.targets[name].is_meta}
         for name, target in now.items():
-            if self.aliases.get(name, name) not in kept:
+            if self.aliases.get(name, name) not in unfilled:
                 as_words(target.data).fill_(run.found(target.dtype))
-        return {name: self._find_value(name, now[name], run, kept) for name in self.targets}
+        return {name: self._find_value(name, now[name], run, unfilled) for name in self.targets}
 
     def _allocate(self) -> None:
         """Put tensors with memory in place of the targets on the meta device."""
@@ -108,9 +110,9 @@ class KeptTargets:
                 storages[key] = torch.UntypedStorage(target.untyped_storage().nbytes())
             self.place(name, _materialize(target, storages[key]))
 
-    def _find_value(self, name: str, target: Tensor, run: Run, kept: Collection[str]) -> Found:
-        """What a run finds in a target."""
-        if name not in kept:
+    def _find_value(self, name: str, target: Tensor, run: Run, unfilled: Collection[str]) -> Found:
+        """The values that a run finds in a target: the word of all, or a tensor."""
+        if name not in unfilled:
             return run.found(target.dtype)
         if run.keeps:
             return self.before.values_of(self.memory[name])
@@ -123,10 +125,11 @@ _Place: TypeAlias = tuple[MutableMapping[str, Tensor], str]
 
 def _list_chunks(into: Into) -> list[Chunk]:
     """The modules or mappings of `into`, by chunk. Raises StoreError for anything else."""
-    given: object = into
-    chunks: list[Any] = [given]
-    if isinstance(given, Iterable) and not isinstance(given, nn.Module | Mapping):
-        chunks = list(given)
+    # Typed so that mypy keeps the checks: callers may pass anything.
+    value: object = into
+    chunks: list[Any] = [value]
+    if isinstance(value, Iterable) and not isinstance(value, nn.Module | Mapping):
+        chunks = list(value)
     for number, chunk in enumerate(chunks):
         if not isinstance(chunk, nn.Module | Mapping):
             raise StoreError(
@@ -175,10 +178,10 @@ def _check(name: str, tensor: object) -> None:
 
 def _materialize(target: Tensor, storage: torch.UntypedStorage) -> Tensor:
     """A tensor in this memory with the class and attributes of the target, so that a loader takes it for that."""
-    made = torch.empty(0, dtype=target.dtype, device="cpu")
-    made.set_(storage, target.storage_offset(), target.shape, target.stride())
+    stand_in = torch.empty(0, dtype=target.dtype, device="cpu")
+    stand_in.set_(storage, target.storage_offset(), target.shape, target.stride())
     if isinstance(target, torch.nn.Parameter):
-        made = torch.nn.Parameter(made, requires_grad=target.requires_grad)
-        made.__class__ = type(target)
-    made.__dict__.update(target.__dict__)
-    return made
+        stand_in = torch.nn.Parameter(stand_in, requires_grad=target.requires_grad)
+        stand_in.__class__ = type(target)
+    stand_in.__dict__.update(target.__dict__)
+    return stand_in

@@ -194,9 +194,9 @@ def bind_views(
                 f"from which {name} cannot be computed; give the trainer a row that stores {name} itself"
             )
         tensors[name] = torch.empty(view.shape, dtype=dtype_of(dtype), device=view.device)
-        what = show_native((slot.chunk, slot.native))
+        stored_name = show_native((slot.chunk, slot.native))
         boxes = own_boxes(layouts[name].runs(rank))
-        computed.append(Computed(name, what, view, _find_function(slot, functions), boxes))
+        computed.append(Computed(name, stored_name, view, _find_function(slot, functions), boxes))
     return Views(tensors, computed)
 
 
@@ -205,17 +205,18 @@ def make_view(stored: Mapping[Native, Tensor], slot: Slot) -> Tensor:
     in the order of the checkpoint tensor.
     """
     view = stored[slot.chunk, slot.native][slot.cut]
-    back = sorted(range(len(slot.order)), key=slot.order.__getitem__)
-    return view.permute(back)
+    # Position i of `inverse` is the dimension of the slice that is dimension i of the checkpoint tensor.
+    inverse = sorted(range(len(slot.order)), key=slot.order.__getitem__)
+    return view.permute(inverse)
 
 
 def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
     """Raise StoreError if the view has another dtype than the plan."""
-    found = dtypes.canonical(view.dtype)
-    if found != wanted:
+    dtype = dtypes.canonical(view.dtype)
+    if dtype != wanted:
         raise StoreError(
-            f"{show_native((slot.chunk, slot.native))} is {found}, but the refit was planned for {wanted} and "
-            f"does not cast; plan with shapes= of dtype {found}, or pass the tensor as {wanted}"
+            f"{show_native((slot.chunk, slot.native))} is {dtype}, but the refit was planned for {wanted} and "
+            f"does not cast; plan with shapes= of dtype {dtype}, or pass the tensor as {wanted}"
         )
 
 
@@ -275,9 +276,9 @@ def check_named(
     """Return `dst` as a mapping from engine to tensors. Raises ExchangeError unless its keys are exactly `engines`, the
     engines that have `rank`.
     """
-    given = dst or {}
-    named = list(given) if isinstance(given, Mapping) else [type(given).__name__]
-    if not isinstance(given, Mapping) or set(named) != set(engines):
+    by_engine = dst or {}
+    named = list(by_engine) if isinstance(by_engine, Mapping) else [type(by_engine).__name__]
+    if not isinstance(by_engine, Mapping) or set(named) != set(engines):
         fix = (
             "pass dst={engine: tensors} with exactly these engines" if engines else "leave dst= out"
         )
@@ -285,7 +286,7 @@ def check_named(
             f"rank {rank} is in {', '.join(engines) or 'no engine'}, but dst= has tensors for "
             f"{', '.join(map(str, named)) or 'no engine'}; {fix}"
         )
-    return given  # type: ignore[return-value]
+    return by_engine  # type: ignore[return-value]
 
 
 def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
@@ -304,6 +305,7 @@ def drop_window(local: str, bound: KnownSide) -> str:
 
 def are_related(one: Planned, other: Planned) -> bool:
     """Whether two refits have the same plan, apart from ranks that have left."""
+    # `whole` is the plan before ranks left; None if none have.
     return (one.plan.whole or one.plan) == (other.plan.whole or other.plan)
 
 

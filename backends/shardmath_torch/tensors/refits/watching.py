@@ -167,10 +167,10 @@ class Watch(TorchDispatchMode):
         written = find_written(func, args, kwargs)
         if written:
             return self._write(func, written, args, kwargs)
-        given = list(list_tensors((args, kwargs)))
+        arguments = list(list_tensors((args, kwargs)))
         if self.unread:
-            self.unread.difference_update(map(key_of, given))
-        followed = [tensor for tensor in given if key_of(tensor) in self._contents]
+            self.unread.difference_update(map(key_of, arguments))
+        followed = [tensor for tensor in arguments if key_of(tensor) in self._contents]
         if not followed:
             return func(*args, **kwargs)
         if not GOES_BY_VALUES.isdisjoint(func.tags):
@@ -207,18 +207,18 @@ class Watch(TorchDispatchMode):
         self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Note writes into targets, and run an operation that only writes elsewhere."""
-        given = list(list_tensors((args, kwargs)))
+        arguments = list(list_tensors((args, kwargs)))
         if self.unread:
-            read = set(map(key_of, given)) - set(map(key_of, written))
+            read = set(map(key_of, arguments)) - set(map(key_of, written))
             self.unread.difference_update(read)
         is_target = False
         for into in written:
             key = key_of(into)
             if key in self.writes:
                 is_target = True
-                self._note(func, into, args, given)
+                self._note(func, into, args, arguments)
                 continue
-            if self._carries(given, into):
+            if self._carries(arguments, into):
                 self.unread.add(key)
             self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
             self._operations[key] = (str(func),)
@@ -319,7 +319,7 @@ class Watch(TorchDispatchMode):
         return False
 
     def _follow(self, call: _Call, followed: list[Tensor], result: Any) -> None:
-        """Note the contents of the results of an operation on known memory."""
+        """Note the contents of the results of an operation on `followed`, the tensors in known memory."""
         for tensor in list_tensors(result):
             # Some operations return what they were given.
             if key_of(tensor) not in self._contents:
@@ -348,7 +348,9 @@ class Watch(TorchDispatchMode):
         return before.copied(source, result, "" if func in COPIES else self._name(call, source))
 
     def _is_alone(self, call: _Call, followed: Sequence[Tensor]) -> bool:
-        """Whether the operation has one followed tensor, and no target without data that was not written before."""
+        """Whether the operation has one followed tensor (in known memory), and no target without data that was not
+        written before.
+        """
         for tensor in list_tensors((call.args, call.kwargs)):
             key = key_of(tensor)
             if tensor.is_meta and key in self.writes and key not in self._contents:
@@ -357,9 +359,13 @@ class Watch(TorchDispatchMode):
 
     def _name(self, call: _Call, source: Tensor) -> str:
         """The operation with its arguments besides the source: equal names are equal functions of the source."""
-        given = ["_" if value is source else self._show(value) for value in call.args]
-        given += [f"{name}={self._show(value)}" for name, value in call.kwargs.items()]
-        return str(call.func) if given == ["_"] else f"{call.func}({', '.join(given)})"
+        shown_arguments = ["_" if value is source else self._show(value) for value in call.args]
+        shown_arguments += [f"{name}={self._show(value)}" for name, value in call.kwargs.items()]
+        return (
+            str(call.func)
+            if shown_arguments == ["_"]
+            else f"{call.func}({', '.join(shown_arguments)})"
+        )
 
     def _show(self, argument: object) -> str:
         """A text for an argument of an operation; arguments with equal texts are equal."""
@@ -517,8 +523,8 @@ def _is_blank(func: Any) -> bool:
 def _return_written(func: Any, written: Sequence[Tensor]) -> Any:
     """The results of an operation that returns only the tensors it writes. Raises StoreError if it returns more."""
     returned = [result.alias_info for result in func._schema.returns]
-    fresh = [alias for alias in returned if alias is None or not alias.is_write]
-    if fresh or len(returned) > len(written):
+    not_written = [alias for alias in returned if alias is None or not alias.is_write]
+    if not_written or len(returned) > len(written):
         raise StoreError(
             f"{func} writes into a target and returns another tensor, which cannot be followed "
             f"without data; record the loader with ways=('numbers',)"

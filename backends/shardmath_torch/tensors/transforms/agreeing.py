@@ -16,7 +16,9 @@ def join_group(group: compat.Group | None, timeout: float) -> Party:
     ranks. An invalid `timeout` is replaced by the default.
     """
     patience = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
-    return join(compat.group_of(group), patience, min(5.0, patience / 5))
+    # How long a rank that failed waits for the others' votes.
+    grace = min(5.0, patience / 5)
+    return join(compat.group_of(group), patience, grace)
 
 
 def agree(party: Party, claim: str, objection: str) -> None:

@@ -78,13 +78,14 @@ class _QuantizeStage(Stage):
         self._received: dict[str, Tensor] = {}
         if self._is_holder:
             tensors[""] = layout.local_shape(rank), layout
-            for part, held in zip(amaxes.format.parts, amaxes.layouts, strict=True):
-                parts[part.name] = held.local_shape(rank), held
+            for part, part_layout in zip(amaxes.format.parts, amaxes.layouts, strict=True):
+                parts[part.name] = part_layout.local_shape(rank), part_layout
             self._received = _make_slots(amaxes, "destination", rank, self._device)
             self._packing = Packing(layout, rank, self._device)
             self._pieces = list(amaxes.list_pieces(rank))
         self._tensor = Wanted("source", rank, tensors, single=True)
         self._parts = Wanted("destination", rank, parts, single=False)
+        # Whether outputs are being written, so that a failure leaves them torn.
         self._writes = False
         self._call = _QuantizeCall(None)
 
@@ -95,20 +96,20 @@ class _QuantizeStage(Stage):
         """
         self._writes = False
         call: _QuantizeCall = out
-        given = by_key(self._tensor, src)
+        inputs = by_key(self._tensor, src)
         outputs = self._read_outputs(call.out)
-        check((self._tensor, self._parts), (given, outputs), self._device)
+        check((self._tensor, self._parts), (inputs, outputs), self._device)
         call.made = tuple(outputs.values())
         self._call = call
         if not self._is_holder:
             return {}, {}
-        call.numbers = self._packing.read(given[""])
+        call.numbers = self._packing.read(inputs[""])
         call.amaxes = self._measure(call.numbers)
-        sent = {}
+        to_send = {}
         for key, slots in self._amaxes.send(self._rank, call.amaxes).items():
             row = torch.from_numpy(slots)
-            sent[key] = row.to(self._device)
-        return sent, self._received
+            to_send[key] = row.to(self._device)
+        return to_send, self._received
 
     def _read_outputs(self, given: object) -> Tensors:
         """The output tensors by name, new ones if none are given. Raises ExchangeError for another number of them."""
@@ -125,11 +126,12 @@ class _QuantizeStage(Stage):
         return by_key(self._parts, named)
 
     def _make_outputs(self) -> Tensors:
-        made = {}
+        """New tensors for this rank's data and scales, by name."""
+        outputs = {}
         for name, (shape, layout) in self._parts.tensors.items():
             kind = dtype_of(layout.dtype)
-            made[name] = torch.empty(shape, dtype=kind, device=self._device)
-        return made
+            outputs[name] = torch.empty(shape, dtype=kind, device=self._device)
+        return outputs
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
         """Quantize with the blocks' largest magnitudes over all ranks, and write data and scales; return (), as nothing
@@ -188,11 +190,11 @@ def _show_outputs(wanted: Iterable[str]) -> str:
 
 def _make_slots(amaxes: Amaxes, end: str, rank: int, device: torch.device) -> dict[str, Tensor]:
     """Memory for amaxes, which are sent as rows of slots, at one end."""
-    made = {}
+    slots = {}
     for key in amaxes.list_local(end, rank):
         count = amaxes.count_slots(end, rank)
-        made[key] = torch.empty(count, dtype=torch.float32, device=device)
-    return made
+        slots[key] = torch.empty(count, dtype=torch.float32, device=device)
+    return slots
 
 
 @public
@@ -215,9 +217,9 @@ class Quantizer:
     @property
     def plan(self) -> Plan:
         """The plan that sends the largest magnitudes of blocks between ranks."""
-        found = self._mover.plan
-        assert isinstance(found, Plan), "as it was compiled"
-        return found
+        moved = self._mover.plan
+        assert isinstance(moved, Plan), "as it was compiled"
+        return moved
 
     @property
     def last(self) -> Moved | None:
@@ -239,8 +241,8 @@ class Quantizer:
         """
         call: Any = _QuantizeCall(out)
         self._mover(tensor, out=call, timeout=timeout)
-        made: tuple[Tensor, ...] = call.made
-        return made
+        outputs: tuple[Tensor, ...] = call.made
+        return outputs
 
 
 def compile_quantize(
@@ -257,8 +259,8 @@ def compile_quantize(
     bit. The layout has the tensor's dtype: float32, bfloat16 or float16. Raises ExchangeError on every rank if ranks
     pass different formats or layouts, if `sm.formats.plan_amaxes` raises, and if the group lacks a rank of the layout.
     """
-    found = compat.group_of(group)
-    party = join_group(found, timeout)
+    process_group = compat.group_of(group)
+    party = join_group(process_group, timeout)
     amaxes, objection = attempt(lambda: _check_and_plan(format, layout, party))
     claim = "compile_quantize"
     if amaxes is not None:
@@ -267,7 +269,7 @@ def compile_quantize(
     assert amaxes is not None, "who objects does not get past the vote"
     planned = plan(amaxes.src, amaxes.dst)
     ends = _QuantizeStage(amaxes, party)
-    ready = make_ready(planned, found, Settings(timeout), (ends,))
+    ready = make_ready(planned, process_group, Settings(timeout), (ends,))
     return Quantizer(amaxes, Mover(ready))
 
 
@@ -288,5 +290,5 @@ def _check_and_plan(format: Format, layout: Layout, party: Party) -> Amaxes:
 
 def _digest(amaxes: Amaxes) -> str:
     """A digest of format and layout, equal for equal layouts, however they are spelled."""
-    held = holdings_digest(amaxes.layout)
-    return digest((repr(amaxes.format), *held))
+    holdings = holdings_digest(amaxes.layout)
+    return digest((repr(amaxes.format), *holdings))

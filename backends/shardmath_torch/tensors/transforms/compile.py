@@ -58,7 +58,10 @@ SHOWN = 24
 
 
 class _PartWorker(NamedTuple):
-    """A local tensor of this rank, and its worker; None if it is moved in its own memory."""
+    """A local tensor of this rank, and its worker; None if it is moved in its own memory.
+
+    `job.held` has (name, layout) of the caller's tensors, `job.wires` of the tensors that are sent for them.
+    """
 
     job: WireJob
     worker: Worker | None
@@ -70,7 +73,7 @@ def _list_workers(parts: Iterable[_PartWorker]) -> list[Worker]:
 
 
 def _list_keys(workers: Iterable[Worker]) -> Iterator[str]:
-    """The keys of the workers' local tensors, companions included."""
+    """The keys of the workers' local tensors, companions (such as the scales of a quantized tensor) included."""
     for worker in workers:
         for key, _ in worker.job.held:
             yield key
@@ -104,7 +107,9 @@ class EndStage(Stage):
         self._rank = party.rank
         self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
-        src, dst = (_make_wanted(transforms, side, party.rank, its) for side, its in sides)
+        src, dst = (
+            _make_wanted(transforms, side, party.rank, side_parts) for side, side_parts in sides
+        )
         self._wanted = src, dst
         # A hook's tensors may have no plain memory; the hook checks what it can read.
         preparing, finalizing = map(_list_workers, parts)
@@ -135,6 +140,7 @@ class EndStage(Stage):
 
     @property
     def _workers(self) -> list[Worker]:
+        """The workers of this rank at both ends."""
         return [worker for side in self._parts for worker in _list_workers(side)]
 
     def bind(self, src: Local, out: Local) -> tuple[Local, Local]:
@@ -143,37 +149,39 @@ class EndStage(Stage):
         """
         self._finalize_targets = {}
         self._finalizing_key = ""
-        given, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
-        self._check(given, receiving)
+        sending, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
+        self._check(sending, receiving)
         sources, targets = self._parts
         with torch.inference_mode():
             for worker in _list_workers(sources):
-                _run_worker(worker, given, "prepare")
+                _run_worker(worker, sending, "prepare")
         finalized = _list_keys(self._finalizers.values())
         self._finalize_targets = {key: receiving[key] for key in finalized if key in receiving}
         if self.shadows is not None:
             self.shadows.receive_into(self._finalize_targets)
         bound = self._bound_call
         if bound is None or bound.src is not src or bound.out is not out:
-            wires = _name_wires(sources, given), _name_wires(targets, receiving)
+            wires = _name_wires(sources, sending), _name_wires(targets, receiving)
             bound = _BoundCall(src, out, wires)
         # The same mapping objects for the same arguments: movers recognize by identity what they have checked.
         self._bound_call = bound if self._holds else None
         return bound.wires
 
-    def _check(self, given: Tensors, receiving: Tensors) -> None:
+    def _check(self, sending: Tensors, receiving: Tensors) -> None:
         """Raise ExchangeError for tensors that do not fit; tensors that were checked before are not checked again."""
-        plain = {key: tensor for key, tensor in given.items() if key not in self._opaque_keys}
-        signed = signature((plain, receiving))
-        if signed == self._checked_signature:
+        plain = {key: tensor for key, tensor in sending.items() if key not in self._opaque_keys}
+        current_signature = signature((plain, receiving))
+        if current_signature == self._checked_signature:
             return
         self._checked_signature = None
         src, dst = self._wanted
-        checkable = {key: held for key, held in src.tensors.items() if key not in self._opaque_keys}
+        checkable = {
+            key: wanted for key, wanted in src.tensors.items() if key not in self._opaque_keys
+        }
         is_direct = self.shadows is None
         wants = src._replace(tensors=checkable), dst
         check(wants, (plain, receiving), self._device, apart=is_direct)
-        self._checked_signature = signed
+        self._checked_signature = current_signature
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
         """Compute the caller's destination tensors from the received ones, and return an empty tuple. With
@@ -199,6 +207,7 @@ class EndStage(Stage):
         return {**plain, **finalized}
 
     def _make_all(self, into: Tensors) -> None:
+        """Compute all tensors that are finalized here, in the tensors `into`."""
         mark_written(self._finalize_targets.values())
         with torch.inference_mode():
             for key, worker in self._finalizers.items():
@@ -271,9 +280,9 @@ class TransformedMover(Mover):
 
 def _run_worker(worker: Worker, tensors: Tensors, what: str) -> None:
     """Run the worker. Raises ExchangeError, which names the tensor, if the user's function raises."""
-    given = [] if worker.holds else [tensors[key].detach() for key, _ in worker.job.held]
+    arguments = [] if worker.holds else [tensors[key].detach() for key, _ in worker.job.held]
     try:
-        worker.run(*given)
+        worker.run(*arguments)
     except Exception as error:
         name = worker.job.key or "the tensor"
         raise ExchangeError(
@@ -301,8 +310,9 @@ def _make_wanted(t: Transformed, side: str, rank: int, parts: Iterable[_PartWork
         if worker is None or not worker.holds:
             for key, layout in job.held:
                 tensors[key] = layout.local_shape(rank), layout
-    held = t.held_src if side == "source" else t.held_dst
-    single = not t.is_tree and not isinstance(held[""], tuple)
+    layouts = t.held_src if side == "source" else t.held_dst
+    # A call may pass a tensor without a name if it is the only one, without companions.
+    single = not t.is_tree and not isinstance(layouts[""], tuple)
     return Wanted(side, rank, tensors, single)
 
 
@@ -326,11 +336,11 @@ def compile_transformed(
     if ranks pass different transforms, if the plan is of other sides, and if a hook does not give the tensors that it
     stated.
     """
-    found = compat.group_of(group)
-    given, ends = make_ends(transforms, plan, found, timeout, commit)
+    process_group = compat.group_of(group)
+    agreed_plan, ends = make_ends(transforms, plan, process_group, timeout, commit)
     settings = Settings(timeout, max_inflight_bytes, engine, thread, commit, agree)
-    again = functools.partial(agree_again, transforms)
-    ready = make_ready(given, found, settings, (ends,), agree_first=again)
+    agree_first = functools.partial(agree_again, transforms)
+    ready = make_ready(agreed_plan, process_group, settings, (ends,), agree_first=agree_first)
     return TransformedMover(transforms, ready, ends)
 
 
@@ -388,7 +398,7 @@ def _agree(party: Party, transforms: Transformed, objection: str) -> None:
 
 
 def _check_and_make(
-    party: Party, t: object, given: Plan | Program | None, commit: object, holds: bool
+    party: Party, t: object, wire_plan: Plan | Program | None, commit: object, holds: bool
 ) -> tuple[Plan | Program, EndStage]:
     """The plan, and what this rank does at both ends. Raises to object."""
     if not isinstance(t, Transformed):
@@ -396,10 +406,10 @@ def _check_and_make(
         raise ExchangeError(
             f"{what}; pass the result of sm.transforms.transformed(src, dst, rules)"
         )
-    if given is None:
-        given = plan(t.src, t.dst)
+    if wire_plan is None:
+        wire_plan = plan(t.src, t.dst)
     else:
-        _check_plan(t, given)
+        _check_plan(t, wire_plan)
     device = party.wire.device
     ends: tuple[End, End] = ("source", "destination")
     parts: list[list[_PartWorker]] = []
@@ -407,7 +417,7 @@ def _check_and_make(
         jobs = t.jobs(party.rank, end)
         parts.append([_PartWorker(job, make_worker(job, party.rank, end, device)) for job in jobs])
     _check_commit(parts[1], commit)
-    return given, EndStage(t, party, parts, commit, holds)
+    return wire_plan, EndStage(t, party, parts, commit, holds)
 
 
 def _check_commit(parts: Iterable[_PartWorker], commit: object) -> None:
@@ -466,5 +476,6 @@ def _find_other(side: Held, planned: Held) -> set[str]:
 
 
 def _digest(side: Held, name: str) -> list[object]:
+    """A value to compare: equal if two sides hold the tensor in the same way."""
     windows = windows_of(side[name], name, ExchangeError)
     return [plural(windows, "window"), *map(holdings_digest, windows)]

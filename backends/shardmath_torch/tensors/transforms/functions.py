@@ -76,9 +76,9 @@ def prepare(transform: Transform, src: Form, dst: Form, values: _Values, out: _V
     """Apply `transform` at the source: compute the tensors to send from `values`, into `out`; `src` and `dst` are a
     tensor's shape and dtype at both ends. Raises any error of the transform.
     """
-    into = PREPARE.get(type(transform))
-    if into is not None:
-        into(transform, src, dst, values, out)
+    compute = PREPARE.get(type(transform))
+    if compute is not None:
+        compute(transform, src, dst, values, out)
         return
     on_tensors = _find_on_tensors(transform, 0)
     results: object
@@ -97,9 +97,9 @@ def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _
 
     Raises what the transform raises.
     """
-    into = FINALIZE.get(type(transform))
-    if into is not None:
-        into(transform, src, dst, values, out)
+    compute = FINALIZE.get(type(transform))
+    if compute is not None:
+        compute(transform, src, dst, values, out)
         return
     on_tensors = _find_on_tensors(transform, 1)
     results: object
@@ -137,10 +137,10 @@ def check_made(tensors: Sequence[object], wanted: Sequence[str], maker: str, sid
         what = f"{maker} {plural(tensors, 'tensor')} {side}, not {len(wanted)}"
         raise ExchangeError(f"{what}: {', '.join(wanted)}; return one for each")
     for one, expected in zip(tensors, wanted, strict=True):
-        found = describe(one)
-        if found != expected:
+        actual = describe(one)
+        if actual != expected:
             raise ExchangeError(
-                f"{maker} {found} {side}, where {expected} is needed; return that shape and dtype"
+                f"{maker} {actual} {side}, where {expected} is needed; return that shape and dtype"
             )
 
 

@@ -161,13 +161,14 @@ class _Box(NamedTuple):
 def _list_boxes(job: WireJob, rank: int, parts: Sequence[Component], end: End) -> list[_Box]:
     """The boxes that the rank holds. Raises ExchangeError for a box that begins or ends inside a block."""
     layout = job.layout
+    # Per component and dimension: the slice of its blocks, by the first position of a range.
     places = []
     for part in parts:
         blocks = part.block(layout.ndim, end)
         places.append([_find_places(job, rank, d, block) for d, block in enumerate(blocks)])
     boxes = []
-    for local, whole in layout.boxes(rank):
-        starts = [start for start, _ in whole]
+    for local, global_ranges in layout.boxes(rank):
+        starts = [start for start, _ in global_ranges]
         wires = tuple(
             tuple(place[start] for place, start in zip(places_of, starts, strict=True))
             for places_of in places
@@ -183,7 +184,7 @@ def _find_places(job: WireJob, rank: int, d: int, size: int | None) -> dict[int,
     layout: Layout = job.layout
     block = size or max(1, layout.shape[d])
     places = {}
-    first = 0
+    first_block = 0
     for _, start, n in sorted(layout.runs(rank)[d].segments, key=lambda segment: segment[1]):
         stop = start + n
         # Ranges of a block may be adjacent in the tensor and apart in the local one, where no box has the whole block.
@@ -193,8 +194,8 @@ def _find_places(job: WireJob, rank: int, d: int, size: int | None) -> dict[int,
                 f"{what}, but a hook needs whole blocks of {block}; use a layout that cuts between blocks"
             )
         count = -(-n // block)
-        places[start] = slice(first, first + count)
-        first += count
+        places[start] = slice(first_block, first_block + count)
+        first_block += count
     return places
 
 
@@ -265,16 +266,16 @@ class _Receiving(_HookWorker):
         self._hook = owner.hook
         self._boxes = _list_boxes(job, rank, owner.parts, "destination")
         self._hook_buffers: list[list[Tensor]] = []
-        who = f"prepare_recv of {type(owner.hook).__name__} gives"
+        message_start = f"prepare_recv of {type(owner.hook).__name__} gives"
         for box in self._boxes:
-            given = list(self._hook.prepare_recv(job.tensor, box.local))
+            buffers = list(self._hook.prepare_recv(job.tensor, box.local))
             wanted = [
                 f"{part.dtype}{[s.stop - s.start for s in place]}"
                 for part, place in zip(owner.parts, box.wires, strict=True)
             ]
-            check_made(given, wanted, who, f"for a box of shape {box.shape}")
-            _check_devices(given, device, who)
-            self._hook_buffers.append(given)
+            check_made(buffers, wanted, message_start, f"for a box of shape {box.shape}")
+            _check_devices(buffers, device, message_start)
+            self._hook_buffers.append(buffers)
         self.buffers: Mapping[str, Tensor] = self._make_buffers(owner, rank, device)
 
     def _make_buffers(

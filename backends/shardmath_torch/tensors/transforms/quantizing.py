@@ -38,8 +38,8 @@ def prepare_numbers(t: object, src: Form, dst: Form, values: _Values, out: _Valu
         _quantize_into(t, values[0], out)
         return
     # Some rows at a time, so that rounded numbers take little memory.
-    for some, parts in _cut_rows(t.format, values[0], out):
-        rounded = cast(some, src.dtype, t.wire)
+    for some_rows, parts in _cut_rows(t.format, values[0], out):
+        rounded = cast(some_rows, src.dtype, t.wire)
         _quantize_into(t, rounded, parts)
 
 
@@ -47,23 +47,24 @@ def _cut_rows(
     format: Format, values: Tensor, out: _Values
 ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """Cut rows into whole blocks, with their data and scales; not at all, if all rows share a scale yet to be found."""
-    sizes = [part.blocks.per_dimension(values.ndim)[0] for part in format.parts]
+    rows_per_block = [part.blocks.per_dimension(values.ndim)[0] for part in format.parts]
     is_known = getattr(format, "tensor_amax", None) is not None
-    if None in sizes and not is_known:
+    if None in rows_per_block and not is_known:
         yield values, tuple(out)
         return
-    step = math.lcm(*(size or 1 for size in sizes))
-    row = max(1, values[:1].numel())
-    rows = step * max(1, MOST_NUMBERS // (row * step))
+    # Rows are cut where all parts have whole blocks.
+    row_multiple = math.lcm(*(size or 1 for size in rows_per_block))
+    row_size = max(1, values[:1].numel())
+    rows_at_once = row_multiple * max(1, MOST_NUMBERS // (row_size * row_multiple))
     # Once even without rows, for parts that all rows share.
-    for first in range(0, max(1, len(values)), rows):
-        past = min(len(values), first + rows)
+    for first in range(0, max(1, len(values)), rows_at_once):
+        stop = min(len(values), first + rows_at_once)
         parts = []
-        for part, size in zip(out, sizes, strict=True):
+        for part, size in zip(out, rows_per_block, strict=True):
             # A part that all rows share stays whole.
-            rows_of_part = slice(None) if size is None else slice(first // size, -(-past // size))
+            rows_of_part = slice(None) if size is None else slice(first // size, -(-stop // size))
             parts.append(part[rows_of_part])
-        yield values[first:past], tuple(parts)
+        yield values[first:stop], tuple(parts)
 
 
 def quantize_arrived(t: object, src: Form, dst: Form, values: _Values, out: _Values) -> None:

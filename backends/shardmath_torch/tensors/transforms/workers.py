@@ -162,6 +162,6 @@ class _Finalizing(_Packed):
         packed = self._read(tensors)
         # Views, or copies that only serve as memory of the right shape and are written back below.
         finalize(wired.transform, wired.src, wired.dst, values, packed)
-        for packing, tensor, made in zip(self._packings, tensors, packed, strict=True):
+        for packing, tensor, computed in zip(self._packings, tensors, packed, strict=True):
             if not packing.is_view:
-                packing.write(tensor, made)
+                packing.write(tensor, computed)
