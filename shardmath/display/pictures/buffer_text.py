@@ -323,6 +323,7 @@ def shape_of(span: BucketSpan) -> str:
 def _draw_bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str, str]:
     """The line of the ranks' numbers, and the line of the elements below them."""
     each = width // bucket.ranks
+    # Narrow parts have no room for their ranks' numbers, nor for borders between them.
     if each < 4:
         ruler = _ticks(bucket.ranks, width)
         bar = _draw_cells(bucket, letters, width)

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from shardmath.base.text import plural
 from shardmath.display.pictures import elements
 from shardmath.display.pictures.cells import (
-    MOST_PANELS,
     Holders,
     Panel,
     Panels,
@@ -382,11 +381,12 @@ def _has_unheld(panel: Panel) -> bool:
 
 def _left_out(layout: Layout, cells: Panels) -> Iterator[str]:
     """Lines about slices and positions that are not drawn."""
-    more = cells.slices - MOST_PANELS
-    if cells.slices > len(cells.panels):
+    more = cells.slices - len(cells.panels)
+    if more:
         yield f"... and {plural(more, 'more slice')}"
     if not cells.panels:
         return
+    # All panels have the same rows and columns.
     panel = cells.panels[0]
     across = "columns" if layout.ndim > 1 else "positions"
     yield from _name_gaps("rows", panel.rows)

@@ -1,8 +1,10 @@
 """Traffic: bytes by sender and receiver, or by groups of them.
 
 1. A group has consecutive ranks: of one node if there are few nodes, else of whole nodes.
-2. The traffic of a program is its streams: relayed bytes count each time that they are sent.
-3. The traffic of an adjoint is its plan's traffic, transposed.
+2. A **line** is bytes that the same ranks hold, a **block** a part of a line that the same ranks need. A line has the
+   bytes of a block once for each of these receivers, and each holder sends one stretch of the line.
+3. The traffic of a program is its streams: relayed bytes count each time that they are sent.
+4. The traffic of an adjoint is its plan's traffic, transposed.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
@@ -133,9 +135,9 @@ class _TrafficSums:
         for line, holder_set in enumerate(demands.holders.tolist()):
             holders = demands.sets[holder_set]
             first, stop = demands.first[line : line + 2].tolist()
-            asking = demands.count[first:stop].sum()
+            receivers = demands.count[first:stop].sum()
             blocks = range(first, stop)
-            if len(holders) > 1 or asking <= MANY:
+            if len(holders) > 1 or receivers <= MANY:
                 streams = _pair_line(demands, line, blocks)
                 self.add(*streams)
                 continue
@@ -169,8 +171,9 @@ class _TrafficSums:
         holder_sets = np.repeat(demands.holders, np.diff(demands.first))
         for block, holder_set in enumerate(holder_sets.tolist()):
             receiver_set = int(demands.receivers[block])
+            # `count` leaves out receivers that are holders.
             if demands.count[block] == len(demands.sets[receiver_set]):
-                continue  # no receiver is a holder
+                continue
             both = self._find_common(holder_set, receiver_set)
             pair = (self.row[both], self.column[both])
             np.add.at(self.stays, pair, demands.nbytes[block])
