@@ -276,6 +276,7 @@ def check(store: Store, layouts: Held, rank: int) -> None:
         elements = _list_elements(place, layout_of[local], rank)
         clash = _find_clash(owner, elements)
         if clash is not None:
+            # Without an owner, the local tensor itself has the element twice.
             earlier = int(owner[clash])
             other = names[earlier - 1] if earlier else local
             raise StoreError(

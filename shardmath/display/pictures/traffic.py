@@ -135,9 +135,9 @@ class _TrafficSums:
         for line, holder_set in enumerate(demands.holders.tolist()):
             holders = demands.sets[holder_set]
             first, stop = demands.first[line : line + 2].tolist()
-            receivers = demands.count[first:stop].sum()
+            receiver_count = demands.count[first:stop].sum()
             blocks = range(first, stop)
-            if len(holders) > 1 or receivers <= MANY:
+            if len(holders) > 1 or receiver_count <= MANY:
                 streams = _pair_line(demands, line, blocks)
                 self.add(*streams)
                 continue

@@ -139,7 +139,7 @@ class BoundRecorded:
     def row_of(self, native: _Key, rank: int) -> str:
         """Return a text for error messages that says how `rank` stores the tensor `native`: a pair (virtual pipeline
         stage, stored name). Raises StoreError if `rank` lacks this tensor."""
-        self._holdings(rank)
+        self._holdings(rank)  # raises for a rank that is not recorded
         for recorded in self.side.ranks[rank].natives:
             if (recorded.chunk, recorded.name) == native and recorded.pieces:
                 return f"recorded: {show(recorded)}"
