@@ -299,8 +299,8 @@ def _list_elements(place: Place, layout: Layout, rank: int) -> NDArray[np.int64]
     elements = np.array([place.offset])
     indices = layout.indices(rank)
     for index, step in zip(indices, place.strides, strict=True):
-        held = np.flatnonzero(index >= 0)
-        offsets = held * step
+        positions = np.flatnonzero(index >= 0)
+        offsets = positions * step
         elements = np.add.outer(elements, offsets).ravel()
     return elements
 

@@ -335,9 +335,9 @@ def palette(count: int) -> tuple[str, ...]:
 def _blend(share: float) -> str:
     """The color of viridis at this share of its length."""
     index = share * (len(VIRIDIS) - 1)
-    left = min(int(index), len(VIRIDIS) - 2)
-    rest = index - left
-    pairs = zip(_channels(VIRIDIS[left]), _channels(VIRIDIS[left + 1]), strict=True)
+    lower = min(int(index), len(VIRIDIS) - 2)
+    rest = index - lower
+    pairs = zip(_channels(VIRIDIS[lower]), _channels(VIRIDIS[lower + 1]), strict=True)
     mixed = [round(dark + (light - dark) * rest) for dark, light in pairs]
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 

@@ -107,8 +107,8 @@ def _draw_sides(plan: Movable, name: str) -> Drawing:
         return lines([])
     before = plan.src[name]
     after = plan.dst[name]
-    shown = (*before[:MOST_WINDOWS], *after[:MOST_WINDOWS])
-    cells = {layout: cells_of(layout, MOST_CELLS) for layout in shown}
+    drawn_layouts = (*before[:MOST_WINDOWS], *after[:MOST_WINDOWS])
+    cells = {layout: cells_of(layout, MOST_CELLS) for layout in drawn_layouts}
     colors = colors_of(cells.values())
     sides = [
         _draw_side("before", before, cells, colors),

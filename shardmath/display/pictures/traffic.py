@@ -174,8 +174,8 @@ class _TrafficSums:
             # `count` leaves out receivers that are holders.
             if demands.count[block] == len(demands.sets[receiver_set]):
                 continue
-            both = self._find_common(holder_set, receiver_set)
-            pair = (self.row[both], self.column[both])
+            common = self._find_common(holder_set, receiver_set)
+            pair = (self.row[common], self.column[common])
             np.add.at(self.stays, pair, demands.nbytes[block])
 
     def _find_common(self, holder_set: int, receiver_set: int) -> Ints:
@@ -239,8 +239,9 @@ def _group_ranks(ranks: Iterable[int], where: Topology | None, most: int) -> tup
 
 def _merge_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
     """At most `most` groups of equally many nodes."""
-    each = -(-len(nodes) // most)
-    return [list(itertools.chain.from_iterable(several)) for several in _chop(nodes, each)]
+    nodes_per_group = -(-len(nodes) // most)
+    groups = _chop(nodes, nodes_per_group)
+    return [list(itertools.chain.from_iterable(several)) for several in groups]
 
 
 def _split_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:

@@ -139,15 +139,15 @@ def first_overlap(
 
 def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
     """`first_overlap` of boxes as a table of shape (boxes, dimensions, 2), and all their labels."""
-    along = _find_sweep_dimension(table)
-    order = np.argsort(table[:, along, 0], kind="stable")
+    sweep_dim = _find_sweep_dimension(table)
+    order = np.argsort(table[:, sweep_dim, 0], kind="stable")
     label = label[order]
     lo = table[order, :, 0]
     hi = table[order, :, 1]
     # A box shares no element with one that begins at its end or later.
-    reach = np.searchsorted(lo[:, along], hi[:, along], "left")
-    after = np.arange(1, len(table) + 1)
-    for i in np.flatnonzero(reach > after).tolist():
+    reach = np.searchsorted(lo[:, sweep_dim], hi[:, sweep_dim], "left")
+    next_box = np.arange(1, len(table) + 1)
+    for i in np.flatnonzero(reach > next_box).tolist():
         stop = int(reach[i])
         j = _find_overlapping(lo, hi, label, i, stop)
         if j is not None:

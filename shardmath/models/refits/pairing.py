@@ -66,11 +66,11 @@ def _check_whole(engine: str, side: KnownSide) -> None:
 
 def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, list[str]]:
     """The names of the companions, at this end, of each tensor that has a transform."""
-    named = {}
+    companion_names = {}
     for name, transform in chosen.items():
         companions = list_companions(transform, end)
-        named[name] = [name + companion.suffix for companion in companions]
-    return named
+        companion_names[name] = [name + companion.suffix for companion in companions]
+    return companion_names
 
 
 def group_tensors(

@@ -269,10 +269,10 @@ def refit(
     _check_sources(source, needed)
     if rules is None and served is None:
         return Refit(plan(needed, windows), source, bound)
-    made = transformed(needed, windows, rules or {})
+    converted = transformed(needed, windows, rules or {})
     check_scales(bound, engine_tensors, rules or {})
     check_places(bound, engine_tensors, rules or {})
-    return Refit(plan(made.src, made.dst), source, bound, made)
+    return Refit(plan(converted.src, converted.dst), source, bound, converted)
 
 
 def _read_shapes(given: Shapes | Vocabulary) -> Vocabulary:

@@ -357,11 +357,11 @@ def _is_distinct(row: Row, stored: Stored) -> bool:
     if any(digits.count("{}") > 1 for digits in DIGITS.findall(row.native.template())):
         # Two numbers without text between them: 1 and 11 read as 11 and 1.
         return False
-    named = {word for index in row.native.indices for word in index.words}
+    words_in_name = {word for index in row.native.indices for word in index.words}
     indices = {index.name for index in row.logical.indices}
     indices.difference_update(stack_names(row).values())
     # A declared index stands in names by its local number, which other numbers of the index may have too.
-    return indices <= named and indices.isdisjoint(stored.indices)
+    return indices <= words_in_name and indices.isdisjoint(stored.indices)
 
 
 def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
@@ -380,8 +380,8 @@ def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
             for name in owner.list_names(held.row, held.star):
                 native = owner.chunk, name
                 before = stored_masks.get(native, 0)
-                both = before & masks[meshes]
-                fault = _explain_shared(bound, group, native, both) if both else ""
+                shared = before & masks[meshes]
+                fault = _explain_shared(bound, group, native, shared) if shared else ""
                 if fault:
                     return fault
                 stored_masks[native] = before | masks[meshes]
