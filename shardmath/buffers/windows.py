@@ -174,12 +174,12 @@ def _make_empty(shape: tuple[int, ...], first: GroupShares, dtype: object) -> _D
     stored = dict(enumerate(first.runs))
     window = Layout(shape, mesh, {}, dtype=dtype, stored=stored)
     nothing = ShardRange(0, 0, 0)
-    holder = WindowHolder(0, 0, nothing, rank, 0)
+    holder = WindowHolder(window=0, group=0, cut=nothing, rank=rank, within=0)
     return Windows([window]), [holder]
 
 
 def _select_box(runs: Sequence[Runs], box: Box) -> dict[int, Runs]:
-    """For each dimension the global positions of a box of what the runs hold."""
+    """By dimension, the tensor's positions in a box of a group's part, of which `runs` gives the positions."""
     stored = {}
     for d, span in enumerate(box):
         stored[d] = compose(from_ranges([span]), runs[d])
@@ -199,11 +199,13 @@ def _group_cuts(groups: Sequence[GroupShares]) -> dict[tuple[Runs, ...], list[_H
 def _cut_pieces(cuts: Sequence[_HeldCut]) -> Iterator[_SharedPiece]:
     """The pieces between all borders of the cuts, without pieces that no cut has."""
     borders = sorted({border for held in cuts for border in (held.cut.lo, held.cut.hi)})
-    coming = sorted(cuts, key=lambda held: held.cut.lo, reverse=True)
+    # In reverse, so that the next cut to begin is the last one.
+    later_cuts = sorted(cuts, key=lambda held: held.cut.lo, reverse=True)
     current: list[_HeldCut] = []
     for start, stop in itertools.pairwise(borders):
         current = [held for held in current if held.cut.hi > start]
-        while coming and coming[-1].cut.lo <= start:
-            current.append(coming.pop())
+        while later_cuts and later_cuts[-1].cut.lo <= start:
+            current.append(later_cuts.pop())
         if current:
+            # By group, so that pieces on the same ranks have the ranks in the same order.
             yield _SharedPiece(start, stop, sorted(current))

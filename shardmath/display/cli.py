@@ -90,10 +90,11 @@ SUMMARIES = {
 
 def _name_program() -> str:
     """The program as the user typed it: `shardmath`, or `python -m` and the package's name."""
-    folder, typed = os.path.split(sys.argv[0])
-    if typed.startswith("shardmath"):
+    folder, file = os.path.split(sys.argv[0])
+    if file.startswith("shardmath"):
         return "shardmath"
-    package = os.path.basename(folder) if typed == "__main__.py" else "shardmath"
+    # Python runs `-m PACKAGE` as the file PACKAGE/__main__.py.
+    package = os.path.basename(folder) if file == "__main__.py" else "shardmath"
     return f"python -m {package}"
 
 

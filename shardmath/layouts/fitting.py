@@ -106,6 +106,7 @@ def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
         (runs,) = parts
         return Dimension(n, (Field(len(runs)),), runs)
     for dimension in _list_candidates(n, used, parts):
+        # `cells` lists coordinates in the order in which the axes cut the dimension.
         in_order = list(dimension.axes) == list(used)
         candidate_parts = list(cells(dimension)) if in_order else _list_parts(dimension, used)
         if candidate_parts == parts:

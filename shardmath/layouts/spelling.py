@@ -354,6 +354,7 @@ def _find_position(order: list[_Axes], factor: int, placement: Spec, mesh: Mesh)
     """The number of axes of the order that stand before a split into `factor` pieces."""
     parts = [math.prod(_sizes(axes, mesh)) for axes in order]
     product = 1
+    # 1 stands for no axis: a split may also come after all axes.
     for position, n in enumerate([*parts, 1]):
         if product == factor:
             return position

@@ -276,6 +276,7 @@ def check(store: Store, layouts: Held, rank: int) -> None:
         elements = _list_elements(place, layout_of[local], rank)
         clash = _find_clash(owner, elements)
         if clash is not None:
+            # Without an owner, the local tensor itself has the element twice.
             earlier = int(owner[clash])
             other = names[earlier - 1] if earlier else local
             raise StoreError(
@@ -298,8 +299,8 @@ def _list_elements(place: Place, layout: Layout, rank: int) -> NDArray[np.int64]
     elements = np.array([place.offset])
     indices = layout.indices(rank)
     for index, step in zip(indices, place.strides, strict=True):
-        held = np.flatnonzero(index >= 0)
-        offsets = held * step
+        positions = np.flatnonzero(index >= 0)
+        offsets = positions * step
         elements = np.add.outer(elements, offsets).ravel()
     return elements
 

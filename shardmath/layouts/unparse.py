@@ -118,6 +118,7 @@ def _stage_words(stage: Stage, name: str, named: Mapping[Splits, str]) -> Iterat
         if not isinstance(cut, FixedBlock):
             yield _word(digit, named)
         elif not block:
+            # The free name counts the largest blocks, which are always local.
             block = cut.size
             yield name
         else:

@@ -48,6 +48,7 @@ def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -
 
     `reader` supplies the mesh and reports errors. Raises NotationError if the stages cannot divide the positions.
     """
+    # The first sizes divide all n positions, so the caret can stand under them; `divided` raises for any others.
     first = stages[0][0]
     if first.sizes is not None and sum(first.sizes) != n:
         reader.fail(

@@ -112,8 +112,9 @@ def _rows(buckets: Sequence[Bucket], ranks: int, room: int, bottom: int) -> Iter
 def _heading(layout: PerBufferParamLayout, ranks: int, title: str, step: int) -> Iterator[str]:
     """The title, the summary of the buffer, and the meaning of colors."""
     yield words(0, 18, title, font_size=14, font_weight="bold")
-    summary = summarize(layout, ranks)
-    for number, line in enumerate(summary[:2]):
+    # There is no room for a third line, about the worst bucket.
+    summary = summarize(layout, ranks)[:2]
+    for number, line in enumerate(summary):
         yield words(0, 36 + 15 * number, line)
     x = 0.0
     for fill, meaning in LEGEND:
@@ -169,7 +170,9 @@ def _borders(ranks: int, room: int, top: int, bottom: int) -> Iterator[str]:
         x = LEFT + rank * room / ranks
         marks.append(f"M{x:.6g} {top}V{bottom}")
     if marks:
-        yield _line("".join(marks), min(1.2, 0.05 * step * room / ranks))
+        distance = step * room / ranks
+        # Lines take at most a twentieth of the picture.
+        yield _line("".join(marks), min(1.2, 0.05 * distance))
 
 
 def _row(bucket: Bucket, y: int, room: int) -> Iterator[str]:

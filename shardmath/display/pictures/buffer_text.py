@@ -322,15 +322,16 @@ def shape_of(span: BucketSpan) -> str:
 
 def _draw_bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str, str]:
     """The line of the ranks' numbers, and the line of the elements below them."""
-    each = width // bucket.ranks
-    if each < 4:
+    part_width = width // bucket.ranks
+    # Narrow parts have no room for their ranks' numbers, nor for borders between them.
+    if part_width < 4:
         ruler = _ticks(bucket.ranks, width)
         bar = _draw_cells(bucket, letters, width)
     else:
-        cells = _draw_cells(bucket, letters, each * bucket.ranks)
-        starts = range(0, len(cells), each)
-        parts = [cells[i : i + each] for i in starts]
-        numbers = [str(rank).ljust(each) for rank in range(bucket.ranks)]
+        cells = _draw_cells(bucket, letters, part_width * bucket.ranks)
+        starts = range(0, len(cells), part_width)
+        parts = [cells[i : i + part_width] for i in starts]
+        numbers = [str(rank).ljust(part_width) for rank in range(bucket.ranks)]
         bar = "|".join(parts)
         ruler = "|".join(numbers)
     return f"     |{ruler}|", f"     |{bar}|"

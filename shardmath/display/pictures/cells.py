@@ -93,10 +93,10 @@ def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
     """Return Panels: grids that show which ranks hold which elements, one grid for each of the first 6 two-dimensional
     slices of the tensor. If all grids together would have more than `most` cells, rows and columns in their middle are
     left out, but at least one cell per grid is kept."""
-    owned = [_divide_dimension(dim) for dim in layout.dims]
-    slices = math.prod(map(len, owned[:-2]))
-    shown = _keep_shown(owned, slices, most)
-    *before, rows, columns = _make_strips(layout, shown)
+    by_dim = [_divide_dimension(dim) for dim in layout.dims]
+    slices = math.prod(map(len, by_dim[:-2]))
+    drawn_by_dim = _keep_drawn(by_dim, slices, most)
+    *before, rows, columns = _make_strips(layout, drawn_by_dim)
     finder = _HolderFinder(layout)
     panels = []
     leads = _list_leads(before, layout.mesh.size)
@@ -106,41 +106,43 @@ def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
     return Panels(tuple(panels), slices)
 
 
-def _make_strips(layout: Layout, shown: Sequence[list[_Owned]]) -> list[_Strip]:
+def _make_strips(layout: Layout, drawn_by_dim: Sequence[list[_Owned]]) -> list[_Strip]:
     """A strip for each dimension; tensors of fewer than two dimensions get strips of one position that all hold."""
     mesh = layout.mesh
-    strips = [_make_strip(owned, dim, mesh) for owned, dim in zip(shown, layout.dims, strict=True)]
+    pairs = zip(drawn_by_dim, layout.dims, strict=True)
+    strips = [_make_strip(stretches, dim, mesh) for stretches, dim in pairs]
     held_by_all = _Strip(((0, 1),), np.ones((1, mesh.size), bool))
     return [held_by_all] * (2 - len(strips)) + strips
 
 
-def _keep_shown(owned: Sequence[list[_Owned]], slices: int, most: int) -> list[list[_Owned]]:
+def _keep_drawn(by_dim: Sequence[list[_Owned]], slices: int, most: int) -> list[list[_Owned]]:
     """The stretches of each dimension that are drawn, so that there are at most `most` cells."""
-    kept = [stretches[:MOST_PANELS] for stretches in owned[:-2]]
+    kept = [stretches[:MOST_PANELS] for stretches in by_dim[:-2]]
     drawn = min(slices, MOST_PANELS)
     panels = max(drawn, 1)
     room = max(most // panels, 1)
-    last_two = owned[-2:]
+    last_two = by_dim[-2:]
     limits = [room]
     if len(last_two) > 1:
         rows, columns = map(len, last_two)
         limits = list(_find_limits(rows, columns, room))
+    # Not strict: a tensor without dimensions has no stretches to limit.
     for stretches, limit in zip(last_two, limits, strict=False):
         kept.append(_drop_middle(stretches, limit))
     return kept
 
 
-def _make_strip(owned: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
+def _make_strip(owned_stretches: Sequence[_Owned], dim: Dimension, mesh: Mesh) -> _Strip:
     """The stretches, and the ranks that hold each."""
     divided = partition(dim)
     by_rank = divided.by_rank(mesh)
     known: dict[tuple[int, ...], Bools] = {}
     held = []
-    for _, parts in owned:
+    for _, parts in owned_stretches:
         if parts not in known:
             known[parts] = np.isin(by_rank, parts)
         held.append(known[parts])
-    stretches = tuple(stretch for stretch, _ in owned)
+    stretches = tuple(stretch for stretch, _ in owned_stretches)
     # An empty dimension has no stretches.
     table = np.array(held, bool).reshape(-1, mesh.size)
     return _Strip(stretches, table)
@@ -153,7 +155,7 @@ def _divide_dimension(dim: Dimension) -> list[_Owned]:
     ends = [0, dim.size]
     every_border = np.concatenate((start, stop, ends))
     borders = np.unique(every_border)
-    # Segment s has the stretches first[s]..last[s]-1.
+    # Segment s has the stretches first[s]..last[s]-1; `ranges` lists each of these with its segment.
     first = borders.searchsorted(start)
     last = borders.searchsorted(stop)
     stretch, segment = ranges(first, last)

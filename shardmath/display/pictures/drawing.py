@@ -104,15 +104,15 @@ def grid(layout: Layout, most: int = 64) -> str:
 def _mark_gaps(cells: list[list[str]], rows: Ints, columns: Ints) -> list[str]:
     """Insert dots for rows and columns that are left out; return lines that name these."""
     notes = []
-    gap = _find_gap(rows)
-    if gap:
-        notes.append(_name_gap("rows", rows, gap))
-        cells.insert(gap, ["…"] * len(columns))
-    across = _find_gap(columns)
-    if across:
-        notes.append(_name_gap("columns", columns, across))
+    row_gap = _find_gap(rows)
+    if row_gap:
+        notes.append(_name_gap("rows", rows, row_gap))
+        cells.insert(row_gap, ["…"] * len(columns))
+    column_gap = _find_gap(columns)
+    if column_gap:
+        notes.append(_name_gap("columns", columns, column_gap))
         for line in cells:
-            line.insert(across, "…")
+            line.insert(column_gap, "…")
     return notes
 
 
@@ -155,14 +155,14 @@ def _find_gap(positions: Ints) -> int:
 def _name_cells(layout: Layout, rows: Ints, columns: Ints) -> list[list[str]]:
     """The rank that holds each element at these rows and columns, `.` for no rank, `+` for several."""
     ranks = np.array(layout.mesh.ranks, np.int64)
-    across = _mark_held(layout.dims[-1], layout.mesh, columns)
-    down = np.ones((1, len(ranks)), np.int64)
+    holds_column = _mark_held(layout.dims[-1], layout.mesh, columns)
+    holds_row = np.ones((1, len(ranks)), np.int64)
     if layout.ndim == 2:
-        down = _mark_held(layout.dims[0], layout.mesh, rows)
+        holds_row = _mark_held(layout.dims[0], layout.mesh, rows)
     # A sum over ranks of (holds the row) * (holds the column) counts the holders. If there is one, the sum weighted by
     # rank is its rank.
-    holders = down @ across.T
-    weighted = (down * ranks) @ across.T
+    holders = holds_row @ holds_column.T
+    weighted = (holds_row * ranks) @ holds_column.T
     cells = weighted.astype(str)
     cells[holders == 0] = "."
     cells[holders > 1] = "+"

@@ -225,20 +225,20 @@ def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
     Tiny ranges are widened so that they can be seen.
     """
     total = sum(stop - start for start, stop in spans)
-    each = min(ELEMENT, room / max(total, 1))
+    per_position = min(ELEMENT, room / max(total, 1))
     least = min(SEEN, MOST_PIXELS / max(len(spans), 1))
     at = []
     pixels = []
     x = 0.0
-    before = None
+    previous_stop = None
     for start, stop in spans:
-        if before not in (None, start):
+        if previous_stop not in (None, start):
             x += GAP
-        size = max((stop - start) * each, least)
+        size = max((stop - start) * per_position, least)
         at.append(x)
         pixels.append(size)
         x += size
-        before = stop
+        previous_stop = stop
     return Scale(tuple(at), tuple(pixels), x)
 
 
@@ -251,13 +251,14 @@ def list_ticks(
         return
     *inner, last = _list_borders(spans, scale)
     last_at, last_position = last
-    stop = last_at - _half(last_position, across)
-    free = -math.inf
+    # The other labels have room from the end of the label before to the beginning of the last one.
+    free_from = -math.inf
+    free_to = last_at - _half(last_position, across)
     for at, position in inner:
         half = _half(position, across)
-        if at - half >= free and at + half <= stop:
+        if at - half >= free_from and at + half <= free_to:
             yield at, position
-            free = at + half
+            free_from = at + half
     yield last
 
 
@@ -334,9 +335,9 @@ def palette(count: int) -> tuple[str, ...]:
 def _blend(share: float) -> str:
     """The color of viridis at this share of its length."""
     index = share * (len(VIRIDIS) - 1)
-    left = min(int(index), len(VIRIDIS) - 2)
-    rest = index - left
-    pairs = zip(_channels(VIRIDIS[left]), _channels(VIRIDIS[left + 1]), strict=True)
+    lower = min(int(index), len(VIRIDIS) - 2)
+    rest = index - lower
+    pairs = zip(_channels(VIRIDIS[lower]), _channels(VIRIDIS[lower + 1]), strict=True)
     mixed = [round(dark + (light - dark) * rest) for dark, light in pairs]
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 

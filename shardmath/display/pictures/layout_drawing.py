@@ -19,7 +19,6 @@ from typing import NamedTuple
 from shardmath.base.text import plural
 from shardmath.display.pictures import elements
 from shardmath.display.pictures.cells import (
-    MOST_PANELS,
     Holders,
     Panel,
     Panels,
@@ -347,9 +346,9 @@ def _legend(
 
 def _entry(holders: Holders, op: str | None, color: str, letters: int) -> Drawing:
     """A color and its holders, in at most `letters` characters."""
-    named = write_holders(holders, op)
-    text = brief(named, letters - 3)
-    square = box(0, 3, 12, 12, named, fill=color)
+    full_text = write_holders(holders, op)
+    text = brief(full_text, letters - 3)
+    square = box(0, 3, 12, 12, full_text, fill=color)
     label = elements.words(18, LINE * 0.75, text)
     width = 18 + len(text) * LETTER
     return Drawing(width, LINE, (square, label))
@@ -382,11 +381,12 @@ def _has_unheld(panel: Panel) -> bool:
 
 def _left_out(layout: Layout, cells: Panels) -> Iterator[str]:
     """Lines about slices and positions that are not drawn."""
-    more = cells.slices - MOST_PANELS
-    if cells.slices > len(cells.panels):
+    more = cells.slices - len(cells.panels)
+    if more:
         yield f"... and {plural(more, 'more slice')}"
     if not cells.panels:
         return
+    # All panels have the same rows and columns.
     panel = cells.panels[0]
     across = "columns" if layout.ndim > 1 else "positions"
     yield from _name_gaps("rows", panel.rows)
@@ -402,11 +402,11 @@ def _name_gaps(name: str, spans: Sequence[Stretch]) -> Iterator[str]:
 
 def _local_tensors(layout: Layout) -> Drawing:
     """The local tensors of the first ranks, with dashed holes."""
-    shown = layout.mesh.ranks[:MOST_LOCAL]
-    drawn = [_local_tensor(layout, rank) for rank in shown]
+    first_ranks = layout.mesh.ranks[:MOST_LOCAL]
+    drawn = [_local_tensor(layout, rank) for rank in first_ranks]
     head = lines(["local tensors; dashed cells are holes, no elements of the tensor"])
     parts = [head, beside(drawn, 20)]
-    more = layout.mesh.size - len(shown)
+    more = layout.mesh.size - len(first_ranks)
     if more:
         parts.append(lines([f"... and {plural(more, 'more rank')}"]))
     return below(parts, 4)

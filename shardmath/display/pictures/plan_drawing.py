@@ -107,8 +107,8 @@ def _draw_sides(plan: Movable, name: str) -> Drawing:
         return lines([])
     before = plan.src[name]
     after = plan.dst[name]
-    shown = (*before[:MOST_WINDOWS], *after[:MOST_WINDOWS])
-    cells = {layout: cells_of(layout, MOST_CELLS) for layout in shown}
+    drawn_layouts = (*before[:MOST_WINDOWS], *after[:MOST_WINDOWS])
+    cells = {layout: cells_of(layout, MOST_CELLS) for layout in drawn_layouts}
     colors = colors_of(cells.values())
     sides = [
         _draw_side("before", before, cells, colors),
@@ -151,7 +151,8 @@ def _find_nodes(value: Plan | Transposed | Program) -> Topology | None:
 
 def _describe(moved: TrafficMatrix, where: Topology | None) -> list[str]:
     """The sums of the heat map."""
-    sent, stays, far = (int(table.sum()) for table in moved[2:])
+    tables = moved.sent, moved.stays, moved.far
+    sent, stays, far = (int(table.sum()) for table in tables)
     texts = [f"{show_bytes(sent)} between ranks, {show_bytes(stays)} stays where it is"]
     if where is not None:
         texts.append(f"{show_bytes(far)} of {show_bytes(sent)} crosses from node to node")
@@ -239,6 +240,7 @@ def _column_names_height(columns: _HeatAxis) -> float:
     longest = _measure_names(columns)
     if (longest + 1) * LETTER <= columns.each:
         return 0.0
+    # There are pixels for two letters without extra ones (TOP).
     return (longest - 2) * LETTER
 
 
@@ -331,6 +333,7 @@ def _few_digits(count: int) -> str:
     text = show_bytes(count)
     digits, unit = text.split()
     number = float(digits)
+    # From 999.5 on, .3g writes an exponent: 1e+03.
     return f"{number:.3g} {unit}" if number < 999.5 else text
 
 

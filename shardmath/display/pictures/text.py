@@ -208,6 +208,7 @@ def _transfers(plan: Plan | Transposed, most: int) -> str:
 @_text.register
 def _(program: Program, most: int) -> str:
     p = program.plan
+    # A slot is for one slice of the data, and its turns are for different peers of a rank.
     tensors = plural(p.src, "tensor")
     between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
     rounds = f"{plural(program.slots, 'slot')} of {plural(program.turns, 'turn')}"

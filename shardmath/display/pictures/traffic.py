@@ -1,8 +1,10 @@
 """Traffic: bytes by sender and receiver, or by groups of them.
 
 1. A group has consecutive ranks: of one node if there are few nodes, else of whole nodes.
-2. The traffic of a program is its streams: relayed bytes count each time that they are sent.
-3. The traffic of an adjoint is its plan's traffic, transposed.
+2. A **line** is bytes that the same ranks hold, a **block** a part of a line that the same ranks need. A line has the
+   bytes of a block once for each of these receivers, and each holder sends one stretch of the line.
+3. The traffic of a program is its streams: relayed bytes count each time that they are sent.
+4. The traffic of an adjoint is its plan's traffic, transposed.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
@@ -133,9 +135,9 @@ class _TrafficSums:
         for line, holder_set in enumerate(demands.holders.tolist()):
             holders = demands.sets[holder_set]
             first, stop = demands.first[line : line + 2].tolist()
-            asking = demands.count[first:stop].sum()
+            receiver_count = demands.count[first:stop].sum()
             blocks = range(first, stop)
-            if len(holders) > 1 or asking <= MANY:
+            if len(holders) > 1 or receiver_count <= MANY:
                 streams = _pair_line(demands, line, blocks)
                 self.add(*streams)
                 continue
@@ -169,10 +171,11 @@ class _TrafficSums:
         holder_sets = np.repeat(demands.holders, np.diff(demands.first))
         for block, holder_set in enumerate(holder_sets.tolist()):
             receiver_set = int(demands.receivers[block])
+            # `count` leaves out receivers that are holders.
             if demands.count[block] == len(demands.sets[receiver_set]):
-                continue  # no receiver is a holder
-            both = self._find_common(holder_set, receiver_set)
-            pair = (self.row[both], self.column[both])
+                continue
+            common = self._find_common(holder_set, receiver_set)
+            pair = (self.row[common], self.column[common])
             np.add.at(self.stays, pair, demands.nbytes[block])
 
     def _find_common(self, holder_set: int, receiver_set: int) -> Ints:
@@ -236,8 +239,9 @@ def _group_ranks(ranks: Iterable[int], where: Topology | None, most: int) -> tup
 
 def _merge_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:
     """At most `most` groups of equally many nodes."""
-    each = -(-len(nodes) // most)
-    return [list(itertools.chain.from_iterable(several)) for several in _chop(nodes, each)]
+    nodes_per_group = -(-len(nodes) // most)
+    groups = _chop(nodes, nodes_per_group)
+    return [list(itertools.chain.from_iterable(several)) for several in groups]
 
 
 def _split_nodes(nodes: list[list[int]], most: int) -> list[list[int]]:

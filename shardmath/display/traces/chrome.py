@@ -156,7 +156,8 @@ def _make_events(span: Span, numbers: _Numbers) -> Iterator[Event]:
 
 
 def _make_arrow(span: Span, begin: float, duration: float) -> Event:
-    """An end of an arrow, which Perfetto binds to the span at the same time."""
+    """An end of an arrow, which Perfetto binds to the span at the same time. Phase "s" is where an arrow starts, "f"
+    where it finishes; "bp": "e" binds the finish to the span around it."""
     link_digest = blake2b(span.link.encode(), digest_size=LINK_BYTES).digest()
     arrow: Event = {"name": "message", "cat": LINK, "id": int.from_bytes(link_digest)}
     if span.track.startswith("to "):

@@ -239,8 +239,8 @@ def _find_step(seconds: float) -> float:
 def _draw_bars(row: _Row, axis: _TimeAxis, colors: Colors) -> Iterator[str]:
     """The spans of a row."""
     for bar in _join_short(row.spans, axis):
-        part = PARTED if bar.width > 4 * PARTED else 0.0
-        width = max(bar.width - part, TOO_NEAR)
+        gap = PARTED if bar.width > 4 * PARTED else 0.0
+        width = max(bar.width - gap, TOO_NEAR)
         kind = _find_kind(bar.span)
         title = _describe(bar.span)
         yield box(bar.begin, row.y, width, ROW, title, fill=colors[kind])
@@ -248,7 +248,8 @@ def _draw_bars(row: _Row, axis: _TimeAxis, colors: Colors) -> Iterator[str]:
 
 
 def _write_short(row: _Row, axis: _TimeAxis) -> Iterator[str]:
-    """The time of a row that is too short to be seen, next to its bars: a model of fast links among slow ones."""
+    """The time of a row whose bars are too short to be seen, next to them; such as a model with fast links, below rows
+    that were measured on slow ones."""
     first = min(span.begin_s for span in row.spans)
     end = max(span.end_s for span in row.spans)
     x = axis.find(end)

@@ -106,8 +106,8 @@ def _gather_votes(clocks: Sequence[Clock]) -> dict[str, _Votes]:
     for clock in sorted(clocks, key=lambda clock: clock.rank):
         votes = machines.setdefault(clock.machine, {})
         for vote in clock.votes:
-            left = clock.began_ns + round(vote.at_s * 1e9)
-            votes.setdefault(vote.name, []).append(left)
+            left_ns = clock.began_ns + round(vote.at_s * 1e9)
+            votes.setdefault(vote.name, []).append(left_ns)
     return dict(machines)
 
 
@@ -120,7 +120,7 @@ def _compare_votes(votes: _Votes, aligned: Sequence[tuple[_Votes, int]]) -> list
     for other_votes, other_ahead in aligned:
         for name in votes.keys() & other_votes.keys():
             # Medians, because several ranks may have noticed the end of a vote late.
-            left = statistics.median(votes[name])
-            other_left = statistics.median(other_votes[name])
-            differences.append(round(left - other_left) + other_ahead)
+            left_ns = statistics.median(votes[name])
+            other_left_ns = statistics.median(other_votes[name])
+            differences.append(round(left_ns - other_left_ns) + other_ahead)
     return differences

@@ -44,7 +44,7 @@ from shardmath.plans.programs.program import Program
 __all__ = ["model"]
 
 _Times: TypeAlias = NDArray[np.float64]
-"""(begin, end) in seconds, indexed by phase, slot and turn."""
+"""(begin, end) of each round in seconds, indexed by the phase, slot and turn that number it (see `name_step`)."""
 
 
 def model(
@@ -100,19 +100,19 @@ def _draw_messages(
         for message in (*turn.sends, *turn.receives):
             is_far = where.node(message.src_rank) != where.node(message.dst_rank)
             link = is_far, message.src_rank == rank
-            before = busy.get(link, 0.0)
+            busy_s = busy.get(link, 0.0)
             rate = where.inter_bytes_per_s if is_far else where.intra_bytes_per_s
-            lasting = message.payload / rate
-            busy[link] = before + lasting
-            begins = begin + where.latency_s + before
-            yield _draw_message(place, message, begins, lasting)
+            seconds = message.payload / rate
+            busy[link] = busy_s + seconds
+            message_begin = begin + where.latency_s + busy_s
+            yield _draw_message(place, message, message_begin, seconds)
 
 
-def _draw_message(place: Place, message: Message, begin: float, lasting: float) -> Span:
+def _draw_message(place: Place, message: Message, begin: float, seconds: float) -> Span:
     track = name_track(message, place.rank)
     name = f"{message.payload} B"
     about = describe_message(message)
-    return Span(place, track, name, begin, lasting, about)
+    return Span(place, track, name, begin, seconds, about)
 
 
 def _sort_tracks(spans: Iterable[Span]) -> list[Span]:

@@ -139,15 +139,15 @@ def first_overlap(
 
 def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
     """`first_overlap` of boxes as a table of shape (boxes, dimensions, 2), and all their labels."""
-    along = _find_sweep_dimension(table)
-    order = np.argsort(table[:, along, 0], kind="stable")
+    sweep_dim = _find_sweep_dimension(table)
+    order = np.argsort(table[:, sweep_dim, 0], kind="stable")
     label = label[order]
     lo = table[order, :, 0]
     hi = table[order, :, 1]
     # A box shares no element with one that begins at its end or later.
-    reach = np.searchsorted(lo[:, along], hi[:, along], "left")
-    after = np.arange(1, len(table) + 1)
-    for i in np.flatnonzero(reach > after).tolist():
+    reach = np.searchsorted(lo[:, sweep_dim], hi[:, sweep_dim], "left")
+    next_box = np.arange(1, len(table) + 1)
+    for i in np.flatnonzero(reach > next_box).tolist():
         stop = int(reach[i])
         j = _find_overlapping(lo, hi, label, i, stop)
         if j is not None:
@@ -198,6 +198,7 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
     enter, leave = _borders(held[0])
     active: dict[int, Box] = {}
     inside = 0
+    # A slab is the positions of the first dimension from one border to the next: all are in the same ranges and boxes.
     was_full = False  # whether the slab before was held and had no gap
     for border in sorted({*begin, *end, *enter, *leave}):
         ending = end.get(border, ())
@@ -208,9 +209,9 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
         inside += len(enter.get(border, ()))
         inside -= len(leave.get(border, ()))
         if inside:
-            differ = ended if was_full else None
+            ended_boxes = ended if was_full else None
             new_boxes = list(new.values())
-            gap = _find_in_slab(inner_held, active, differ, new_boxes)
+            gap = _find_in_slab(inner_held, active, ended_boxes, new_boxes)
             if gap is not None:
                 return (border, *gap)
         was_full = inside > 0
@@ -220,7 +221,7 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
 def _find_in_slab(
     rest: Ranges, active: dict[int, Box], ended: list[Box] | None, new: list[Box]
 ) -> tuple[int, ...] | None:
-    """`first_gap` of the active boxes.
+    """`first_gap` of the active boxes, which are those of the slab by number, in the dimensions `rest` after the first.
 
     If `ended` is given, the slab before had no gap, and the active boxes differ from its boxes by `ended` and `new`.
     """

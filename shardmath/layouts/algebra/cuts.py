@@ -261,7 +261,7 @@ def list_parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]
     Empty parts at the end may be left out.
     """
     if isinstance(cut, Sizes):
-        cut.count(size)
+        cut.count(size)  # raises if the sizes do not add up
         starts = itertools.accumulate(cut.sizes, initial=start)
         yield from zip(starts, cut.sizes, strict=False)
         return

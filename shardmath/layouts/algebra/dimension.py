@@ -150,12 +150,12 @@ class Dimension:
         if len(self.fields) == 1:
             return self.fields[0].runs(coords)
         parts = []
-        at = 0
+        field_start = 0
         for f in self.fields:
             kept = f.runs(coords)
-            moved = [(lo, g + at, n) for lo, g, n in kept.segments]
+            moved = [(lo, g + field_start, n) for lo, g, n in kept.segments]
             parts.append(Runs.canonical(tuple(moved), len(kept)))
-            at += f.size
+            field_start += f.size
         return concat(parts)
 
 

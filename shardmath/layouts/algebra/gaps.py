@@ -158,6 +158,7 @@ def _find_in_slabs(
     shape: tuple[int, ...], products: tuple[Product, ...], borders: Ints, table: _RangeTable
 ) -> tuple[int, ...] | None:
     """The gap, by the products that hold each border of the first dimension; equal sets are looked at once."""
+    # Products that are equal in all dimensions but the first have one number.
     number_of: dict[Product, int] = {}
     rest_numbers = [number_of.setdefault(product[1:], len(number_of)) for product in products]
     rest_of_product = np.array(rest_numbers, np.int64)

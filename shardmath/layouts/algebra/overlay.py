@@ -79,7 +79,8 @@ def overlay(source: Partition, target: Partition) -> Overlay:
     src = _locate(here, a, start)
     dst = _locate(there, b, start)
 
-    # A pair is one number; within a pair, rows stand as the destination holds them.
+    # A pair is one number: any radix above the numbers of goals would do. Within a pair, rows stand as the destination
+    # holds them.
     radix = len(there.sets) + 1
     pair = here.number[a] * radix + there.number[b]
     order = np.lexsort((dst[:, 0], pair))
@@ -117,7 +118,7 @@ class _Atoms(NamedTuple):
 
 def _pair_meeting(here: _Atoms, there: _Atoms) -> tuple[Ints, Ints]:
     """The numbers of all pairs of atoms, one of each side, that share a position."""
-    # Atoms of a side are disjoint and ascend: those that overlap an atom of the other are consecutive.
+    # Atoms of a side are disjoint and ascend: atom b of `there` overlaps atoms begin[b]..end[b]-1 of `here`.
     begin = here.stop.searchsorted(there.start, "right")
     end = here.start.searchsorted(there.stop, "left")
     return ranges(begin, end)
@@ -166,18 +167,19 @@ def _group_atoms(cuts: Ints, atom: Ints, part: Ints, local: Ints) -> _Atoms:
     number: dict[tuple[int, ...], int] = {}
     numbers = []
     for parts in np.split(part, first[1:]):
-        held = tuple(parts.tolist())
-        numbers.append(number.setdefault(held, len(number)))
+        key = tuple(parts.tolist())
+        numbers.append(number.setdefault(key, len(number)))
     sets = tuple(number)
     widest = max(map(len, sets))
     starts = _tabulate_starts(first, local, widest)
-    own = atom[first]
+    held_atoms = atom[first]
     number_of_atom = np.array(numbers, np.int64)
-    return _Atoms(sets, cuts[own], cuts[own + 1], number_of_atom, starts)
+    return _Atoms(sets, cuts[held_atoms], cuts[held_atoms + 1], number_of_atom, starts)
 
 
 def _tabulate_starts(first: Ints, local: Ints, widest: int) -> Ints:
-    """One row per atom, as wide as the largest set; columns that a smaller set does not need are -1."""
+    """One row per atom, as wide as the largest set; columns that a smaller set does not need are -1. Atom i has the
+    starts local[first[i]:first[i + 1]]."""
     shape = len(first), widest
     starts = np.full(shape, -1, np.int64)
     count = len(local)
@@ -200,11 +202,11 @@ def overlap_table(source: Partition, target: Partition) -> Ints:
     cuts = np.unique(borders)
     source_atom, source_span = _list_atoms(cuts, start, stop)
     target_atom, target_span = _list_atoms(cuts, begin, end)
-    at, of = _pair_equal(source_atom, target_atom)
-    rows = source_part[source_span[at]]
-    columns = target_part[target_span[of]]
+    source_index, target_index = _pair_equal(source_atom, target_atom)
+    rows = source_part[source_span[source_index]]
+    columns = target_part[target_span[target_index]]
     sizes = np.diff(cuts)
-    shared = sizes[source_atom[at]]
+    shared = sizes[source_atom[source_index]]
 
     shape = len(source.parts), len(target.parts)
     table = np.zeros(shape, np.int64)
@@ -219,5 +221,5 @@ def _pair_equal(values: Ints, others: Ints) -> tuple[Ints, Ints]:
     ordered = values[order]
     first = ordered.searchsorted(others, "left")
     last = ordered.searchsorted(others, "right")
-    at, of = ranges(first, last)
-    return order[at], of
+    place_in_order, other_index = ranges(first, last)
+    return order[place_in_order], other_index

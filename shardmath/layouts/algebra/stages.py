@@ -184,20 +184,20 @@ def pieces_runs(stage: Stage, length: int, coords: Coords) -> Runs:
     cut."""
     pieces = [identity(length)]
     for digit in stage:
-        kept = None
+        kept_part = None
         if digit.axes:
-            kept = digit.coordinate(coords)
+            kept_part = digit.coordinate(coords)
         cut_pieces: list[Runs] = []
         for piece in pieces:
-            cut_pieces += _cut_piece(digit.cut, piece, kept)
+            cut_pieces += _cut_piece(digit.cut, piece, kept_part)
         pieces = cut_pieces
     return concat(pieces)
 
 
-def _cut_piece(cut: Cut, piece: Runs, kept: int | None) -> Iterator[Runs]:
-    """The kept part of the piece, or all parts in order if `kept` is None."""
+def _cut_piece(cut: Cut, piece: Runs, kept_part: int | None) -> Iterator[Runs]:
+    """The part of the piece with this number, or all parts in order if `kept_part` is None."""
     size = len(piece)
-    parts = range(parts_to_visit(cut, size)) if kept is None else (kept,)
+    parts = range(parts_to_visit(cut, size)) if kept_part is None else (kept_part,)
     for i in parts:
         if isinstance(cut, UserCut):
             part = cut.split(size)[i]
@@ -245,6 +245,7 @@ def canonical_stages(stages: Iterable[Stage]) -> tuple[Stage, ...]:
         stage = _canonical_stage(given)
         if not stage:
             continue
+        # If every digit has axes, a rank keeps a single piece, and the end of the stage forgets no border inside it.
         if out and all(digit.axes for digit in out[-1]):
             out[-1] += stage
         else:

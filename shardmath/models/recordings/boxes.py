@@ -73,25 +73,25 @@ def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[B
 
 def _unroll(piece: Piece) -> Iterator[Piece]:
     """A piece for each step of the outermost block."""
-    (count, cells, elements), *rest = piece.blocks
+    (count, cell_stride, element_stride), *rest = piece.blocks
     for i in range(min(count, MOST_BOXES + 1)):
-        cell = piece.cell + i * cells
-        element = piece.element + i * elements
+        cell = piece.cell + i * cell_stride
+        element = piece.element + i * element_stride
         yield Piece(piece.tensor, cell, element, tuple(rest))
 
 
 def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
-    """The piece as a box; None if a block runs across dimensions."""
+    """The piece as a box in tensors of the shapes `cells` and `elements`; None if a block runs across dimensions."""
     cell = _unravel(piece.cell, cells)
     element = _unravel(piece.element, elements)
     atoms: list[Atom] = []
     waiting = list(reversed(piece.blocks))
     while waiting:
         block = waiting.pop()
-        count, across, along = block
-        inner = _find_inner(count, across, cells, cell)
+        count, cell_stride, element_stride = block
+        inner = _find_inner(count, cell_stride, cells, cell)
         if inner is not None:
-            inner = _find_inner(inner, along, elements, element)
+            inner = _find_inner(inner, element_stride, elements, element)
         if inner is None:
             return None
         if inner < count:
@@ -104,17 +104,17 @@ def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
 
 def _find_atom(block: Block, cells: _Numbers, elements: _Numbers) -> Atom:
     """The atom of a block whose steps stay in one dimension of both tensors."""
-    count, across, along = block
-    dim, step = _find_step(across, cells)
-    of, stride = _find_step(along, elements)
+    count, cell_stride, element_stride = block
+    dim, step = _find_step(cell_stride, cells)
+    of, stride = _find_step(element_stride, elements)
     return Atom(count, dim, step, of, stride)
 
 
 def _split_block(block: Block, inner: int) -> tuple[Block, Block]:
     """The block as an outer block of blocks of `inner` steps each."""
-    count, cells, elements = block
-    outer = count // inner, cells * inner, elements * inner
-    return outer, (inner, cells, elements)
+    count, cell_stride, element_stride = block
+    outer = count // inner, cell_stride * inner, element_stride * inner
+    return outer, (inner, cell_stride, element_stride)
 
 
 def _unravel(number: int, shape: _Numbers) -> _Numbers:
@@ -150,6 +150,7 @@ def _find_inner(count: int, stride: int, shape: _Numbers, start: _Numbers) -> in
     inner, rest = divmod(n, step)
     if rest or start[dim] >= step or count % inner:
         return None
+    # Split into blocks of one step, a block would stay as it is.
     return inner if inner > 1 else None
 
 

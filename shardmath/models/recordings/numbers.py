@@ -53,26 +53,28 @@ class _Groups:
         the logical tensor, become one strided piece."""
         cells = np.diff(self.cells).tolist()
         elements = np.diff(self.elements).tolist()
+        # Step i is from piece i to piece i + 1.
         steps = list(zip(cells, elements, strict=True))
         starts = []
         shapes = []
         first = 0
-        for last in self._list_ends(steps):
+        for last_step in self._list_ends(steps):
             # The stretch before has taken the first piece of this one, which was all of it.
-            if last < first:
+            if last_step < first:
                 continue
             starts.append(first)
             shape = self.shapes[first]
-            if last < len(steps) and self.shapes[first + 1] == shape:
-                # Steps first to last are between pieces first to last + 1.
-                shape = ((last - first + 2, *steps[first]), *shape)
-                first = last + 1
+            if last_step < len(steps) and self.shapes[first + 1] == shape:
+                last = last_step + 1
+                shape = ((last - first + 1, *steps[first]), *shape)
+                first = last
             shapes.append(shape)
             first += 1
         return _Groups(self.cells[starts], self.elements[starts], shapes)
 
     def _list_ends(self, steps: list[tuple[int, int]]) -> list[int]:
         """The last step of each stretch of equal steps between pieces of one shape, and the last piece."""
+        # Whether the pieces at both ends of each step have one shape.
         alike = [one == other for one, other in itertools.pairwise(self.shapes)]
         ends = []
         for i, (step, following) in enumerate(itertools.pairwise(steps)):

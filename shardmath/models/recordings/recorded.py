@@ -170,10 +170,10 @@ class Recorded:
 
 def show(native: Native) -> str:
     """One line of text about a stored tensor: dtype, shape, its logical tensors, and the number of empty positions."""
-    of = f" = {native.function}(...)" if native.function else ""
+    function = f" = {native.function}(...)" if native.function else ""
     tensors = ", ".join(dict.fromkeys(piece.tensor for piece in native.pieces))
-    left = f"; {native.unwritten} cells unwritten" if native.unwritten else ""
-    return f"{native.dtype}{list(native.shape)}{of} by {native.way or 'nothing'}: {tensors}{left}"
+    unwritten = f"; {native.unwritten} cells unwritten" if native.unwritten else ""
+    return f"{native.dtype}{list(native.shape)}{function} by {native.way or 'nothing'}: {tensors}{unwritten}"
 
 
 def _check_shape(name: str, shape: _Shape) -> None:

@@ -139,7 +139,7 @@ class BoundRecorded:
     def row_of(self, native: _Key, rank: int) -> str:
         """Return a text for error messages that says how `rank` stores the tensor `native`: a pair (virtual pipeline
         stage, stored name). Raises StoreError if `rank` lacks this tensor."""
-        self._holdings(rank)
+        self._holdings(rank)  # raises for a rank that is not recorded
         for recorded in self.side.ranks[rank].natives:
             if (recorded.chunk, recorded.name) == native and recorded.pieces:
                 return f"recorded: {show(recorded)}"
@@ -326,8 +326,8 @@ def _find_layout(shape: _Shape, dtype: str, parts: Mapping[int, tuple[Runs, ...]
     if len(divided) != 1:
         some = sorted(parts)[:SHOWN]
         more = f"; and {len(parts) - SHOWN} more" if len(parts) > SHOWN else ""
-        held = "; ".join(f"rank {rank} {' x '.join(map(str, parts[rank]))}" for rank in some)
-        what = f"of {shape} the ranks hold no grid of equal parts in dimensions {divided}: {held}{more}"
+        held_parts = "; ".join(f"rank {rank} {' x '.join(map(str, parts[rank]))}" for rank in some)
+        what = f"of {shape} the ranks hold no grid of equal parts in dimensions {divided}: {held_parts}{more}"
         fix = "record every rank that holds a part, and divide one dimension only, or all evenly"
         raise StoreError(f"{what}; {fix}")
     # Some parts are on more ranks than others, as heads over ranks that they do not divide evenly.

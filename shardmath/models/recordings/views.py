@@ -3,6 +3,7 @@
 1. A dimension of the logical tensor is a dimension of the stored one, in any order, with any positions. If rows were
    taken one by one, the stored dimension is the one whose positions identify the rows.
 2. The elements in the view are a product of positions of each dimension. Anything else is an error.
+3. Here as in an `Atom`, `dim` is a dimension of the stored tensor, and `of` one of the logical tensor.
 
 >>> view = RecordedView((3, 2), (2, 3), [Piece("q", 0, 0, ((3, 2, 1), (2, 1, 3)))])
 >>> view.order, view.cut(2)
@@ -50,6 +51,7 @@ class RecordedView:
             self.boxes += align(piece, stored, shape)
         stored_dims = _pair(self.boxes)
         self.missing = _pair_rest(stored_dims, len(stored), len(shape))
+        # The view has the stored dimensions in ascending order: the logical dimension along each.
         self.order = tuple(sorted(stored_dims, key=stored_dims.__getitem__))
         all_runs = [self._find_runs(of, stored_dims[of]) for of in range(len(shape))]
         _check_product(all_runs, self.boxes)
@@ -61,6 +63,7 @@ class RecordedView:
         """Return the index tuple that selects the view from the stored tensor. Before indexing, the stored tensor must
         be reshaped to `ndim` dimensions, by appending dimensions of size 1."""
         cut: list[int | slice] = [0] * ndim
+        # In dimensions that are not of the view, all boxes have one position.
         cut[: len(self.stored)] = self.boxes[0].cell
         for dim, span in self._spans.items():
             cut[dim] = span
@@ -68,6 +71,7 @@ class RecordedView:
 
     def _find_runs(self, of: int, dim: int) -> Runs:
         """The positions of logical dimension `of` along stored dimension `dim`."""
+        # A dimension of 1 that the stored tensor lacks.
         if dim >= len(self.stored):
             return Runs(((0, self.boxes[0].element[of], 1),), 1)
         # Boxes of a product share their stretches of each dimension.
@@ -176,8 +180,10 @@ def _list_segments(cell: int, element: int, atoms: Sequence[Atom]) -> list[Segme
             length = atom.number
             continue
         steps = [(i * atom.step, i * atom.stride) for i in range(atom.number)]
-        starts = [(cell + across, of + along) for cell, of in starts for across, along in steps]
-    return [(cell, of, length) for cell, of in starts]
+        starts = [
+            (cell + across, element + along) for cell, element in starts for across, along in steps
+        ]
+    return [(cell, element, length) for cell, element in starts]
 
 
 def _check_product(runs: Sequence[Runs], boxes: Sequence[Box]) -> None:

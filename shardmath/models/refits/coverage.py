@@ -66,8 +66,8 @@ def _differ(shape: Sequence[int], has: Sequence[int]) -> bool:
 def count_cells(bound: KnownSide, rank: int) -> tuple[int, int]:
     """Return two counts of positions in tensors of `rank`: all, and those with an element of a logical tensor."""
     cells = sum(map(math.prod, bound.natives(rank).values()))
-    held = 0
+    held_cells = 0
     for name in bound.slots(rank):
         by_dim = bound.layouts[name].indices(rank)
-        held += math.prod(int(np.count_nonzero(positions >= 0)) for positions in by_dim)
-    return cells, held
+        held_cells += math.prod(int(np.count_nonzero(positions >= 0)) for positions in by_dim)
+    return cells, held_cells

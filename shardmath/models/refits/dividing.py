@@ -62,16 +62,17 @@ def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tup
 def _check_groups(groups: Iterable[Iterable[str]], moved: Iterable[str]) -> None:
     """Raise PlanError unless the groups have every tensor that moves, each once."""
     known = set(moved)
-    left = set(known)
+    remaining = set(known)
     for group in groups:
         for name in group:
-            if name not in left:
+            if name not in remaining:
                 why = "in two groups" if name in known else "which does not move"
                 what = f"groups= has {shown(name)} {why}"
                 raise PlanError(f"{what}; name each tensor of refit.moved once")
-            left.remove(name)
-    if left:
-        raise PlanError(f"no group of groups= has {shown(min(left))}, which moves; add it to one")
+            remaining.remove(name)
+    if remaining:
+        what = f"no group of groups= has {shown(min(remaining))}, which moves"
+        raise PlanError(f"{what}; add it to one")
 
 
 def _select(planned: Refit, group: Iterable[str]) -> Refit:
@@ -84,14 +85,16 @@ def _select(planned: Refit, group: Iterable[str]) -> Refit:
 
 
 def _select_transformed(planned: Refit, whole: Transformed, wanted: frozenset[str]) -> Refit:
-    """The portion of a refit with transforms that has these tensors and their companions."""
+    """The portion of a refit with transforms that has these tensors and their companions, such as their scales."""
     wired = _keep(whole.wired, wanted)
     rules = {name: tensor.transform for name, tensor in wired.items()}
     names = set(wanted)
     for name, tensor in wired.items():
-        names.update(name + suffix for suffix in itertools.chain(*tensor.suffixes))
-    made = transformed(_keep(whole.held_src, names), _keep(whole.held_dst, names), rules)
-    return _bind(planned, plan(made.src, made.dst), names, made)
+        # Companions at the source, and those at the destination.
+        suffixes = itertools.chain(*tensor.suffixes)
+        names.update(name + suffix for suffix in suffixes)
+    portion = transformed(_keep(whole.held_src, names), _keep(whole.held_dst, names), rules)
+    return _bind(planned, plan(portion.src, portion.dst), names, portion)
 
 
 def _keep(by_name: Mapping[str, _T], names: Container[str]) -> dict[str, _T]:

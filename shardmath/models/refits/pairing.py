@@ -29,26 +29,27 @@ def pair(
     layouts (a tuple per tensor for several engines). The source leaves out tensors that no engine stores and no
     transform in `rules` reads.
 
-    The second has one layout per tensor for one engine, else a tuple of layouts (windows). Raises PlanError if an
+    The destination has one layout per tensor for one engine, else a tuple of layouts (windows). Raises PlanError if an
     engine stores only a part of a tensor.
     """
     for engine, side in engines.items():
         _check_whole(engine, side)
     # The trainer's other tensors, which no engine needs, are not in the plan.
-    stored = [engine.layouts for engine in engines.values()]
-    held = dict.fromkeys(itertools.chain.from_iterable(stored))
-    both = [name for name in held if name in trainer.layouts]
-    chosen = choose(rules, both)
-    needed = {name: trainer.layouts[name] for name in both}
+    layouts = [engine.layouts for engine in engines.values()]
+    # A dict, whose keys are distinct and in order.
+    engine_names = dict.fromkeys(itertools.chain.from_iterable(layouts))
+    common_names = [name for name in engine_names if name in trainer.layouts]
+    chosen = choose(rules, common_names)
+    needed = {name: trainer.layouts[name] for name in common_names}
     companions = itertools.chain.from_iterable(_name_companions(chosen, "source").values())
     needed |= {name: trainer.layouts[name] for name in companions if name in trainer.layouts}
-    if len(stored) == 1:
-        return needed, dict(stored[0])
+    if len(layouts) == 1:
+        return needed, dict(layouts[0])
     windows: dict[str, tuple[Layout, ...]] = {}
-    for together in group_tensors(held, _name_companions(chosen, "destination")):
+    for together in group_tensors(engine_names, _name_companions(chosen, "destination")):
         by_engine = list_held(engines, together)
-        each, _ = share(tuple(by_engine.values()))
-        windows.update(zip(together, each, strict=True))
+        windows_by_tensor, _ = share(tuple(by_engine.values()))
+        windows.update(zip(together, windows_by_tensor, strict=True))
     return needed, windows
 
 
@@ -65,11 +66,11 @@ def _check_whole(engine: str, side: KnownSide) -> None:
 
 def _name_companions(chosen: Mapping[str, Transform], end: End) -> dict[str, list[str]]:
     """The names of the companions, at this end, of each tensor that has a transform."""
-    named = {}
+    companion_names = {}
     for name, transform in chosen.items():
         companions = list_companions(transform, end)
-        named[name] = [name + companion.suffix for companion in companions]
-    return named
+        companion_names[name] = [name + companion.suffix for companion in companions]
+    return companion_names
 
 
 def group_tensors(
@@ -77,9 +78,9 @@ def group_tensors(
 ) -> Iterator[tuple[str, ...]]:
     """Divide `names` into groups and yield each as a tuple: a tensor's name, then the names of its companions, such as
     its scales. `companions` maps a tensor's name to the names of its companions; those not in `names` are left out."""
-    taken = set(itertools.chain.from_iterable(companions.values()))
+    companion_names = set(itertools.chain.from_iterable(companions.values()))
     for name in names:
-        if name not in taken:
+        if name not in companion_names:
             yield name, *(other for other in companions.get(name, ()) if other in names)
 
 

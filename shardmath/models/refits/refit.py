@@ -112,7 +112,8 @@ class Refit:
             held = list_held(planned.engines, together)
             if engine in held:
                 _, numbers = share(tuple(held.values()))
-                window = dict(zip(held, numbers, strict=True))[engine]
+                window_of_engine = dict(zip(held, numbers, strict=True))
+                window = window_of_engine[engine]
                 for name in together:
                     local_names[name] = planned._list_windows(name).local_name(name, window)
         return {local_names[name]: slot for name, slot in slots.items()}
@@ -149,12 +150,12 @@ class Refit:
                     f"rank {shared[0]} leaves with {', '.join(engines)}, but {engine}, which stays, has it too; "
                     f"plan again: refit(trainer, engines, shapes)"
                 )
+        if not engines:
+            return self
         planned = self.whole or self
         # An engine's ranks may hold none of what moves.
         leaving = ranks.intersection(planned.plan.dst_ranks)
         rest = without(self.plan, leaving, window=True)
-        if not engines:
-            return self
         return Refit(rest, self.trainer, staying, self.transforms, planned)
 
     def check(
@@ -256,22 +257,22 @@ def refit(
     values on a rank without their scale; PlanError if the trainer does not hold what an engine needs, if an engine
     holds a part of a tensor, and for rules as `transformed` does.
     """
-    held = _read_shapes(shapes)
-    wanted = held if served is None else _read_shapes(served)
-    named = _name_engines(engines)
-    unbound = [_UnboundSide("trainer", trainer, held, ())]
-    for name, side in named.items():
-        unbound.append(_UnboundSide(name, side, wanted, unused))
+    trainer_tensors = _read_shapes(shapes)
+    engine_tensors = trainer_tensors if served is None else _read_shapes(served)
+    by_name = _name_engines(engines)
+    unbound = [_UnboundSide("trainer", trainer, trainer_tensors, ())]
+    for name, side in by_name.items():
+        unbound.append(_UnboundSide(name, side, engine_tensors, unused))
     source, *others = _bind_all(unbound, rules or {})
-    bound = dict(zip(named, others, strict=True))
+    bound = dict(zip(by_name, others, strict=True))
     needed, windows = pair(source, bound, rules or {})
     _check_sources(source, needed)
     if rules is None and served is None:
         return Refit(plan(needed, windows), source, bound)
-    made = transformed(needed, windows, rules or {})
-    check_scales(bound, wanted, rules or {})
-    check_places(bound, wanted, rules or {})
-    return Refit(plan(made.src, made.dst), source, bound, made)
+    converted = transformed(needed, windows, rules or {})
+    check_scales(bound, engine_tensors, rules or {})
+    check_places(bound, engine_tensors, rules or {})
+    return Refit(plan(converted.src, converted.dst), source, bound, converted)
 
 
 def _read_shapes(given: Shapes | Vocabulary) -> Vocabulary:

@@ -126,7 +126,8 @@ class Bound:
 
 
 def _list_numbers(block: OwnedTensor, coords: Mapping[str, int]) -> list[tuple[int, int]]:
-    """(local number, number) of each stacked tensor at these coordinates; (0, 0) without a stack."""
+    """(local number, number) of each tensor of a stack, such as experts in one dimension, at these coordinates; (0, 0)
+    without a stack."""
     stack = block.owner.stack
     if stack is None:
         return [(0, 0)]
@@ -144,10 +145,10 @@ def _list_slots(
     owner = block.owner
     chunk = owner.chunk
     function = held.row.function
-    local = [local_number for local_number, _ in numbers]
-    natives = owner.name(held.row, held.star, local)
+    local_numbers = [local_number for local_number, _ in numbers]
+    natives = owner.name(held.row, held.star, local_numbers)
     for component, names in zip(held.components, block.names, strict=True):
-        cuts = laid.cuts(component, coords, local)
+        cuts = laid.cuts(component, coords, local_numbers)
         for (_, number), native, cut in zip(numbers, natives, cuts, strict=True):
             slot = Slot(chunk, native, cut, order, function)
             yield names[number], slot, shape
@@ -192,7 +193,8 @@ class _Binder:
         return bound
 
     def _list_rows(self) -> Iterator[Row]:
-        """The rows, with an open row replaced by a row per template that it may take."""
+        """The rows; instead of an open row, which does not say how names end, a row for each template (name with {} in
+        place of numbers) that it may take."""
         for row in self.stored.rows:
             if not row.logical.is_open:
                 yield row
@@ -245,7 +247,8 @@ class _Binder:
         by_component: Sequence[Mapping[_Numbers, Mapping[int, str]]],
         stacked: int | None,
     ) -> Iterator[_Numbers]:
-        """The numbers for which all components exist, and no row before has taken them."""
+        """The numbers for which all components exist, and no row before has taken them. `by_component` has the names of
+        each component, by these numbers and then by its number in the stack."""
         first, *rest = by_component
         for numbers, names in first.items():
             others = [other.get(numbers, {}) for other in rest]
@@ -354,14 +357,17 @@ def _is_distinct(row: Row, stored: Stored) -> bool:
     if any(digits.count("{}") > 1 for digits in DIGITS.findall(row.native.template())):
         # Two numbers without text between them: 1 and 11 read as 11 and 1.
         return False
-    named = {word for index in row.native.indices for word in index.words}
+    words_in_name = {word for index in row.native.indices for word in index.words}
     indices = {index.name for index in row.logical.indices}
     indices.difference_update(stack_names(row).values())
-    return indices <= named and indices.isdisjoint(stored.indices)
+    # A declared index stands in names by its local number, which other numbers of the index may have too.
+    return indices <= words_in_name and indices.isdisjoint(stored.indices)
 
 
 def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
     """An error for the first stored tensor of a rank that has two logical tensors of these rows; "" for none."""
+    # Bit r of a mask stands for rank r. `masks` has the ranks of a tuple of meshes, by its id; `stored_masks` the ranks
+    # that have a stored tensor so far, by (chunk, name).
     masks: dict[int, int] = {}
     stored_masks: dict[tuple[int, str], int] = {}
     for held in group:
@@ -374,8 +380,8 @@ def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
             for name in owner.list_names(held.row, held.star):
                 native = owner.chunk, name
                 before = stored_masks.get(native, 0)
-                both = before & masks[meshes]
-                fault = _explain_shared(bound, group, native, both) if both else ""
+                shared = before & masks[meshes]
+                fault = _explain_shared(bound, group, native, shared) if shared else ""
                 if fault:
                     return fault
                 stored_masks[native] = before | masks[meshes]

@@ -182,6 +182,7 @@ class _GroupLayer:
         if term.group:
             self._check_marks(term, term.words)
             return _Operands(term.words, None, ())
+        # The component is a known one or, as n in (q + k | tp n), a name that has no meaning: all that is laid so far.
         free = []
         for i, word in enumerate(term.words):
             if word.name in frame.lengths or (
