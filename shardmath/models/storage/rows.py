@@ -269,6 +269,7 @@ def _split_transpose(logical: Name, read: _Line) -> tuple[Name, str]:
     for mark in TRANSPOSES:
         if text.endswith(mark):
             return names.parse(text.removesuffix(mark)), mark
+        # Behind the parenthesis of a function the mark is not yet read as part of the name.
         if read.accept(mark):
             return logical, mark
     return logical, ""
@@ -299,16 +300,16 @@ def _read_structure(read: _Line) -> tuple[Structure, ...] | None:
 def _check_conditions(row: Row, line: str) -> None:
     """Raise NotationError for a condition that does not name one tensor."""
     known = {index.name for index in row.logical.indices}
-    for asked in filter(None, (row.needs, row.lacks)):
-        unknown = [index for index in asked.indices if index.name not in known]
-        if not unknown and not asked.starred:
+    for condition in filter(None, (row.needs, row.lacks)):
+        unknown = [index for index in condition.indices if index.name not in known]
+        if not unknown and not condition.starred:
             continue
         what = (
-            f"the condition {asked} has a *"
-            if asked.starred
-            else f"the condition {asked} has the index {unknown[0]}, which {row.logical} lacks"
+            f"the condition {condition} has a *"
+            if condition.starred
+            else f"the condition {condition} has the index {unknown[0]}, which {row.logical} lacks"
         )
-        at = max(line.find(str(asked)), 0)
+        at = max(line.find(str(condition)), 0)
         raise NotationError(what, line, at, "name one tensor, without *, by the row's own indices")
 
 
@@ -345,8 +346,7 @@ def _check(row: Row, line: str) -> None:
     _check_spread(row, line)
     logical = {index.name for index in row.logical.indices}
     for index in row.native.indices:
-        known = logical if len(index.words) == 1 else set()
-        if not known.issuperset({index.name}) and not logical.intersection(index.words):
+        if not logical.intersection(index.words):
             raise NotationError(
                 f"index {index} is not in the logical name {row.logical}",
                 line,

@@ -39,7 +39,10 @@ Number: TypeAlias = int | str
 @dataclass(frozen=True, slots=True)
 class Word:
     """One word in the notation for a dimension of a stored tensor, such as (tp q): the name of a part (q) or of a mesh
-    axis (tp), or a number. A suffix modifies it: `n=vocab` is n padded to the size vocab."""
+    axis (tp), or a number. A suffix modifies it: `n=vocab` is n padded to the size vocab.
+
+    `over` is the number after /, `stored` after =, `tile` after ^, `cycle` after %; `balanced` means ~.
+    """
 
     name: Number
     over: Number | None = None
