@@ -146,17 +146,15 @@ def _count_evenly(config: MegatronConfig, pp: int, vpp: int) -> list[int]:
     """Equal numbers of layers per virtual stage, except for a first or last stage with a given number."""
     first = config.get("num_layers_in_first_pipeline_stage")
     last = config.get("num_layers_in_last_pipeline_stage")
-    ends = (
-        bool(config.get("account_for_embedding_in_pipeline_split")),
-        bool(config.get("account_for_loss_in_pipeline_split")),
-    )
     # Embedding and loss may count as a layer each for the balance; they are subtracted from their stages below.
-    total = config.layers + sum(ends)
+    embedding = int(bool(config.get("account_for_embedding_in_pipeline_split")))
+    loss = int(bool(config.get("account_for_loss_in_pipeline_split")))
+    total = config.layers + embedding + loss
     stages = _divide_among_stages(total, pp, first, last)
     # Chunk 0 of every stage comes before chunk 1 of any, as the schedule interleaves them.
     counts = [count // vpp for _ in range(vpp) for count in stages]
-    counts[0] -= ends[0]
-    counts[-1] -= ends[1]
+    counts[0] -= embedding
+    counts[-1] -= loss
     return counts
 
 
