@@ -9,7 +9,8 @@
    line.
 4. The order of lines, blocks and rows depends on what ranks hold, so every rank finds the same.
 
-No table grows with pairs of ranks: rows are a template's units, once for each batch.
+A **unit** is elements of a tensor that the same ranks hold and the same ranks need (see `template`). No table grows
+with pairs of ranks: rows are a template's units, once for each batch.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ def _ask_for_all(
     receivers = []
     for batch_number in numbers:
         batch = batches[batch_number]
+        # The number of each class's and of each cell's set of ranks.
         holding = sets.add_all(batch.src, t.holders)
         asking = sets.add_all(batch.dst, t.receivers)
         holders.append(holding[t.unit_class])
@@ -217,14 +219,14 @@ def _ask_for_one_each(batch_number: int, batch: Batch, sets: Sets) -> _Requests:
 def _list_stripes(batch: Batch, sets: Sets) -> Iterator[tuple[int, int, int, int]]:
     """(unit, first element, last element + 1, receivers) of every stripe, which one addend receives."""
     t = batch.template
-    held = list(map(set, t.holders.name(batch.src)))
+    held_by_class = list(map(set, t.holders.name(batch.src)))
     asking = [_group_by_addend(batch, positions) for positions in t.receivers]
     classes = t.unit_class.tolist()
     cells = t.unit_cell.tolist()
     for unit, cell in enumerate(cells):
         by_addend = asking[cell]
-        holders = classes[unit]
-        chosen = _choose_addends(by_addend, held[holders])
+        held = held_by_class[classes[unit]]
+        chosen = _choose_addends(by_addend, held)
         parts = stripe_unit(t, unit, len(chosen))
         for (lo, hi), addend in zip(parts, chosen, strict=True):
             receivers = sets.add(by_addend[addend])

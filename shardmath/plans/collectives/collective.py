@@ -181,6 +181,7 @@ def _stays(move: Move, folded: tuple[str, ...]) -> bool:
     before = move.before.held
     after = move.after.held
     if folded:
+        # A sum of several ranks' addends is on none of them, unless it has no elements.
         return set(after) == {NOTHING}
     return all(map(is_inside, after, before))
 
@@ -268,13 +269,14 @@ def _groups(mesh: Mesh, axes: Axes) -> Groups:
 
 
 def _describe(found: Collective, move: Move, places: Mapping[Members, Members]) -> Collective:
-    """The collective with its senders, and whether its buffers are even and contiguous."""
+    """The collective with its senders, and whether its buffers are even and contiguous. `places` has the place of each
+    member's sender in a group, by the classes of the group's ranks."""
     members = move.members(found.groups)
     senders = []
     if places:
         for group in found.groups:
-            here = places[members[group]]
-            senders.append(tuple(group[place] for place in here))
+            of_group = places[members[group]]
+            senders.append(tuple(group[place] for place in of_group))
     gathered, scattered = _split_dims(found)
     even = contiguous = True
     for classes in dict.fromkeys(members.values()):
