@@ -220,8 +220,8 @@ def _is_pinned(a: Layout, b: Layout) -> bool:
     if not (rule.folded or rule.matched or rule.chosen):
         return False
     passing = _find_passing(rule)
-    left = [name for name, _ in b.partial if name not in passing]
-    return any(b.mesh.axis_size(name) > 1 for name in left)
+    reduced = [name for name, _ in b.partial if name not in passing]
+    return any(b.mesh.axis_size(name) > 1 for name in reduced)
 
 
 def _assign(common: Ints, allowed: Bools | None) -> Ints:
@@ -233,10 +233,12 @@ def _assign(common: Ints, allowed: Bools | None) -> Ints:
     count = len(common)
     stay = np.arange(count)
     free = common if allowed is None else np.where(allowed, common, 0)
+    # No permutation keeps more than the most that each old place can keep.
     most = free.max(axis=0, initial=0)
     bound = sum(most.tolist())
     if _count_kept(common, stay) == bound:
         return stay
+    # Bytes in multiples of their greatest common divisor, so that floats hold larger ones exactly.
     sizes = np.unique(common)
     unit = np.gcd.reduce(sizes)
     units = (common // unit).astype(np.float64)
