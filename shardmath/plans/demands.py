@@ -98,7 +98,7 @@ class Demands:
 
 
 class _Requests(NamedTuple):
-    """Requests, one a row: elements lo..hi-1 of a unit, of every tensor of a batch.
+    """Requests, one per row: elements lo..hi-1 of a unit, of every tensor of a batch.
 
     `order` is the unit's place in its template, `addend` its addend (0 if there is no fold),
     `holders` and `receivers` are numbers of sets, and `near` is 1 if they are on one node.

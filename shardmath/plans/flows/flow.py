@@ -46,7 +46,7 @@ from shardmath.plans.flows.network import Network, list_leaves
 __all__ = ["Level", "find_levels", "shares"]
 
 Holders: TypeAlias = tuple[int, ...]
-"""The ranks, ascending, that have a line."""
+"""The ranks, ascending, that have a line; a variable `held` is one such set."""
 
 
 class Level(NamedTuple):

@@ -100,15 +100,15 @@ class Relabeling:
         """
         ranks = self.ranks
         if isinstance(dst, Mapping):
-            return {name: _rename(name, held, ranks) for name, held in dst.items()}
+            return {name: _rename(name, layouts, ranks) for name, layouts in dst.items()}
         return _rename("", dst, ranks)
 
 
-def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> LayoutOrWindows:
-    """One tensor's windows under the new names."""
-    before = windows_of(held, name, PlanError)
+def _rename(name: str, layouts: LayoutOrWindows, ranks: Mapping[int, int]) -> LayoutOrWindows:
+    """The Layout or the windows of one tensor under the new names."""
+    before = windows_of(layouts, name, PlanError)
     windows = [relabeled(layout, ranks) for layout in before]
-    if isinstance(held, tuple):
+    if isinstance(layouts, tuple):
         return tuple(windows)
     return windows[0]
 
@@ -150,12 +150,12 @@ def _list_ranks(pairs: Iterable[Pair]) -> Ints:
 
 def _count_pairs(src: Side, dst: Side) -> Counter[Pair]:
     """How many tensors have each pair of a source and a destination window."""
-    here, there = pair_by_name(src, dst)
+    src_by_name, dst_by_name = pair_by_name(src, dst)
     pairs: Counter[Pair] = Counter()
     total = 0
-    for name, held in here.items():
-        sources = windows_of(held, name, PlanError)
-        targets = windows_of(there[name], name, PlanError)
+    for name, source in src_by_name.items():
+        sources = windows_of(source, name, PlanError)
+        targets = windows_of(dst_by_name[name], name, PlanError)
         for a, b in itertools.product(sources, targets):
             _check_alike(name, a, b)
             pairs[a, b] += 1
