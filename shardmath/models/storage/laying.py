@@ -43,7 +43,8 @@ _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A stack of `count` tensors, such as experts, along one dimension, and the indices of those that each rank has."""
+    """A stack of `count` tensors, such as experts, along one dimension, and the indices of those that each rank has:
+    `held`, by the rank's coordinates on `axes`."""
 
     index: str
     count: int

@@ -261,13 +261,13 @@ class Owners:
         if stack is None:
             yield whole
             return
-        known: dict[object, Mesh] = {}
-        everywhere = len(stack.held)
+        known: dict[object, Mesh] = {}  # by holders
+        all_coordinates = len(stack.held)
         for number, holders in enumerate(stack.list_holders()):
             if not holders:
                 what = f"no rank has number {number} of the {stack.count} that '{self.row}' stacks"
                 raise StoreError(f"{what}; write a structure that stores every number")
-            if len(holders) == everywhere:
+            if len(holders) == all_coordinates:
                 yield whole
                 continue
             mesh = known.get(holders)
