@@ -274,11 +274,11 @@ def _lay_group(group: GroupedDim, frame: Frame) -> tuple[_StoredDim, dict[str, D
     """A dimension that a group divides: as stored, and as each component's dimension in a layout."""
     axes = axes_of(group, frame)
     sizes = {axis: frame.axes[axis] for axis in axes}
-    held = _lay_everywhere(group, frame, sizes)
+    runs_at = _lay_everywhere(group, frame, sizes)
     # The stored tensor's length counts padding and holes, which are cells too.
-    total = {point: len(runs) for point, runs in held.items()}
+    total = {point: len(runs) for point, runs in runs_at.items()}
     words = {word.name for word in list_words((group,))}
-    trims, fitted = _fit_each(frame.lengths, held, sizes, words)
+    trims, fitted = _fit_each(frame.lengths, runs_at, sizes, words)
     return _StoredDim(axes, total, trims), fitted
 
 
@@ -286,20 +286,20 @@ def _lay_everywhere(
     group: GroupedDim, frame: Frame, sizes: Mapping[str, int]
 ) -> dict[_Point, Runs]:
     """The positions that every coordinate of these axes stores."""
-    held = {}
+    runs_at = {}
     for point in itertools.product(*map(range, sizes.values())):
         coords = dict(zip(sizes, point, strict=True))
-        held[point] = lay_out(group, frame, coords)
-    return held
+        runs_at[point] = lay_out(group, frame, coords)
+    return runs_at
 
 
 def _fit_each(
     lengths: Mapping[str, int],
-    held: Mapping[_Point, Runs],
+    runs_at: Mapping[_Point, Runs],
     sizes: Mapping[str, int],
     words: Iterable[Number],
 ) -> tuple[dict[str, dict[_Point, Trim]], dict[str, Dimension]]:
-    """The view of each component at every coordinate, and its dimension in a layout. `held` has what each coordinate
+    """The view of each component at every coordinate, and its dimension in a layout. `runs_at` has what each coordinate
     stores of all components, whose positions follow each other.
 
     Raises LayoutError if a component that the words name, or one without a name, is not stored whole.
@@ -309,19 +309,19 @@ def _fit_each(
     start = 0
     for name, n in lengths.items():
         stop = start + n
-        parts = [_extract(runs, start, stop) for runs in held.values()]
+        parts = [_extract(runs, start, stop) for runs in runs_at.values()]
         if not name or name in words:
             _check_stored(name, n, parts)
         views, trimmed = zip(*map(trim, parts), strict=True)
-        trims[name] = dict(zip(held, views, strict=True))
+        trims[name] = dict(zip(runs_at, views, strict=True))
         fitted[name] = fit(n, sizes, trimmed)
         start = stop
     return trims, fitted
 
 
-def _check_stored(name: str, n: int, held: Iterable[Runs]) -> None:
+def _check_stored(name: str, n: int, parts: Iterable[Runs]) -> None:
     """Raise LayoutError if a position of the component is not stored, as when an axis cuts it twice."""
-    spans = sorted((start, start + size) for runs in held for _, start, size in runs.segments)
+    spans = sorted((start, start + size) for runs in parts for _, start, size in runs.segments)
     end = 0
     # The empty span (n, n) finds a gap after the last position that is stored.
     for start, stop in [*spans, (n, n)]:
