@@ -85,14 +85,14 @@ def share_lines(
 
     The cuts of line i (bytes that the same ranks hold) include 0 and its length.
     """
-    held = _list_holders(demands)
+    holders = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
-    most = max(map(len, held), default=1)
+    most = max(map(len, holders), default=1)
     if most > 1:
         near = np.flatnonzero(demands.near)
         far = np.flatnonzero(~demands.near)
-        _cut_among_holders(cuts, far.tolist(), held, nodes)
-        _cut_among_holders(cuts, near.tolist(), held, None)
+        _cut_among_holders(cuts, far.tolist(), holders, nodes)
+        _cut_among_holders(cuts, near.tolist(), holders, None)
     counts = lengths(cuts)
     lines = Offsets.of_counts(counts)
     places = list(itertools.chain.from_iterable(cuts))
@@ -101,15 +101,15 @@ def share_lines(
 
 
 def _cut_among_holders(
-    cuts: list[list[int]], lines: list[int], held: list[Ranks], nodes: Mapping[int, int] | None
+    cuts: list[list[int]], lines: list[int], holders: list[Ranks], nodes: Mapping[int, int] | None
 ) -> None:
     """Cut the lines of these numbers, balanced only among themselves; an uncut line has the cuts [0, its length].
-    `held` has the holders of every line."""
+    `holders` are those of every line."""
     if not lines:
         return
     lengths = [cuts[line][-1] for line in lines]
-    holders = [held[line] for line in lines]
-    sent = shares(lengths, holders, nodes)
+    some_holders = [holders[line] for line in lines]
+    sent = shares(lengths, some_holders, nodes)
     for line, parts in zip(lines, sent, strict=True):
         cuts[line] = list(itertools.accumulate(parts, initial=0))
 

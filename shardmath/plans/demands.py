@@ -276,11 +276,11 @@ def _split_pairs(
     parts: list[tuple[int, int, bool]] = []
     first = [0]
     nodes = [frozenset(map(node, ranks)) for ranks in listed]
-    for here, there in zip(holders.tolist(), receivers.tolist(), strict=True):
-        if nodes[here].isdisjoint(nodes[there]):
-            parts.append((here, there, False))
+    for holder_set, receiver_set in zip(holders.tolist(), receivers.tolist(), strict=True):
+        if nodes[holder_set].isdisjoint(nodes[receiver_set]):
+            parts.append((holder_set, receiver_set, False))
         else:
-            split = _split_pair(listed[here], listed[there], node)
+            split = _split_pair(listed[holder_set], listed[receiver_set], node)
             for holding, asking, near in split:
                 part = sets.add(holding), sets.add(asking), near
                 parts.append(part)
@@ -294,13 +294,13 @@ def _split_pair(
     holders: Ranks, receivers: Ranks, node: Callable[[int], int]
 ) -> list[tuple[Ranks, Ranks, bool]]:
     """(holders, receivers, near): one part for each node with holders, then one for all other receivers."""
-    here = _group_by_node(holders, node)
-    there = _group_by_node(receivers, node)
+    holders_by_node = _group_by_node(holders, node)
+    receivers_by_node = _group_by_node(receivers, node)
     parts = []
     far: list[int] = []
-    for node_number, ranks in sorted(there.items()):
-        if node_number in here:
-            parts.append((tuple(here[node_number]), tuple(ranks), True))
+    for node_number, ranks in sorted(receivers_by_node.items()):
+        if node_number in holders_by_node:
+            parts.append((tuple(holders_by_node[node_number]), tuple(ranks), True))
         else:
             far += ranks
     if far:

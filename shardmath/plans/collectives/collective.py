@@ -170,10 +170,10 @@ def _check(src: Layout, dst: Layout) -> None:
             raise PlanError(f"{layout!r} is not a Layout; pass recognize two Layouts")
     if (src.shape, src.dtype) == (dst.shape, dst.dtype):
         return
-    here = f"{src.dtype}{list(src.shape)}"
-    there = f"{dst.dtype}{list(dst.shape)}"
+    src_form = f"{src.dtype}{list(src.shape)}"
+    dst_form = f"{dst.dtype}{list(dst.shape)}"
     fix = "give both the same shape and dtype"
-    raise PlanError(f"the source has {here}, the destination {there}; {fix}")
+    raise PlanError(f"the source has {src_form}, the destination {dst_form}; {fix}")
 
 
 def _stays(move: Move, folded: tuple[str, ...]) -> bool:
@@ -246,8 +246,8 @@ def _list_groupings(meshes: Iterable[Mesh]) -> list[tuple[Mesh, Axes]]:
     for mesh in meshes:
         axes = [name for name, n in mesh.axes if n > 1]
         for count in range(1, len(axes) + 1):
-            for some in itertools.combinations(axes, count):
-                found.append((mesh, some))
+            for chosen in itertools.combinations(axes, count):
+                found.append((mesh, chosen))
     return sorted(found, key=_order_of_grouping)
 
 

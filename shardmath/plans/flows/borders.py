@@ -82,10 +82,10 @@ def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[I
         few, many = many, few
     label, block = few.expand(few.of)
     # (set, label) as one number, so that pairs are looked up as numbers.
-    there = many.sets.owners() * count + many.labels
-    asked = many.of[block] * count + label
-    both = np.isin(asked, there)
-    return label[both], block[both]
+    many_codes = many.sets.owners() * count + many.labels
+    few_codes = many.of[block] * count + label
+    is_shared = np.isin(few_codes, many_codes)
+    return label[is_shared], block[is_shared]
 
 
 # Forced bytes

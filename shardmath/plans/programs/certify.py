@@ -110,10 +110,10 @@ def list_blocks(plan: Plan) -> Iterator[Block]:
     for block, line in enumerate(owners):
         if not nbytes[block]:
             continue
-        held = demands.held_by(line)
-        asked = demands.asked_by(block)
+        holders = demands.held_by(line)
+        receivers = demands.asked_by(block)
         amount = nbytes[block]
-        yield Block(held, asked, amount, addend[block], groups[block])
+        yield Block(holders, receivers, amount, addend[block], groups[block])
 
 
 def _find_reduced(plan: Plan, demands: Demands) -> Ints:

@@ -97,11 +97,11 @@ def _choose_shed(demands: Demands, node_sizes: list[list[int]]) -> dict[int, int
     once_bytes = demands.nbytes * is_sent
     sent = demands.blocks.sums(sent_bytes).tolist()
     once = demands.blocks.sums(once_bytes).tolist()
-    held = [demands.held_by(line) for line in range(len(sent))]
-    least_sent = find_least_sent(once, held)
+    holders = [demands.held_by(line) for line in range(len(sent))]
+    least_sent = find_least_sent(once, holders)
     most_taken_in = _find_most_taken_in(demands, node_sizes, is_far)
     target = max(least_sent, most_taken_in)
-    by_line = shed_to_target(sent, once, held, target)
+    by_line = shed_to_target(sent, once, holders, target)
     return _divide_among_blocks(demands, copies.tolist(), by_line)
 
 
@@ -134,18 +134,19 @@ def _find_most_taken_in(demands: Demands, node_sizes: list[list[int]], is_far: B
 
     Receivers of far lines have no holder on their node, so all of them receive from other nodes.
     """
+    # Blocks of one set of receivers, which has a number, have the same nodes.
     wanted: Counter[int] = Counter()
-    nodes: dict[int, list[int]] = {}
+    sizes_of_set: dict[int, list[int]] = {}
     far_blocks = np.flatnonzero(is_far).tolist()
     for block in far_blocks:
         receivers = int(demands.receivers[block])
         wanted[receivers] += int(demands.nbytes[block])
-        nodes[receivers] = node_sizes[block]
+        sizes_of_set[receivers] = node_sizes[block]
     # Exact fractions, so that the target does not depend on the order in which shares are summed.
     load: defaultdict[int, Fraction] = defaultdict(Fraction)
     for receivers, nbytes in wanted.items():
         ranks = demands.sets[receivers]
-        shares = _share_in_nodes(nbytes, nodes[receivers])
+        shares = _share_in_nodes(nbytes, sizes_of_set[receivers])
         for rank, share in zip(ranks, shares, strict=True):
             load[rank] += share
     fullest = max(load.values(), default=0)

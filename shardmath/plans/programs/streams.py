@@ -306,17 +306,17 @@ def _list_shares(legs: Legs, lines: Ints, base: Ints) -> _Shares:
     """The shares of lines, by their cuts; line `lines[i]` begins at `base[i]`."""
     demands = legs.lines
     bands = legs.bands
-    held = list(map(demands.held_by, lines.tolist()))
-    holders = lengths(held)
+    holders = list(map(demands.held_by, lines.tolist()))
+    holder_counts = lengths(holders)
     begin = bands.cut_first[lines]
     pieces = bands.cut_first[lines + 1] - begin - 1
     # There are fewer pieces than holders only in a wrong table, which the proof rejects.
-    counts = np.clip(pieces, 0, holders)
+    counts = np.clip(pieces, 0, holder_counts)
     cut, line = ranges(begin, begin + counts)
-    of_line = Offsets.of_counts(holders)
+    of_line = Offsets.of_counts(holder_counts)
     first = of_line.first[:-1]
     place, _ = ranges(first, first + counts)  # in `ranks`, of the holder that sends each piece
-    ranks = join(held)
+    ranks = join(holders)
     return _Shares(
         first=Offsets.of_counts(counts).first,
         holder=ranks[place],

@@ -189,9 +189,9 @@ def _count_elements(a: Layout, b: Layout, rows: Ints, columns: Ints) -> Ints:
     """Elements that classes of `a` and classes of `b`, given by their parts, have in common."""
     count = np.ones((len(rows), len(columns)), np.int64)
     for d in range(a.ndim):
-        here = partition(a.dims[d])
-        there = partition(b.dims[d])
-        table = overlap_table(here, there)
+        a_partition = partition(a.dims[d])
+        b_partition = partition(b.dims[d])
+        table = overlap_table(a_partition, b_partition)
         row = rows[:, d, None]
         column = columns[:, d]
         count *= table[row, column]
