@@ -230,17 +230,17 @@ def _make_duals(plan: Plan) -> dict[str, _Dual]:
 
 def _make_dual(name: str, src: Windows, dst: Windows) -> _Dual:
     """The dual of a tensor: each window is transposed by its own reductions, which name its mesh's axes."""
-    firsts = []
+    by_source = []
     for a in src:
         rules = [find_reduction(a, b) for b in dst]
         _check_linear(name, rules)
         _check_through(name, a, dst, rules)
-        firsts.append(rules[0])
-    of_first = [find_reduction(src[0], b) for b in dst]
-    sent = dst.named_alike(map(_make_source, dst, of_first))
-    received = src.named_alike(map(_make_destination, src, firsts))
+        by_source.append(rules[0])  # addends of `a` pass through alike in all of them
+    by_destination = [find_reduction(src[0], b) for b in dst]
+    sent = dst.named_alike(map(_make_source, dst, by_destination))
+    received = src.named_alike(map(_make_destination, src, by_source))
     fill = identity_of("sum", src[0].dtype)
-    rule = replace(firsts[0], fill=fill)
+    rule = replace(by_source[0], fill=fill)
     return _Dual(sent, received, rule)
 
 

@@ -85,14 +85,14 @@ def share_lines(
 
     The cuts of line i (bytes that the same ranks hold) include 0 and its length.
     """
-    held = _list_holders(demands)
+    holders = _list_holders(demands)
     cuts = [[0, nbytes] for nbytes in length]
-    most = max(map(len, held), default=1)
+    most = max(map(len, holders), default=1)
     if most > 1:
         near = np.flatnonzero(demands.near)
         far = np.flatnonzero(~demands.near)
-        _cut_among_holders(cuts, far.tolist(), held, nodes)
-        _cut_among_holders(cuts, near.tolist(), held, None)
+        _cut_among_holders(cuts, far.tolist(), holders, nodes)
+        _cut_among_holders(cuts, near.tolist(), holders, None)
     counts = lengths(cuts)
     lines = Offsets.of_counts(counts)
     places = list(itertools.chain.from_iterable(cuts))
@@ -101,22 +101,24 @@ def share_lines(
 
 
 def _cut_among_holders(
-    cuts: list[list[int]], some: list[int], held: list[Ranks], nodes: Mapping[int, int] | None
+    cuts: list[list[int]], lines: list[int], holders: list[Ranks], nodes: Mapping[int, int] | None
 ) -> None:
-    """Cut some of the lines, balanced only among themselves; an uncut line has the cuts [0, its length]."""
-    if not some:
+    """Cut the lines of these numbers, balanced only among themselves; an uncut line has the cuts [0, its length].
+    `holders` are those of every line."""
+    if not lines:
         return
-    lengths = [cuts[line][-1] for line in some]
-    holders = [held[line] for line in some]
-    sent = shares(lengths, holders, nodes)
-    for line, parts in zip(some, sent, strict=True):
+    lengths = [cuts[line][-1] for line in lines]
+    some_holders = [holders[line] for line in lines]
+    sent = shares(lengths, some_holders, nodes)
+    for line, parts in zip(lines, sent, strict=True):
         cuts[line] = list(itertools.accumulate(parts, initial=0))
 
 
 def _snap_cuts(
     demands: Demands, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints
 ) -> Ints:
-    """By line, the last place not after byte `at` where it may be cut."""
+    """For each i, the last byte of the line `line[i]`, not after byte `at[i]`, where it may be cut; `length` has the
+    bytes of every line."""
     if not len(at):
         return at
     # Lines laid end to end make one ascending list of blocks, which is searched for all at once.
@@ -125,9 +127,10 @@ def _snap_cuts(
     place = base[line] + at
     block = np.searchsorted(begin, place, "right") - 1
     inside = at - demands.start[block]
-    is_end = at == length[line]
+    is_end = at == length[line]  # `block` is then of another line
     between = is_end | (inside == 0)
     nbytes = demands.nbytes[block]
+    # A block has its content once for each receiver.
     content = np.where(between, 0, inside % nbytes)
     snapped = make_grid(demands, batches).snapped(block, content)
     out: Ints = np.where(between, at, at - content + snapped)
@@ -150,6 +153,7 @@ class Cutter:
         inside = at - int(self.demands.start[block])
         if not inside:
             return at
+        # The block has its content once for each receiver.
         content = inside % int(self.demands.nbytes[block])
         return at - content + self.of_block(block, content)
 
@@ -179,9 +183,9 @@ class Cutter:
         lo = int(demands.lo[row])
         element = lo + at // itemsize
         place = snap(template, unit, element)
-        # A stripe may begin inside a box, before which no cut of the unit is a cut of the row.
-        before = max(place - lo, 0)
-        return before * itemsize
+        # A row may begin inside a box; a cut of the unit before the row is then replaced by the row's start.
+        elements = max(place - lo, 0)
+        return elements * itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,7 +260,7 @@ class Grid:
         # At least 1, since a box that stays whole has 0, and cannot be a divisor.
         divisor = np.maximum(box_row, 1)
         snapped = element - element % divisor
-        # A stripe may begin inside a box, as above.
+        # A row may begin inside a box, as in Cutter.of_row.
         after = np.maximum(snapped - lo, 0)
         out: Ints = np.where(box_row == 0, 0, after * item)
         return out
@@ -268,14 +272,14 @@ def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
     groups of tensors in `demands`, with their layouts."""
     blocks = Offsets.of_counts(demands.nbytes)
     base = blocks.first
-    begin = demands.rows.spread(base[:-1])
+    block_begin = demands.rows.spread(base[:-1])
     itemsizes = [batch.template.src.itemsize for batch in batches]
     itemsize = np.array(itemsizes, np.int64)
     return Grid(
         demands=demands,
         batches=batches,
         base=base,
-        begin=begin + demands.at,
+        begin=block_begin + demands.at,
         item=itemsize[demands.batch],
         rows=_look_up_units(demands, batches, unit_rows),
     )
@@ -284,15 +288,15 @@ def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
 def _look_up_units(
     demands: Demands, batches: tuple[Batch, ...], of_units: Callable[[Template], Ints]
 ) -> Ints:
-    """The function's value for the unit of each row of the lines."""
+    """For the unit of each row of the lines, its value in the array that the function returns for its template."""
     templates = [batch.template for batch in batches]
     distinct = list(dict.fromkeys(templates))
     number = {template: i for i, template in enumerate(distinct)}
     numbers = [number[template] for template in templates]
-    of_batch = np.array(numbers, np.int64)
-    of_row = of_batch[demands.batch]
+    by_batch = np.array(numbers, np.int64)
+    by_row = by_batch[demands.batch]
     columns = list(map(of_units, distinct))
-    return pick(columns, of_row, demands.unit)
+    return pick(columns, by_row, demands.unit)
 
 
 def measure_uncut(demands: Demands, batches: tuple[Batch, ...]) -> Ints:

@@ -9,7 +9,8 @@
    line.
 4. The order of lines, blocks and rows depends on what ranks hold, so every rank finds the same.
 
-No table grows with pairs of ranks: rows are a template's units, once for each batch.
+A **unit** is elements of a tensor that the same ranks hold and the same ranks need (see `template`). No table grows
+with pairs of ranks: rows are a template's units, once for each batch.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Demands:
 
 
 class _Requests(NamedTuple):
-    """Requests, one a row: elements lo..hi-1 of a unit, of every tensor of a batch.
+    """Requests, one per row: elements lo..hi-1 of a unit, of every tensor of a batch.
 
     `order` is the unit's place in its template, `addend` its addend (0 if there is no fold),
     `holders` and `receivers` are numbers of sets, and `near` is 1 if they are on one node.
@@ -171,6 +172,7 @@ def _ask_for_all(
     receivers = []
     for batch_number in numbers:
         batch = batches[batch_number]
+        # The number of each class's and of each cell's set of ranks.
         holding = sets.add_all(batch.src, t.holders)
         asking = sets.add_all(batch.dst, t.receivers)
         holders.append(holding[t.unit_class])
@@ -217,14 +219,14 @@ def _ask_for_one_each(batch_number: int, batch: Batch, sets: Sets) -> _Requests:
 def _list_stripes(batch: Batch, sets: Sets) -> Iterator[tuple[int, int, int, int]]:
     """(unit, first element, last element + 1, receivers) of every stripe, which one addend receives."""
     t = batch.template
-    held = list(map(set, t.holders.name(batch.src)))
+    held_by_class = list(map(set, t.holders.name(batch.src)))
     asking = [_group_by_addend(batch, positions) for positions in t.receivers]
     classes = t.unit_class.tolist()
     cells = t.unit_cell.tolist()
     for unit, cell in enumerate(cells):
         by_addend = asking[cell]
-        holders = classes[unit]
-        chosen = _choose_addends(by_addend, held[holders])
+        held = held_by_class[classes[unit]]
+        chosen = _choose_addends(by_addend, held)
         parts = stripe_unit(t, unit, len(chosen))
         for (lo, hi), addend in zip(parts, chosen, strict=True):
             receivers = sets.add(by_addend[addend])
@@ -274,11 +276,11 @@ def _split_pairs(
     parts: list[tuple[int, int, bool]] = []
     first = [0]
     nodes = [frozenset(map(node, ranks)) for ranks in listed]
-    for here, there in zip(holders.tolist(), receivers.tolist(), strict=True):
-        if nodes[here].isdisjoint(nodes[there]):
-            parts.append((here, there, False))
+    for holder_set, receiver_set in zip(holders.tolist(), receivers.tolist(), strict=True):
+        if nodes[holder_set].isdisjoint(nodes[receiver_set]):
+            parts.append((holder_set, receiver_set, False))
         else:
-            split = _split_pair(listed[here], listed[there], node)
+            split = _split_pair(listed[holder_set], listed[receiver_set], node)
             for holding, asking, near in split:
                 part = sets.add(holding), sets.add(asking), near
                 parts.append(part)
@@ -292,13 +294,13 @@ def _split_pair(
     holders: Ranks, receivers: Ranks, node: Callable[[int], int]
 ) -> list[tuple[Ranks, Ranks, bool]]:
     """(holders, receivers, near): one part for each node with holders, then one for all other receivers."""
-    here = _group_by_node(holders, node)
-    there = _group_by_node(receivers, node)
+    holders_by_node = _group_by_node(holders, node)
+    receivers_by_node = _group_by_node(receivers, node)
     parts = []
     far: list[int] = []
-    for node_number, ranks in sorted(there.items()):
-        if node_number in here:
-            parts.append((tuple(here[node_number]), tuple(ranks), True))
+    for node_number, ranks in sorted(receivers_by_node.items()):
+        if node_number in holders_by_node:
+            parts.append((tuple(holders_by_node[node_number]), tuple(ranks), True))
         else:
             far += ranks
     if far:

@@ -167,7 +167,7 @@ def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[
     Raises PlanError if the layouts of a tensor do not fit each other.
     """
     groups = []
-    # Forms that were checked for one tensor: the checks do not depend on ranks' names.
+    # Forms that were checked for one tensor, and need no reduction: neither depends on ranks' names.
     checked: set[tuple[Layout, Layout]] = set()
     for names in _same_windows(src, dst):
         name = names[0]

@@ -235,15 +235,15 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
             f"window={window!r} is not a bool; "
             f"give True if the destination may hold less than the tensors, or False"
         )
-    here, there = pair_by_name(src, dst)
-    names = sorted(here)
-    source = list_windows(names, here)
-    target = list_windows(names, there)
+    src_by_name, dst_by_name = pair_by_name(src, dst)
+    names = sorted(src_by_name)
+    source = list_windows(names, src_by_name)
+    target = list_windows(names, dst_by_name)
     alike = group_alike(source, target)
     groups = join_groups(alike)
     batches = make_batches(groups)
     check_covered(batches)
-    in_part = find_in_part(alike, there, window)
+    in_part = find_in_part(alike, dst_by_name, window)
     is_tree = isinstance(src, Mapping)
     return Plan(
         src=source,

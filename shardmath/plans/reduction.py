@@ -79,6 +79,7 @@ class Reduction:
             groups = src.mesh.ranks_along(axes)
             ascending = tuple(map(sorted, groups))
             matched.append(ascending)
+        # Lists of ranks cannot be in a key, but their text can.
         return self.op, self.addends, folded, chosen, repr(sorted(matched))
 
 
@@ -95,12 +96,12 @@ def find_reduction(src: Layout, dst: Layout) -> Reduction:
     if not src.partial and not dst.partial:
         return Reduction()
     matched = _match(src, dst)
-    folded, left = _find_unmatched(src, dst, matched)
+    folded, dst_unmatched = _find_unmatched(src, dst, matched)
     op = src.op if folded else dst.op
     if op is None:
         return Reduction(matched=matched)
     operation = OPERATIONS[op]
-    chosen = left if operation.one_receives else ()
+    chosen = dst_unmatched if operation.one_receives else ()
     if not folded and not chosen:
         return Reduction(op, matched)
     check_arithmetic(op, src.dtype)
@@ -120,13 +121,13 @@ def find_reduction(src: Layout, dst: Layout) -> Reduction:
 def _find_unmatched(src: Layout, dst: Layout, matched: tuple[Matched, ...]) -> tuple[Axes, Axes]:
     """The source's and the destination's addend axes that do not pass through."""
     folded = _without(_addend_axes(src), [axes for axes, _ in matched])
-    left = _without(_addend_axes(dst), [axes for _, axes in matched])
-    if folded and left and src.op != dst.op:
+    dst_unmatched = _without(_addend_axes(dst), [axes for _, axes in matched])
+    if folded and dst_unmatched and src.op != dst.op:
         raise PlanError(
             f"cannot turn Partial({src.op!r}) into Partial({dst.op!r}): {src} to {dst}; "
             f"plan to Replicate first, and from there to Partial"
         )
-    return folded, left
+    return folded, dst_unmatched
 
 
 def _without(axes: Axes, others: list[Axes]) -> Axes:

@@ -119,7 +119,8 @@ class _GroupLayer:
             self.before = self._lay_terms(stage, ())
         pieces = self.before or []
         try:
-            return from_ranges(n if start < 0 else (start, n) for start, n in pieces)
+            # A hole (-1, n) is the integer n there.
+            return from_ranges(stop if start < 0 else (start, stop) for start, stop in pieces)
         except RunsError as error:
             message = self._explain_repeat(group, pieces) or f"'{group}': {error}"
             raise LayoutError(message) from None
@@ -182,18 +183,19 @@ class _GroupLayer:
         if term.group:
             self._check_marks(term, term.words)
             return _Operands(term.words, None, ())
-        # The component is a known one or, as n in (q + k | tp n), a name that has no meaning: all that is laid so far.
-        free = []
+        # The positions of components: known ones or, as n in (q + k | tp n), a name for all that is laid so far.
+        found = []
         for i, word in enumerate(term.words):
             if word.name in frame.lengths or (
                 not frame.is_axis(word) and not frame.is_number(word)
             ):
-                free.append(i)
-        if len(free) != 1:
-            components = " and ".join(str(term.words[i]) for i in free) or "none"
+                found.append(i)
+        if len(found) != 1:
+            components = " and ".join(str(term.words[i]) for i in found) or "none"
             what = f"'{term}' must have one component, and has {components}"
             raise LayoutError(f"{what}; {self._list_meanings()}")
-        left, leaf, right = term.words[: free[0]], term.words[free[0]], term.words[free[0] + 1 :]
+        (at,) = found
+        left, leaf, right = term.words[:at], term.words[at], term.words[at + 1 :]
         self._check_marks(term, left + right)
         _check_leaf(term, leaf)
         return _Operands(left, leaf, right)
@@ -317,16 +319,17 @@ class _GroupLayer:
             return self._repeat(pieces, length, leaf.cycle)
         if leaf.stored is None:
             return pieces
-        stored = self.frame.number(leaf.stored)
-        if stored < length:
+        padded = self.frame.number(leaf.stored)
+        if padded < length:
             raise LayoutError(
-                f"'{leaf}': {length} positions do not fit into {stored}; write {length} or more after ="
+                f"'{leaf}': {length} positions do not fit into {padded}; write {length} or more after ="
             )
-        return [*pieces, (-1, stored - length)]
+        return [*pieces, (-1, padded - length)]
 
     def _repeat(self, pieces: list[_Piece], length: int, cycle: Number) -> list[_Piece]:
-        """The pieces repeated up to `cycle` positions."""
+        """The pieces, of `length` positions together, repeated up to `cycle` positions."""
         slots = self.frame.number(cycle)
+        # With more slots, a coordinate would store a position twice.
         most = length * math.prod(self.frame.axes.values())
         if slots > most:
             what = f"'%{cycle}' asks for {slots} slots, and {length} positions per coordinate are {most}"

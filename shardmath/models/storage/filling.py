@@ -36,21 +36,21 @@ def fill(
 ) -> dict[_Native, NDArray[Any]]:
     """Return the arrays that `rank` stores, by (virtual stage, name), filled from the logical (checkpoint) tensors
     `arrays`; elements that none of them fills, such as padding, are the number `empty`."""
-    kinds: dict[_Native, set[np.dtype[Any]]] = {}
+    dtypes: dict[_Native, set[np.dtype[Any]]] = {}
     for name, slot, _ in bound.visit(rank):
         native = slot.chunk, slot.native
-        kinds.setdefault(native, set()).add(arrays[name].dtype)
+        dtypes.setdefault(native, set()).add(arrays[name].dtype)
     stored: dict[_Native, NDArray[Any]] = {}
-    cells_of = _CellFinder(bound, rank)
+    finder = _CellFinder(bound, rank)
     # Several logical tensors may share a stored one: each writes only its own cells.
     for name, slot, shape in bound.visit(rank):
         native = slot.chunk, slot.native
         if native not in stored:
             # One dtype for all of its logical tensors.
-            kind = np.result_type(*kinds[native])
-            stored[native] = np.full(shape, empty, kind)
+            dtype = np.result_type(*dtypes[native])
+            stored[native] = np.full(shape, empty, dtype)
         view = view_of(stored[native], slot)
-        cells, elements = cells_of.find(name)
+        cells, elements = finder.find(name)
         view[cells] = arrays[name][elements]
     return stored
 
@@ -62,13 +62,13 @@ def gather(
     rank has are 0."""
     arrays: dict[str, NDArray[Any]] = {}
     for rank in ranks:
-        cells_of = _CellFinder(bound, rank)
+        finder = _CellFinder(bound, rank)
         for name, slot, _ in bound.visit(rank):
             native = slot.chunk, slot.native
             view = view_of(stored[rank][native], slot)
             if name not in arrays:
                 arrays[name] = np.zeros(bound.layouts[name].shape, view.dtype)
-            cells, elements = cells_of.find(name)
+            cells, elements = finder.find(name)
             arrays[name][elements] = view[cells]
     return arrays
 
@@ -102,17 +102,18 @@ class _CellFinder:
 
 
 def _find_cells(layout: Layout, rank: int) -> tuple[Any, Any]:
-    """Slices if every dimension holds one segment, otherwise arrays of positions per dimension."""
+    """Index tuples of the rank's cells, and of the logical elements in them: of slices if every dimension holds one
+    segment, otherwise of arrays."""
     runs = layout.runs(rank)
     if all(len(dim_runs.segments) == 1 for dim_runs in runs):
         return _list_slices(runs)
     cells = []
     elements = []
     for dim_runs in runs:
-        positions = dim_runs.indices()
-        held = np.flatnonzero(positions >= 0)
-        cells.append(held)
-        elements.append(positions[held])
+        positions = dim_runs.indices()  # the logical index in each cell, -1 in padding
+        filled = np.flatnonzero(positions >= 0)
+        cells.append(filled)
+        elements.append(positions[filled])
     return np.ix_(*cells), np.ix_(*elements)
 
 

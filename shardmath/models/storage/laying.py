@@ -43,7 +43,8 @@ _Sizes: TypeAlias = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A stack of `count` tensors, such as experts, along one dimension, and the indices of those that each rank has."""
+    """A stack of `count` tensors, such as experts, along one dimension, and the indices of those that each rank has:
+    `held`, by the rank's coordinates on `axes`."""
 
     index: str
     count: int
@@ -109,7 +110,7 @@ class Laid:
         for dim, stored in enumerate(self.stored):
             if isinstance(stored, Stack):
                 stack_dim = dim
-                spans.append(slice(0))
+                spans.append(slice(0))  # each of `numbers` replaces it below
             else:
                 point = tuple(coords[axis] for axis in stored.axes)
                 spans.append(stored.trims[component][point].span)
@@ -156,11 +157,11 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
     """
     ndim = _count_dims(shapes)
     order = order_of(row.transpose, ndim)
-    remaining = iter(order)
+    logical_dims = iter(order)
     stored: list[Stack | _StoredDim] = []
     by_dim: dict[int, Mapping[str, Dimension]] = {}
     named: set[str] = set()
-    unnamed: set[str] = set()
+    omitted: set[str] = set()
     for word, index in give_words(row, ndim):
         if index is not None and stack is not None:
             stored.append(stack)
@@ -168,14 +169,14 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
         if isinstance(word, str) and word in frame.axes:
             fix = f"write ({word} n) for a dimension that it divides, or another name"
             raise LayoutError(f"dimension {word!r} of '{row}' is a mesh axis; {fix}")
-        d = next(remaining)
+        d = next(logical_dims)
         lengths = tuple((name, shape[d]) for name, shape in shapes.items())
         stored_dim, by_dim[d], named_here = _lay_dim(word, lengths, *_freeze(frame))
         named |= named_here
         if named_here:
-            unnamed |= shapes.keys() - named_here
+            omitted |= shapes.keys() - named_here
         stored.append(stored_dim)
-    _check_named(row, shapes, named, unnamed)
+    _check_named(row, shapes, named, omitted)
     dims = {}
     for name in shapes:
         dims[name] = tuple(by_dim[d][name] for d in range(ndim))
@@ -191,13 +192,14 @@ def _count_dims(shapes: Mapping[str, Shape]) -> int:
     return ndims.pop()
 
 
-def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], unnamed: set[str]) -> None:
-    """Raise StoreError if no dimension names one of several components, or if one that names others omits it."""
+def _check_named(row: Row, shapes: Mapping[str, Shape], named: set[str], omitted: set[str]) -> None:
+    """Raise StoreError if no dimension names one of several components, or if one that names others omits it. `named`
+    are the components that some dimension names, `omitted` those that a dimension with names of others lacks."""
     for name in shapes:
         if len(shapes) > 1 and name not in named:
             what = f"component {name!r} is in no dimension of '{row}'"
             raise StoreError(f"{what}; write it in one, such as ({' + '.join(shapes)})")
-        if name in unnamed:
+        if name in omitted:
             what = f"a dimension of '{row}' names other components, but not {name!r}"
             raise StoreError(f"{what}; write all components there, or none of them")
 
@@ -215,12 +217,13 @@ def give_words(row: Row, ndim: int) -> list[tuple[Structure, str | None]]:
     unstacked = [dim for i, dim in enumerate(row.dims) if i not in stacks]
     expanded = iter(_expand_dots(unstacked, ndim, row))
     words: list[tuple[Structure, str | None]] = []
-    rest = max(ndim - len(unstacked) + 1, 0)
+    # The number of dimensions for which '...' stands; it is itself one of the words.
+    dots = max(ndim - len(unstacked) + 1, 0)
     for i, dim in enumerate(row.dims):
         if i in stacks:
             words.append((dim, stacks[i]))
             continue
-        count = rest if dim == "..." else 1
+        count = dots if dim == "..." else 1
         # A tensor with fewer dimensions uses the first words; islice is then empty for the last.
         words += [(word, None) for word in itertools.islice(expanded, count)]
     return words
@@ -271,11 +274,11 @@ def _lay_group(group: GroupedDim, frame: Frame) -> tuple[_StoredDim, dict[str, D
     """A dimension that a group divides: as stored, and as each component's dimension in a layout."""
     axes = axes_of(group, frame)
     sizes = {axis: frame.axes[axis] for axis in axes}
-    held = _lay_everywhere(group, frame, sizes)
+    runs_at = _lay_everywhere(group, frame, sizes)
     # The stored tensor's length counts padding and holes, which are cells too.
-    total = {point: len(runs) for point, runs in held.items()}
+    total = {point: len(runs) for point, runs in runs_at.items()}
     words = {word.name for word in list_words((group,))}
-    trims, fitted = _fit_each(frame.lengths, held, sizes, words)
+    trims, fitted = _fit_each(frame.lengths, runs_at, sizes, words)
     return _StoredDim(axes, total, trims), fitted
 
 
@@ -283,20 +286,21 @@ def _lay_everywhere(
     group: GroupedDim, frame: Frame, sizes: Mapping[str, int]
 ) -> dict[_Point, Runs]:
     """The positions that every coordinate of these axes stores."""
-    held = {}
+    runs_at = {}
     for point in itertools.product(*map(range, sizes.values())):
         coords = dict(zip(sizes, point, strict=True))
-        held[point] = lay_out(group, frame, coords)
-    return held
+        runs_at[point] = lay_out(group, frame, coords)
+    return runs_at
 
 
 def _fit_each(
     lengths: Mapping[str, int],
-    held: Mapping[_Point, Runs],
+    runs_at: Mapping[_Point, Runs],
     sizes: Mapping[str, int],
     words: Iterable[Number],
 ) -> tuple[dict[str, dict[_Point, Trim]], dict[str, Dimension]]:
-    """The view of each component at every coordinate, and its dimension in a layout.
+    """The view of each component at every coordinate, and its dimension in a layout. `runs_at` has what each coordinate
+    stores of all components, whose positions follow each other.
 
     Raises LayoutError if a component that the words name, or one without a name, is not stored whole.
     """
@@ -305,20 +309,21 @@ def _fit_each(
     start = 0
     for name, n in lengths.items():
         stop = start + n
-        parts = [_extract(runs, start, stop) for runs in held.values()]
+        parts = [_extract(runs, start, stop) for runs in runs_at.values()]
         if not name or name in words:
             _check_stored(name, n, parts)
-        views, inside = zip(*map(trim, parts), strict=True)
-        trims[name] = dict(zip(held, views, strict=True))
-        fitted[name] = fit(n, sizes, inside)
+        views, trimmed = zip(*map(trim, parts), strict=True)
+        trims[name] = dict(zip(runs_at, views, strict=True))
+        fitted[name] = fit(n, sizes, trimmed)
         start = stop
     return trims, fitted
 
 
-def _check_stored(name: str, n: int, held: Iterable[Runs]) -> None:
+def _check_stored(name: str, n: int, parts: Iterable[Runs]) -> None:
     """Raise LayoutError if a position of the component is not stored, as when an axis cuts it twice."""
-    spans = sorted((start, start + size) for runs in held for _, start, size in runs.segments)
+    spans = sorted((start, start + size) for runs in parts for _, start, size in runs.segments)
     end = 0
+    # The empty span (n, n) finds a gap after the last position that is stored.
     for start, stop in [*spans, (n, n)]:
         if start > end:
             of = f" of {name!r}" if name else ""

@@ -110,10 +110,11 @@ class Name:
 
         `numbers` has the number of each index by name; a `...` at the end is left out.
         """
-        given = {"choice": component, "star": star, "rest": ""}
+        by_kind = {"choice": component, "star": star, "rest": ""}
         words = []
         for part in self.parts:
-            word = numbers[part.name] if part.kind == "index" else given.get(part.kind, part.name)
+            plain = by_kind.get(part.kind, part.name)
+            word = numbers[part.name] if part.kind == "index" else plain
             words.append(str(word))
         return "".join(words)
 
@@ -132,8 +133,8 @@ def matches(name: str, globs: Iterable[str]) -> bool:
 
 def split(name: str) -> tuple[str, tuple[int, ...]]:
     """Replace each dot-separated number in `name` (3, not 07) by {}; return this template and a tuple of numbers."""
-    words = NUMBER.split(name)
-    return "{}".join(words[::2]), tuple(map(int, words[1::2]))
+    pieces = NUMBER.split(name)  # text and numbers in turn, text first
+    return "{}".join(pieces[::2]), tuple(map(int, pieces[1::2]))
 
 
 def parse(text: str) -> Name:

@@ -62,6 +62,7 @@ class Owner(NamedTuple):
             return [name] * len(local)
         names = []
         for number in local:
+            # Both {e} and {ep e} stand for it.
             numbers[self.stack.index] = number
             numbers[spread.name] = number
             name = row.native.fill(numbers, star=star)
@@ -99,13 +100,13 @@ class Owners:
         self.in_dims = stack_names(row)
         self.stacked = self._find_stacked()
         self.mesh = self._choose_mesh()
-        self.stacks: dict[int, Stack] = {}
-        self.meshes: dict[object, tuple[Mesh, ...]] = {}
+        self.stacks: dict[int, Stack] = {}  # by the number of tensors in the stack
+        self.meshes: dict[object, tuple[Mesh, ...]] = {}  # by coordinates, and number in the stack
 
     def _find_stacked(self) -> str | None:
         """The index that is a dimension or spread in the native name. Raises StoreError for two, or one in both."""
-        native = {word for index in self.row.native.indices for word in index.words}
-        both = native.intersection(self.in_dims.values())
+        in_name = {word for index in self.row.native.indices for word in index.words}
+        both = in_name.intersection(self.in_dims.values())
         if both:
             what = f"index {min(both)!r} of '{self.row}' is a dimension, and in the stored name"
             raise StoreError(f"{what}; write it in only one of the two")
@@ -260,13 +261,13 @@ class Owners:
         if stack is None:
             yield whole
             return
-        known: dict[object, Mesh] = {}
-        everywhere = len(stack.held)
+        known: dict[object, Mesh] = {}  # by holders
+        all_coordinates = len(stack.held)
         for number, holders in enumerate(stack.list_holders()):
             if not holders:
                 what = f"no rank has number {number} of the {stack.count} that '{self.row}' stacks"
                 raise StoreError(f"{what}; write a structure that stores every number")
-            if len(holders) == everywhere:
+            if len(holders) == all_coordinates:
                 yield whole
                 continue
             mesh = known.get(holders)
@@ -340,8 +341,8 @@ class Maker:
         self.row = row
         self.components = components
         self.owners = Owners(stored, row)
-        self.laid: dict[object, Laid] = {}
-        self.made: dict[object, Layouts] = {}
+        self.laid: dict[object, Laid] = {}  # by shapes, dtypes and number in the stack
+        self.made: dict[object, Layouts] = {}  # by the same, and the owner's meshes
 
     def make(
         self, numbers: Sequence[int], names: Sequence[Mapping[int, str]]

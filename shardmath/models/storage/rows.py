@@ -151,7 +151,7 @@ def _is_head(line: str) -> bool:
 
 
 class _Line:
-    """A line with the position up to which it is read."""
+    """A line with the position up to which it is cursor."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -213,40 +213,40 @@ class _Line:
 
 def _read_head(line: str) -> _Head:
     """Read a head: [NATIVE = LOGICAL], and perhaps a place."""
-    read = _Line(line)
-    read.expect("[", "write [NATIVE = LOGICAL]")
-    rest = read.text[read.at :]
+    cursor = _Line(line)
+    cursor.expect("[", "write [NATIVE = LOGICAL]")
+    rest = cursor.text[cursor.at :]
     inside, _, _ = rest.partition("]")
     # The last = is the one between the names: a place stands behind the bracket.
     native, _, logical = inside.rpartition("=")
-    read.at += len(inside)
-    read.expect("]", "close the head")
-    place = read.place()
-    if read.at < len(line):
-        what = f"unexpected {line[read.at :]!r} after [NATIVE = LOGICAL]"
+    cursor.at += len(inside)
+    cursor.expect("]", "close the head")
+    place = cursor.place()
+    if cursor.at < len(line):
+        what = f"unexpected {line[cursor.at :]!r} after [NATIVE = LOGICAL]"
         fix = "write nothing after it, or only a place, such as @pp=0"
-        raise NotationError(what, line, read.at, fix)
+        raise NotationError(what, line, cursor.at, fix)
     return _Head(native.strip(), logical.strip(), place)
 
 
 def _read_row(line: str, head: _Head) -> Row:
     """Read one row, with the prefixes of its head."""
-    read = _Line(line)
-    also = read.take(ALSO) is not None
-    native = read.name("the name that ranks store")
-    place = read.place() or head.place
-    read.expect("=", "write NATIVE = LOGICAL : STRUCTURE")
-    function = read.take(FUNCTION)
-    logical = read.name("the logical name")
+    cursor = _Line(line)
+    also = cursor.take(ALSO) is not None
+    native = cursor.name("the name that ranks store")
+    place = cursor.place() or head.place
+    cursor.expect("=", "write NATIVE = LOGICAL : STRUCTURE")
+    function = cursor.take(FUNCTION)
+    logical = cursor.name("the logical name")
     if function:
-        read.expect(")", "close the function")
-    logical, transpose = _split_transpose(logical, read)
-    needs = _read_condition(read, "?", head)
-    lacks = _read_condition(read, "!", head)
+        cursor.expect(")", "close the function")
+    logical, transpose = _split_transpose(logical, cursor)
+    needs = _read_condition(cursor, "?", head)
+    lacks = _read_condition(cursor, "!", head)
     row = Row(
         native=_prefix(head.native, native),
         logical=_prefix(head.logical, logical),
-        dims=_read_structure(read),
+        dims=_read_structure(cursor),
         place=place,
         also=also,
         function=function["name"] if function else "",
@@ -263,52 +263,53 @@ def _prefix(prefix: str, name: Name) -> Name:
     return names.parse(f"{prefix}{name}")
 
 
-def _split_transpose(logical: Name, read: _Line) -> tuple[Name, str]:
+def _split_transpose(logical: Name, cursor: _Line) -> tuple[Name, str]:
     """Split a logical name into the name and the .T or .mT behind it; "" without one."""
     text = str(logical)
     for mark in TRANSPOSES:
         if text.endswith(mark):
             return names.parse(text.removesuffix(mark)), mark
-        if read.accept(mark):
+        # Behind the parenthesis of a function the mark is not yet read as part of the name.
+        if cursor.accept(mark):
             return logical, mark
     return logical, ""
 
 
-def _read_condition(read: _Line, mark: str, head: _Head) -> Name | None:
+def _read_condition(cursor: _Line, mark: str, head: _Head) -> Name | None:
     """Read the condition behind the mark as a name from the root; None without the mark."""
-    if not read.accept(mark):
+    if not cursor.accept(mark):
         return None
-    text = str(read.name("the name of a tensor"))
+    text = str(cursor.name("the name of a tensor"))
     if text.startswith("/"):
         return names.parse(text[1:])
     return names.parse(f"{head.logical}{text}")
 
 
-def _read_structure(read: _Line) -> tuple[Structure, ...] | None:
+def _read_structure(cursor: _Line) -> tuple[Structure, ...] | None:
     """Read the dimensions behind the colon; None without them."""
-    if read.at == len(read.text):
+    if cursor.at == len(cursor.text):
         return None
-    read.expect(":", "write NATIVE = LOGICAL : STRUCTURE")
+    cursor.expect(":", "write NATIVE = LOGICAL : STRUCTURE")
     try:
-        return read_dims(read.text[read.at :])
+        return read_dims(cursor.text[cursor.at :])
     except NotationError as error:
-        at = read.at + error.position
-        raise NotationError(error.what, read.text, at, error.fix) from None
+        at = cursor.at + error.position
+        raise NotationError(error.what, cursor.text, at, error.fix) from None
 
 
 def _check_conditions(row: Row, line: str) -> None:
     """Raise NotationError for a condition that does not name one tensor."""
     known = {index.name for index in row.logical.indices}
-    for asked in filter(None, (row.needs, row.lacks)):
-        unknown = [index for index in asked.indices if index.name not in known]
-        if not unknown and not asked.starred:
+    for condition in filter(None, (row.needs, row.lacks)):
+        unknown = [index for index in condition.indices if index.name not in known]
+        if not unknown and not condition.starred:
             continue
         what = (
-            f"the condition {asked} has a *"
-            if asked.starred
-            else f"the condition {asked} has the index {unknown[0]}, which {row.logical} lacks"
+            f"the condition {condition} has a *"
+            if condition.starred
+            else f"the condition {condition} has the index {unknown[0]}, which {row.logical} lacks"
         )
-        at = max(line.find(str(asked)), 0)
+        at = max(line.find(str(condition)), 0)
         raise NotationError(what, line, at, "name one tensor, without *, by the row's own indices")
 
 
@@ -345,8 +346,7 @@ def _check(row: Row, line: str) -> None:
     _check_spread(row, line)
     logical = {index.name for index in row.logical.indices}
     for index in row.native.indices:
-        known = logical if len(index.words) == 1 else set()
-        if not known.issuperset({index.name}) and not logical.intersection(index.words):
+        if not logical.intersection(index.words):
             raise NotationError(
                 f"index {index} is not in the logical name {row.logical}",
                 line,

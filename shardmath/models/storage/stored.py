@@ -278,7 +278,7 @@ def _read_shapes(shapes: Shapes) -> Shapes:
     """
     given = mapping(shapes, "shapes are ", "names to (shape, dtype)", StoreError)
     known: dict[object, Entry] = {}
-    read = {}
+    entries = {}
     for name, entry in given.items():
         # Layers have equal entries, each of which is checked once.
         try:
@@ -286,13 +286,13 @@ def _read_shapes(shapes: Shapes) -> Shapes:
             key = tuple(shape), dtype
             if key not in known:
                 known[key] = _read_shape(key[0]), canonical(dtype)
-            read[text(name, "the name of a tensor", StoreError)] = known[key]
+            entries[text(name, "the name of a tensor", StoreError)] = known[key]
         except (TypeError, ValueError) as error:
             if isinstance(error, ShardError):
-                raise
+                raise  # a ValueError that already says what is wrong
             what = f"tensor {shown(name)} is {shown(entry)}"
             raise StoreError(f"{what}; give (shape, dtype)") from error
-    return read
+    return entries
 
 
 def _read_shape(given: tuple[object, ...]) -> tuple[int, ...]:

@@ -39,7 +39,10 @@ Number: TypeAlias = int | str
 @dataclass(frozen=True, slots=True)
 class Word:
     """One word in the notation for a dimension of a stored tensor, such as (tp q): the name of a part (q) or of a mesh
-    axis (tp), or a number. A suffix modifies it: `n=vocab` is n padded to the size vocab."""
+    axis (tp), or a number. A suffix modifies it: `n=vocab` is n padded to the size vocab.
+
+    `over` is the number after /, `stored` after =, `tile` after ^, `cycle` after %; `balanced` means ~.
+    """
 
     name: Number
     over: Number | None = None
@@ -118,76 +121,76 @@ def read_dims(text: str) -> tuple[Structure, ...]:
 
     Raises NotationError with a caret.
     """
-    read = Cursor(text, MARKS)
+    cursor = Cursor(text, MARKS)
     dims: list[Structure] = []
-    while read.here.kind != "end":
-        if read.accept("("):
-            dims.append(_read_group(read))
-        elif read.here.text == "...":
-            _, _, position = read.take()
+    while cursor.here.kind != "end":
+        if cursor.accept("("):
+            dims.append(_read_group(cursor))
+        elif cursor.here.text == "...":
+            _, _, position = cursor.take()
             if "..." in dims:
-                read.fail("'...' twice", position, "write it once, for all remaining dimensions")
+                cursor.fail("'...' twice", position, "write it once, for all remaining dimensions")
             dims.append("...")
         else:
-            dims.append(read.word("a dimension: a name, ... or a group").text)
+            dims.append(cursor.word("a dimension: a name, ... or a group").text)
     return tuple(dims)
 
 
-def _read_group(read: Cursor) -> GroupedDim:
+def _read_group(cursor: Cursor) -> GroupedDim:
     """The stages of a group, up to its closing parenthesis."""
-    stages = [_read_terms(read)]
-    while read.accept("|"):
-        stages.append(_read_terms(read))
-    read.expect(")", "close the group")
+    stages = [_read_terms(cursor)]
+    while cursor.accept("|"):
+        stages.append(_read_terms(cursor))
+    cursor.expect(")", "close the group")
     return GroupedDim(tuple(stages))
 
 
-def _read_terms(read: Cursor, depth: int = 0) -> tuple[Term, ...]:
+def _read_terms(cursor: Cursor, depth: int = 0) -> tuple[Term, ...]:
     """Terms with + between them, inside `depth` groups."""
-    terms = [_read_term(read, depth)]
-    while read.accept("+"):
-        terms.append(_read_term(read, depth))
+    terms = [_read_term(cursor, depth)]
+    while cursor.accept("+"):
+        terms.append(_read_term(cursor, depth))
     return tuple(terms)
 
 
-def _read_term(read: Cursor, depth: int) -> Term:
+def _read_term(cursor: Cursor, depth: int) -> Term:
     """Words, and the group behind them, if any."""
     if depth > MOST_NESTED:
         fix = f"write at most {MOST_NESTED} parentheses inside each other"
-        read.fail(f"more than {MOST_NESTED} nested groups", read.here.at, fix)
-    start = read.here.at
+        cursor.fail(f"more than {MOST_NESTED} nested groups", cursor.here.at, fix)
+    start = cursor.here.at
     words = []
-    while read.here.kind in ("word", "int"):
-        words.append(_read_word(read))
+    while cursor.here.kind in ("word", "int"):
+        words.append(_read_word(cursor))
     # Words before a group cut each of its components; '|' would cut them as one, so only outermost groups have it.
-    if read.accept("("):
-        group = _read_terms(read, depth + 1)
-        read.expect(")", "close the group with ')'; '|' is allowed only in the outermost group")
+    if cursor.accept("("):
+        group = _read_terms(cursor, depth + 1)
+        cursor.expect(")", "close the group with ')'; '|' is allowed only in the outermost group")
         return Term(tuple(words), group)
     if not words:
-        found = repr(read.here.text) if read.here.text else "the end of the text"
-        read.fail(f"expected a component, found {found}", start, "write a component, such as n")
+        found = repr(cursor.here.text) if cursor.here.text else "the end of the text"
+        cursor.fail(f"expected a component, found {found}", start, "write a component, such as n")
     return Term(tuple(words))
 
 
-def _read_word(read: Cursor) -> Word:
+def _read_word(cursor: Cursor) -> Word:
     """A word with its marks."""
-    name = _read_number(read)
-    over = _read_marked(read, "/")
-    balanced = read.accept("~")
-    stored = _read_marked(read, "=")
-    tile = _read_marked(read, "^")
-    cycle = _read_marked(read, "%")
+    name = _read_number(cursor)
+    over = _read_marked(cursor, "/")
+    balanced = cursor.accept("~")
+    stored = _read_marked(cursor, "=")
+    tile = _read_marked(cursor, "^")
+    cycle = _read_marked(cursor, "%")
     return Word(name, over, balanced, stored, tile, cycle)
 
 
-def _read_marked(read: Cursor, mark: str) -> Number | None:
+def _read_marked(cursor: Cursor, mark: str) -> Number | None:
     """The number behind the mark; None if the mark is not next."""
-    return _read_number(read) if read.accept(mark) else None
+    return _read_number(cursor) if cursor.accept(mark) else None
 
 
-def _read_number(read: Cursor) -> Number:
+def _read_number(cursor: Cursor) -> Number:
     """An integer, or a name."""
-    if read.here.kind == "int":
-        return read.integer()
-    return read.word("a name or a number").text
+    if cursor.here.kind == "int":
+        return cursor.integer()
+    return cursor.word("a name or a number").text

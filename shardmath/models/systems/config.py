@@ -58,9 +58,9 @@ class Config:
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of the field `name`, under any of its names; `default` if it is missing or None."""
         if self.language is not None:
-            default = self.language.get(name, default)
-            if default is not None:
-                return default
+            value = self.language.get(name, default)
+            if value is not None:
+                return value
         for known in (name, *SYNONYMS.get(name, ())):
             value = self._look_up(known)
             if value is not None:

@@ -155,8 +155,8 @@ def _make_stages(ranks: tuple[int, ...], tp: int, pp: int, ep: int) -> tuple[_St
         )
     stages = []
     for start in range(0, total, size):
-        own = ranks[start : start + size]
-        stages.append(_make_stage(own, tp, ep))
+        of_stage = ranks[start : start + size]
+        stages.append(_make_stage(of_stage, tp, ep))
     return tuple(stages)
 
 
@@ -167,7 +167,7 @@ def _make_stage(ranks: tuple[int, ...], tp: int, ep: int) -> _Stage:
     dense = Mesh(dp=dp, tp=tp, ranks=ranks)
     edp = size // ep
     experts = Mesh(edp=edp, ep=ep, ranks=ranks)
-    holders = tuple(experts.select(ep=at) for at in range(ep))
+    holders = tuple(experts.select(ep=coordinate) for coordinate in range(ep))
     return _Stage(dense, experts, holders)
 
 
@@ -175,22 +175,22 @@ def _assign_layers(shapes: Shapes, pp: int, stages: Sequence[int] | None) -> tup
     """The stage of each layer. Raises LayoutError if the layers do not fit the stages."""
     layers = _count_layers(shapes)
     if stages is not None:
-        each = tuple(stages)
+        counts = tuple(stages)
     elif layers % pp:
         raise LayoutError(
             f"{layers} layers do not fall evenly into pp={pp} stages; "
             f"pass stages= with the number of layers of each stage"
         )
     else:
-        each = (layers // pp,) * pp
-    if len(each) != pp or min(each) < 0 or sum(each) != layers:
+        counts = (layers // pp,) * pp
+    if len(counts) != pp or min(counts) < 0 or sum(counts) != layers:
         raise LayoutError(
-            f"stages={list(each)} are {len(each)} stages of {sum(each)} layers, "
+            f"stages={list(counts)} are {len(counts)} stages of {sum(counts)} layers, "
             f"the model has {layers} and pp is {pp}; "
             f"pass {pp} numbers of layers that add up to {layers}"
         )
     stage_of: list[int] = []
-    for stage, count in enumerate(each):
+    for stage, count in enumerate(counts):
         stage_of += [stage] * count
     return tuple(stage_of)
 

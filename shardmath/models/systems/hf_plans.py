@@ -122,13 +122,15 @@ def hf_parallel(
     """
     applied = [_AppliedPlan(dict(plan), mesh, axis)]
     if experts is not None:
-        given, routed = experts
-        applied = [_AppliedPlan(dict(given), routed, "ep"), _drop_experts(applied[0], given)]
+        expert_plan, expert_mesh = experts
+        of_experts = _AppliedPlan(dict(expert_plan), expert_mesh, "ep")
+        applied = [of_experts, _drop_experts(applied[0], expert_plan)]
     rules = {pattern: style for each in applied for pattern, style in each.plan.items()}
     _check_styles(rules)
     _check_used(rules, shapes, unused)
     layouts = {}
     for name, (shape, dtype) in shapes.items():
+        # A parameter without a rule is replicated on the mesh of `plan`, the last.
         chosen = next((each for each in applied if each.find(name)), applied[-1])
         layouts[name] = chosen.lay_out(name, tuple(shape), dtype)
     return layouts
@@ -183,6 +185,7 @@ def _find_divided(style: HFStyle, name: str, shape: tuple[int, ...]) -> int | No
     is_bias = name.rpartition(".")[2] == "bias"
     if (is_bias and not style.biases) or (len(shape) == 1 and not style.vectors):
         return None
+    # The -2 of a style for matrices is the only dimension of a vector.
     return max(0, style.dim + len(shape)) if style.dim < 0 else style.dim
 
 
@@ -193,10 +196,10 @@ def _generalize(name: str) -> str:
 
 def _drop_experts(applied: _AppliedPlan, experts: Mapping[str, str]) -> _AppliedPlan:
     """The plan without rules for the patterns of the experts' rules, or for anything inside these."""
-    heads = tuple(f"{module}." for module in experts)
-    plan = applied.plan.items()
-    kept = {pattern: style for pattern, style in plan if not f"{pattern}.".startswith(heads)}
-    return applied._replace(plan=kept)
+    prefixes = tuple(f"{module}." for module in experts)
+    rules = applied.plan.items()
+    plan = {pattern: style for pattern, style in rules if not f"{pattern}.".startswith(prefixes)}
+    return applied._replace(plan=plan)
 
 
 def _check_styles(rules: Mapping[str, str]) -> None:

@@ -43,11 +43,11 @@ def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
     """
     fields = Config(config)
     templates = {split(name)[0] for name in names}
-    listed = rows.parse(table(fields.kind, fused=bool(templates)))
+    table_rows = rows.parse(table(fields.kind, fused=bool(templates)))
     if templates:
-        listed = tuple(row for row in listed if _is_among(row, templates))
+        table_rows = tuple(row for row in table_rows if _is_among(row, templates))
     mesh = Mesh(checkpoint=1)
-    return Stored(listed, (mesh,), _list_layers(fields), _list_numbers(fields))
+    return Stored(table_rows, (mesh,), _list_layers(fields), _list_numbers(fields))
 
 
 def _is_among(row: Row, templates: set[str]) -> bool:

@@ -104,8 +104,8 @@ def megatron(
 
 def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
     """The spot of each layer. Layers that predict further tokens are with the last one, numbered from 0."""
-    written = config.get("pipeline_model_parallel_layout")
-    counts = _count_evenly(config, pp, vpp) if written is None else _read_layout(written)
+    stage_layout = config.get("pipeline_model_parallel_layout")
+    counts = _count_evenly(config, pp, vpp) if stage_layout is None else _read_layout(stage_layout)
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
     chunk = layers[-1].chunk if layers else 0
     last = {"pp": pp - 1}
@@ -146,17 +146,15 @@ def _count_evenly(config: MegatronConfig, pp: int, vpp: int) -> list[int]:
     """Equal numbers of layers per virtual stage, except for a first or last stage with a given number."""
     first = config.get("num_layers_in_first_pipeline_stage")
     last = config.get("num_layers_in_last_pipeline_stage")
-    ends = (
-        bool(config.get("account_for_embedding_in_pipeline_split")),
-        bool(config.get("account_for_loss_in_pipeline_split")),
-    )
     # Embedding and loss may count as a layer each for the balance; they are subtracted from their stages below.
-    total = config.layers + sum(ends)
+    embedding = int(bool(config.get("account_for_embedding_in_pipeline_split")))
+    loss = int(bool(config.get("account_for_loss_in_pipeline_split")))
+    total = config.layers + embedding + loss
     stages = _divide_among_stages(total, pp, first, last)
     # Chunk 0 of every stage comes before chunk 1 of any, as the schedule interleaves them.
     counts = [count // vpp for _ in range(vpp) for count in stages]
-    counts[0] -= ends[0]
-    counts[-1] -= ends[1]
+    counts[0] -= embedding
+    counts[-1] -= loss
     return counts
 
 
@@ -173,11 +171,11 @@ def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | No
     return stages
 
 
-def _read_layout(written: object) -> list[int]:
-    """The number of decoder layers in each virtual stage of a layout, which is text or lists of names."""
-    if not isinstance(written, str):
-        return [list(stage).count("decoder") for stage in _flatten(written)]
-    text = written.replace(",", "").replace(" ", "")
+def _read_layout(stage_layout: object) -> list[int]:
+    """The number of decoder layers in each virtual stage of a layout of stages, which is text or lists of names."""
+    if not isinstance(stage_layout, str):
+        return [list(stage).count("decoder") for stage in _flatten(stage_layout)]
+    text = stage_layout.replace(",", "").replace(" ", "")
     while REPEAT.search(text):
         text = REPEAT.sub(_repeat, text)
     return [stage.count("t") for stage in text.split("|")]
@@ -189,13 +187,15 @@ def _repeat(match: re.Match[str]) -> str:
     return repeated * int(match[2] or match[4])
 
 
-def _flatten(written: object) -> list[list[str]]:
-    """The stages in a list of stages, or in a list of lists, one per chunk."""
-    if not isinstance(written, list | tuple):
-        what = f"pipeline_model_parallel_layout={written!r} is neither text nor a list of stages"
+def _flatten(stage_layout: object) -> list[list[str]]:
+    """The stages in a list of stages, or in a list of lists of stages, one per chunk."""
+    if not isinstance(stage_layout, list | tuple):
+        what = (
+            f"pipeline_model_parallel_layout={stage_layout!r} is neither text nor a list of stages"
+        )
         raise StoreError(f"{what}; write text such as 'Et|tL', or a list of names per stage")
     stages: list[list[str]] = []
-    for entry in written:
+    for entry in stage_layout:
         is_nested = bool(entry) and isinstance(entry[0], list | tuple)
         stages += entry if is_nested else [entry]
     return stages

@@ -153,8 +153,11 @@ def _choose_modules(config: MegatronConfig, layer: int) -> str:
     mixer = "*"
     if config.get("experimental_attention_variant") == "gated_delta_net":
         frequency = config.get("linear_attention_freq")
-        full = (layer + 1) % frequency == 0 if isinstance(frequency, int) else not frequency[layer]
-        mixer = "*" if full else "G"
+        # Every n-th layer is attention; or a list has 1 for each delta net, and 0 for attention.
+        is_attention = (
+            (layer + 1) % frequency == 0 if isinstance(frequency, int) else not frequency[layer]
+        )
+        mixer = "*" if is_attention else "G"
     return mixer + _choose_mlp(config, layer)
 
 
@@ -162,6 +165,7 @@ def _choose_mlp(config: MegatronConfig, layer: int) -> str:
     """The letter of a layer's MLP: experts, or dense."""
     if not config.experts:
         return "-"
+    # Every n-th layer from the first has experts; or a list has 1 for each layer with experts.
     frequency = config.get("moe_layer_freq")
     routed = layer % frequency == 0 if isinstance(frequency, int) else frequency[layer]
     return "E" if routed else "-"
@@ -220,9 +224,9 @@ def _list_attention(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     yield from _linear("self_attn.q_proj", rows, h, qkv_bias)
     if config.get("attention_output_gate"):
         yield from _linear("self_attn.g_proj", rows, h, qkv_bias)
-    shared = config.groups * config.head_dim
+    kv_rows = config.groups * config.head_dim
     for name in ("k", "v"):
-        yield from _linear(f"self_attn.{name}_proj", shared, h, qkv_bias)
+        yield from _linear(f"self_attn.{name}_proj", kv_rows, h, qkv_bias)
     yield from _linear("self_attn.o_proj", h, rows, bias)
     if config.get("softmax_type") == "learnable":
         yield "self_attn.sinks", (config.heads,)
@@ -234,16 +238,16 @@ def _list_attention(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
 def _list_latent(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     rank = config.get("kv_lora_rank")
-    keys = config.get("qk_head_dim")
-    rope = config.get("qk_pos_emb_head_dim")
-    head = config.get("v_head_dim")
-    yield from _list_latent_queries(config, keys + rope)
-    yield from _linear("self_attn.kv_a_proj_with_mqa", rank + rope, h)
-    rows = config.heads * (keys + head)
+    key_dim = config.get("qk_head_dim")
+    rope_dim = config.get("qk_pos_emb_head_dim")
+    value_dim = config.get("v_head_dim")
+    yield from _list_latent_queries(config, key_dim + rope_dim)
+    yield from _linear("self_attn.kv_a_proj_with_mqa", rank + rope_dim, h)
+    rows = config.heads * (key_dim + value_dim)
     yield from _linear("self_attn.kv_b_proj", rows, rank)
     if config.get("qk_layernorm"):
         yield from _norm(config, "self_attn.kv_a_layernorm", rank)
-    values = config.heads * head
+    values = config.heads * value_dim
     bias = config.get("add_bias_linear")
     yield from _linear("self_attn.o_proj", h, values, bias)
 

@@ -48,10 +48,10 @@ class _Reader:
     def __init__(self, stored: Stored, natives: Shapes) -> None:
         self.stored = stored
         self.natives = natives
-        self.left: dict[str, dict[_Numbers, str]] = {}
+        self.unread: dict[str, dict[_Numbers, str]] = {}  # names by template, then by numbers in it
         for name in natives:
             template, numbers = split(name)
-            self.left.setdefault(template, {})[numbers] = name
+            self.unread.setdefault(template, {})[numbers] = name
         self.found: dict[str, _Entry] = {}
 
     def read(self) -> dict[str, _Entry]:
@@ -73,7 +73,7 @@ class _Reader:
             for star in STARS if row.logical.starred else ("",):
                 template = closed.native.template(star=star)
                 if template not in reserved:
-                    self._read_template(closed, star, self.left.get(template, {}))
+                    self._read_template(closed, star, self.unread.get(template, {}))
 
     def _close(self, row: Row) -> Iterator[Row]:
         """The row, or, for an open row, one per template that it takes."""
@@ -81,7 +81,7 @@ class _Reader:
             yield row
             return
         start = row.native.template()
-        for template in list(self.left):
+        for template in list(self.unread):
             if template.startswith(start):
                 yield row.close(template.removeprefix(start))
 
@@ -159,9 +159,9 @@ class _Reader:
         }
         others = named.keys() - sizes.keys()
         rest = length - sum(sizes.values())
-        # Without others nothing may be left: a divisor above the rest leaves all of it over.
-        each, over = divmod(rest, len(others) or length + 1)
-        if rest < 0 or over:
+        # Without others the rest must be 0: a divisor above it makes all of it the remainder.
+        each, remainder = divmod(rest, len(others) or length + 1)
+        if rest < 0 or remainder:
             listed = ", ".join(f"{name}={n}" for name, n in sizes.items())
             known = f"{listed} (together {sum(sizes.values())})" if listed else "equal parts"
             raise StoreError(

@@ -357,7 +357,8 @@ def _read_number(text: str, digits: str, at: int) -> int:
     """The number of these digits. Raises NotationError above MOST_RANKS; int() itself fails for very long ones."""
     figures = digits.lstrip("0") or "0"
     if len(figures) > len(str(MOST_RANKS)) or int(figures) > MOST_RANKS:
-        what = f"the number {shown(digits)[1:-1]} is above {MOST_RANKS}"
+        unquoted = shown(digits)[1:-1]
+        what = f"the number {unquoted} is above {MOST_RANKS}"
         raise NotationError(what, text, at, "write a smaller number")
     return int(figures)
 
@@ -379,7 +380,7 @@ def _read_rules(text: str, at: int) -> tuple[Rule, ...]:
     """The rules from a position on."""
     rules: list[Rule] = []
     for part in text[at:].split(";"):
-        start = min(_skip(text, at), at + len(part))
+        start = _skip(text, at)  # at the ; or the end of the text if the part is blank
         at += len(part) + 1
         rule = _read_rule(text, part, start)
         if rule in rules:

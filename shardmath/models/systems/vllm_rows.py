@@ -3,7 +3,8 @@
 1. `ENDS` are the rows of the first and last modules, `ATTENTION`, `MIXERS` and `MLP` of the modules of every layer,
    under each name that models give them, `EXPERTS` of the stacks of routed experts.
 2. Fused rows are cut part by part: `(tp (gate + up))` is `[gate_r; up_r]`. A key head on several ranks is `tp/rep`;
-   whole heads are `hd` positions.
+   whole heads are `hd` positions, and a rank has `own` query heads and `own_keys` key heads. A shared expert that each
+   rank has whole is `tp/alike`, B and C of a Mamba layer that each has whole are `tp/shared`.
 3. Experts have separate axes over the ranks of a stage: `ep` deals experts, `etp` cuts them. One of the two has size 1.
 4. Logical names are as in `megatron_rows`; `vllm_names` has their names in vLLM by kind of model.
 

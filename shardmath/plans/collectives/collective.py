@@ -170,10 +170,10 @@ def _check(src: Layout, dst: Layout) -> None:
             raise PlanError(f"{layout!r} is not a Layout; pass recognize two Layouts")
     if (src.shape, src.dtype) == (dst.shape, dst.dtype):
         return
-    here = f"{src.dtype}{list(src.shape)}"
-    there = f"{dst.dtype}{list(dst.shape)}"
+    src_form = f"{src.dtype}{list(src.shape)}"
+    dst_form = f"{dst.dtype}{list(dst.shape)}"
     fix = "give both the same shape and dtype"
-    raise PlanError(f"the source has {here}, the destination {there}; {fix}")
+    raise PlanError(f"the source has {src_form}, the destination {dst_form}; {fix}")
 
 
 def _stays(move: Move, folded: tuple[str, ...]) -> bool:
@@ -181,6 +181,7 @@ def _stays(move: Move, folded: tuple[str, ...]) -> bool:
     before = move.before.held
     after = move.after.held
     if folded:
+        # A sum of several ranks' addends is on none of them, unless it has no elements.
         return set(after) == {NOTHING}
     return all(map(is_inside, after, before))
 
@@ -245,8 +246,8 @@ def _list_groupings(meshes: Iterable[Mesh]) -> list[tuple[Mesh, Axes]]:
     for mesh in meshes:
         axes = [name for name, n in mesh.axes if n > 1]
         for count in range(1, len(axes) + 1):
-            for some in itertools.combinations(axes, count):
-                found.append((mesh, some))
+            for chosen in itertools.combinations(axes, count):
+                found.append((mesh, chosen))
     return sorted(found, key=_order_of_grouping)
 
 
@@ -268,13 +269,14 @@ def _groups(mesh: Mesh, axes: Axes) -> Groups:
 
 
 def _describe(found: Collective, move: Move, places: Mapping[Members, Members]) -> Collective:
-    """The collective with its senders, and whether its buffers are even and contiguous."""
+    """The collective with its senders, and whether its buffers are even and contiguous. `places` has the place of each
+    member's sender in a group, by the classes of the group's ranks."""
     members = move.members(found.groups)
     senders = []
     if places:
         for group in found.groups:
-            here = places[members[group]]
-            senders.append(tuple(group[place] for place in here))
+            of_group = places[members[group]]
+            senders.append(tuple(group[place] for place in of_group))
     gathered, scattered = _split_dims(found)
     even = contiguous = True
     for classes in dict.fromkeys(members.values()):

@@ -158,6 +158,7 @@ def _reduce_scatter(
     if found is None:
         return None
     dims, _ = found
+    # If no dimension is divided, one member gets everything, which is a reduction to one rank.
     return found if dims else None
 
 

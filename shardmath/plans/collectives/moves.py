@@ -54,8 +54,8 @@ def compare_ranks(src: Layout, dst: Layout) -> Move:
     classes: dict[tuple[Members | None, Members | None], int] = {}
     number: dict[int, int] = {}
     for rank in sorted({*src.mesh.ranks, *dst.mesh.ranks}):
-        held = by_rank_before.get(rank), by_rank_after.get(rank)
-        number[rank] = classes.setdefault(held, len(classes))
+        part_numbers = by_rank_before.get(rank), by_rank_after.get(rank)
+        number[rank] = classes.setdefault(part_numbers, len(classes))
     befores = [before for before, _ in classes]
     afters = [after for _, after in classes]
     before = _make_side(parts_before, befores)

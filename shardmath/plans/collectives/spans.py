@@ -73,20 +73,20 @@ def _is_subset(spans: Spans, others: Spans) -> bool:
 
 def tile(boxes: list[Holding]) -> Holding | None:
     """Return the box that `boxes` fill as a grid, without overlap; None if they do not form a grid."""
-    some = [box for box in boxes if box != NOTHING]
-    if not some:
+    nonempty = [box for box in boxes if box != NOTHING]
+    if not nonempty:
         return NOTHING
-    if len(set(some)) < len(some):
+    if len(set(nonempty)) < len(nonempty):
         return None
     whole = []
-    for column in zip(*some, strict=True):
+    for column in zip(*nonempty, strict=True):
         distinct = set(column)
         spans = merge(span for part in distinct for span in part)
         if spans is None:
             return None
         whole.append(spans)
     # Distinct cells of a grid are disjoint; they are all of its cells if they have its volume.
-    volume = sum(map(_measure, some))
+    volume = sum(map(_measure, nonempty))
     return tuple(whole) if volume == _measure(tuple(whole)) else None
 
 

@@ -196,6 +196,7 @@ def _find_positions(ranks: Ints, machine: Machine) -> Ints:
     """The position of each rank in the machine. Raises PlanError for a rank that it does not have."""
     position = np.searchsorted(machine.ranks, ranks)
     found = position < len(machine.ranks)
+    # A rank above all of the machine's has no position at which to compare.
     found[found] = machine.ranks[position[found]] == ranks[found]
     if not found.all():
         program = count_ranks(tuple(machine.ranks.tolist()))

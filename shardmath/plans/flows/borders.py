@@ -65,8 +65,8 @@ def touch(sets: NumberedSets, label: Ints, count: int) -> TouchedLabels:
     # (set, label) as one number: sorted, these are the labels set by set.
     pairs = sets.owner * count + label[sets.member]
     code = np.unique(pairs)
-    borders = np.arange(sets.count + 1) * count
-    first = np.searchsorted(code, borders)
+    least_codes = np.arange(sets.count + 1) * count
+    first = np.searchsorted(code, least_codes)
     labels = code % count
     return TouchedLabels(sets.of, Offsets(first), labels)
 
@@ -75,16 +75,17 @@ def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[I
     """Return two arrays (labels, blocks): some rank with the label labels[i] holds block number blocks[i] of bytes, and
     some rank with this label needs it. A label is an id that ranks share, such as their node's; all are below
     `count`."""
+    # The pairs (label, block) of the side that has fewer are looked up on the other side.
     few = hold
     many = need
     if many.widths().sum() < few.widths().sum():
         few, many = many, few
     label, block = few.expand(few.of)
     # (set, label) as one number, so that pairs are looked up as numbers.
-    there = many.sets.owners() * count + many.labels
-    asked = many.of[block] * count + label
-    both = np.isin(asked, there)
-    return label[both], block[both]
+    many_codes = many.sets.owners() * count + many.labels
+    few_codes = many.of[block] * count + label
+    is_shared = np.isin(few_codes, many_codes)
+    return label[is_shared], block[is_shared]
 
 
 # Forced bytes
@@ -100,8 +101,8 @@ def _force(table: BlockTable, label: Ints, key: Ints, nbytes: Ints, count: int) 
     code, amount = sum_by_code(label * keys + key, nbytes)
     # Keys ascend by group, so the codes of one (label, group) stand together.
     of_label, of_key = np.divmod(code, keys)
-    place = of_label * groups + table.group[of_key]
-    first = begins(place)
+    label_and_group = of_label * groups + table.group[of_key]
+    first = begins(label_and_group)
     out = np.zeros(count, np.int64)
     if len(first):
         most = np.maximum.reduceat(amount, first)
@@ -119,13 +120,13 @@ def _force_in(table: BlockTable, hold: TouchedLabels, need: TouchedLabels, count
     """
     sets, key, nbytes = table.wanted
     label, row = need.expand(sets)
-    here, block = find_shared(hold, need, count)
+    held_label, held_block = find_shared(hold, need, count)
     # The bytes that X needs, minus those of them that X holds.
-    held = -table.nbytes[block]
-    held_key = table.key[block]
-    labels = np.concatenate((label, here))
+    minus_held = -table.nbytes[held_block]
+    held_key = table.key[held_block]
+    labels = np.concatenate((label, held_label))
     keys = np.concatenate((key[row], held_key))
-    amounts = np.concatenate((nbytes[row], held))
+    amounts = np.concatenate((nbytes[row], minus_held))
     return _force(table, labels, keys, amounts, count)
 
 
@@ -137,8 +138,8 @@ def _force_out(table: BlockTable, hold: TouchedLabels, need: TouchedLabels, coun
     """
     home = hold.only()
     held_by_one = home >= 0
-    wanted = home != need.only()
-    rows = held_by_one & wanted
+    wanted_elsewhere = home != need.only()
+    rows = held_by_one & wanted_elsewhere
     return _force(table, home[rows], table.key[rows], table.nbytes[rows], count)
 
 
@@ -210,13 +211,13 @@ def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]
 
 def _find_worst(forced: Ints, intra: Ints, inter: Ints) -> list[int]:
     """Of the labels that have equal links, the one with the most forced bytes, if it has any."""
-    rows = np.flatnonzero(forced)
+    labels = np.flatnonzero(forced)
     # In this order sets with equal links are neighbors, most bytes first: the first of each run is taken.
-    order = np.lexsort((rows, -forced[rows], inter[rows], intra[rows]))
-    rows = rows[order]
-    is_first = np.ones(len(rows), bool)
-    new_intra = np.diff(intra[rows]) != 0
-    new_inter = np.diff(inter[rows]) != 0
+    order = np.lexsort((labels, -forced[labels], inter[labels], intra[labels]))
+    labels = labels[order]
+    is_first = np.ones(len(labels), bool)
+    new_intra = np.diff(intra[labels]) != 0
+    new_inter = np.diff(inter[labels]) != 0
     is_first[1:] = new_intra | new_inter
-    worst: list[int] = rows[is_first].tolist()
+    worst: list[int] = labels[is_first].tolist()
     return worst

@@ -135,9 +135,9 @@ def _find_crowded(table: BlockTable, unit: Ints, link: Fraction, worst: Fraction
     """
     lengths, holders = _gather_demands(table, unit)
     load = np.zeros(len(unit), np.int64)
-    for nbytes, held in zip(lengths, holders, strict=True):
-        share = -(-nbytes // len(held))
-        load[list(held)] += share
+    for nbytes, ranks in zip(lengths, holders, strict=True):
+        share = -(-nbytes // len(ranks))
+        load[list(ranks)] += share
     if int(load.max()) <= worst * link:
         return None
     label = np.zeros(len(unit), np.int64)

@@ -46,7 +46,7 @@ from shardmath.plans.flows.network import Network, list_leaves
 __all__ = ["Level", "find_levels", "shares"]
 
 Holders: TypeAlias = tuple[int, ...]
-"""The ranks, ascending, that have a line."""
+"""The ranks, ascending, that have a line; a variable `held` is one such set."""
 
 
 class Level(NamedTuple):
@@ -266,16 +266,17 @@ def _divide_by_node(
 ) -> dict[Holders, list[int]]:
     """By set of holders: the bytes that each holder sends, nodes balanced before ranks."""
     _check_nodes(total, nodes)
+    # What leaves from one node is a line by itself, which only the holders there send.
     lengths = []
-    holders = []
-    wholes = []
+    local_holders = []
+    all_holders = []
     for held, local, nbytes in _divide_among_nodes(total, nodes):
         lengths.append(nbytes)
-        holders.append(local)
-        wholes.append(held)
+        local_holders.append(local)
+        all_holders.append(held)
     sent = {held: dict.fromkeys(held, 0) for held in total}
-    rows = shares(lengths, holders)
-    for held, local, row in zip(wholes, holders, rows, strict=True):
+    rows = shares(lengths, local_holders)
+    for held, local, row in zip(all_holders, local_holders, rows, strict=True):
         by_rank = zip(local, row, strict=True)
         sent[held].update(by_rank)
     amounts = {}
@@ -310,13 +311,14 @@ def _divide_among_nodes(
 def _sum_by_node(total: dict[Holders, int], nodes: Mapping[int, int]) -> dict[tuple[int, int], int]:
     """By shared line and node: the bytes that leave from there."""
     kinds = _find_kinds(total, nodes)
-    ranks = _rank_network(total, kinds)
-    lines = ranks.first
+    rank_network = _rank_network(total, kinds)
+    line_count = rank_network.first
     cap = _find_cap(_rank_network(total, kinds))  # which uses up its network
-    network = _node_network(ranks, kinds, cap)
+    network = _node_network(rank_network, kinds, cap)
     sent: dict[tuple[int, int], int] = defaultdict(int)
     for line, sink, nbytes in list_edges(network):
-        if line < lines:
+        # The lines behind these only fill ranks up to the cap.
+        if line < line_count:
             kind = _find_kind(network, kinds, sink)
             sent[line, kind.node] += nbytes
     return sent

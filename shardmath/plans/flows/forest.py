@@ -46,7 +46,7 @@ def _free_of_cycles(sent: Sent) -> list[Edge]:
 
     Nodes are lines and sinks; a sink's number is higher than any line's.
     """
-    near: dict[int, dict[int, None]] = defaultdict(dict)
+    near: dict[int, dict[int, None]] = defaultdict(dict)  # neighbors, as sets that keep their order
     for sink, row in sent.items():
         for line in row:
             near[line][sink] = None
@@ -122,6 +122,7 @@ def _step(arcs: list[int], sent: Sent, node: int, previous: int) -> int | None:
         other = arcs.pop()
         if other == previous:
             saw_previous = True
+        # Whether the edge is still in the flow; of its two nodes, the sink has the higher number.
         elif (node in sent[other]) if node < other else (other in sent[node]):
             onward = other
     # Both edges stay, the way back below the way on.
@@ -157,6 +158,7 @@ def _round(forest: list[Edge], scale: int) -> Iterator[Edge]:
     for child, parent, amount in reversed(forest):
         nbytes, remainder = divmod(amount, scale)
         if remainder:
+            # Up if that leaves less added or missing at the parent than down does.
             up = 2 * (remainder - added[parent]) > scale
             nbytes += up
             change = scale * up - remainder

@@ -251,7 +251,7 @@ def _maximize(network: Network, flow: _Flow) -> Mapping[int, int]:
         if room:
             _augment(network, flow, layers, room)
         elif len(starts) == len(flow.left):
-            break
+            break  # no path is left from any line
     return layers | dict.fromkeys(flow.over, 0)
 
 
@@ -272,7 +272,7 @@ def _find_layers(network: Network, flow: _Flow, starts: list[int]) -> tuple[dict
     """Distances of lines and sinks from the lines `starts`, and how many sinks have room."""
     layers = dict.fromkeys(starts, 0)
     front = starts
-    depth = 0
+    depth = 0  # of lines; sinks are in the odd layers between
     room = 0
     while front:
         depth += 2

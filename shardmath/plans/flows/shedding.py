@@ -66,14 +66,14 @@ def _group_by_level(high: list[Level], held: list[tuple[int, ...]]) -> list[list
     return lines
 
 
-def _shed_evenly(left: list[int], once: list[int], lines: list[int], room: int) -> None:
-    """Shorten the lines together to `room` bytes, in proportion to what each can shed."""
+def _shed_evenly(remaining: list[int], once: list[int], lines: list[int], room: int) -> None:
+    """Shorten the lines together to `room` bytes, in proportion to what each can shed: all except `once` of it."""
     least = sum(once[line] for line in lines)
-    over = sum(left[line] for line in lines) - least
-    if over <= 0:
+    can_shed = sum(remaining[line] for line in lines) - least
+    if can_shed <= 0:
         return
     keep = max(room - least, 0)
-    keep = min(keep, over)
+    keep = min(keep, can_shed)
     for line in lines:
-        can_shed = left[line] - once[line]
-        left[line] = once[line] + can_shed * keep // over
+        line_can_shed = remaining[line] - once[line]
+        remaining[line] = once[line] + line_can_shed * keep // can_shed

@@ -73,8 +73,8 @@ def count_peers(part: RankProgram, plan: Plan) -> int:
     """Return the number of ranks that `part.rank` sends to under `plan`, or receives from, whichever is larger."""
     # A rank that stays receives from the same ranks as before.
     senders: set[int] = set()
-    for posted in part.rounds:
-        senders.update(m.src_rank for m in posted.receives)
+    for each_round in part.rounds:
+        senders.update(m.src_rank for m in each_round.receives)
     receivers: set[int] = set()
     if part.rank in plan.src_ranks:
         sent = list_sent(plan.lines, part.rank)
@@ -121,10 +121,10 @@ def _drop_sends(rounds: tuple[Round, ...], gone: Collection[int]) -> tuple[Round
     if not gone:
         return rounds
     kept = []
-    for posted in rounds:
-        sends = [m for m in posted.sends if m.dst_rank not in gone]
-        if sends or posted.receives or posted.keeps:
-            kept.append(Round(tuple(sends), posted.receives, posted.keeps))
+    for before in rounds:
+        sends = [m for m in before.sends if m.dst_rank not in gone]
+        if sends or before.receives or before.keeps:
+            kept.append(Round(tuple(sends), before.receives, before.keeps))
     return tuple(kept)
 
 
@@ -143,6 +143,6 @@ def _add_sends(
     """The rounds with messages for further transfers."""
     if not transfers:
         return rounds
-    messages: list[Message] = [m for posted in rounds for m in posted.messages]
+    messages: list[Message] = [m for before in rounds for m in before.messages]
     messages += cut_transfers(transfers, pace)
     return gather_rounds(messages, rank)

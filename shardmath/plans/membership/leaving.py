@@ -130,7 +130,7 @@ def _keep(whole: Plan, left: frozenset[int]) -> Plan:
         batches=tuple(batches.values()),
         lines=drop_receivers(whole.lines, left, list(batches)),
         digest=digest_without(whole.digest, ascending),
-        dst_ranks=tuple(sorted(left.symmetric_difference(whole.dst_ranks))),
+        dst_ranks=tuple(sorted(set(whole.dst_ranks) - left)),
         in_part=tensors.in_part,
         alike=tensors.alike,
         whole=whole,

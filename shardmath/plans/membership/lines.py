@@ -4,7 +4,7 @@
    bytes around them; a cut inside removed bytes moves to the place where those were.
 2. So every holder sends the ranks that stay exactly the same bytes as before, in the same order.
 3. Blocks that no rank asks for any longer are removed, and so are lines without blocks. The others
-   not joined or reordered, though the lines of a new plan might be.
+   are not joined or reordered, though the lines of a new plan might be.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.layouts.layout import Layout
@@ -38,10 +38,10 @@ def drop_receivers(demands: Demands, left: frozenset[int], batches: Sequence[int
     staying = [_drop_ranks(ranks, left) for ranks in demands.sets]
     size = lengths(staying)
     left_counts = lengths(demands.sets) - size
-    asking = demands.receivers
-    count = demands.count - left_counts[asking]
+    # The ranks that left hold nothing, so that each of them was counted as a receiver.
+    count = demands.count - left_counts[demands.receivers]
     cuts = _move_cuts(demands, left, count)
-    stays = size[asking] > 0
+    stays = size[demands.receivers] > 0
     kept_demands = _keep_blocks(demands, stays, count, cuts)
     numbered = _number_sets(staying, kept_demands.holders, kept_demands.receivers)
     return replace(
@@ -56,17 +56,17 @@ def drop_receivers(demands: Demands, left: frozenset[int], batches: Sequence[int
 def _keep_blocks(demands: Demands, stays: Bools, count: Ints, cuts: Ints) -> Demands:
     """The lines with only the blocks that stay, which now have `count` receivers; sets and batches are unchanged."""
     blocks = _pick_owned(demands.first, stays)
-    some = blocks.counts() > 0
-    in_line = Offsets(demands.cut_first).spread(some)
+    has_blocks = blocks.counts() > 0
+    is_cut_kept = Offsets(demands.cut_first).spread(has_blocks)
     nbytes = demands.nbytes[stays]
     count = count[stays]
     kept = replace(
         demands,
-        holders=demands.holders[some],
-        near=demands.near[some],
+        holders=demands.holders[has_blocks],
+        near=demands.near[has_blocks],
         first=_drop_empty(blocks),
-        cut_first=_drop_empty(_pick_owned(demands.cut_first, in_line)),
-        cuts=cuts[in_line],
+        cut_first=_drop_empty(_pick_owned(demands.cut_first, is_cut_kept)),
+        cuts=cuts[is_cut_kept],
         receivers=demands.receivers[stays],
         addend=demands.addend[stays],
         count=count,
@@ -84,6 +84,7 @@ def _pick_owned(first: Ints, stays: Bools) -> Offsets:
 
 def _drop_empty(owned: Offsets) -> Ints:
     """The first item of each owner that has items, and the number of all items."""
+    # An owner without items has the same first item as the next owner.
     return np.unique(owned.first)
 
 
@@ -139,15 +140,15 @@ def _move_cuts(demands: Demands, left: frozenset[int], count: Ints) -> Ints:
     length = demands.blocks.sums(demands.nbytes * demands.count)
     line = Offsets(demands.cut_first).owners()
     is_end = demands.cuts == length[line]
-    kept = demands.nbytes * count
-    ends = demands.blocks.sums(kept)
-    moved = np.where(is_end, ends[line], 0)
+    block_bytes = demands.nbytes * count
+    new_length = demands.blocks.sums(block_bytes)
+    moved = np.where(is_end, new_length[line], 0)
 
     inner = np.flatnonzero((demands.cuts > 0) & ~is_end)
     places = _find_places(demands, length, line[inner], demands.cuts[inner])
-    before = demands.blocks.begin(kept)
+    start = demands.blocks.begin(block_bytes)
     for i, place in zip(inner.tolist(), places, strict=True):
-        moved[i] = before[place.block] + _keep_before(demands, left, place)
+        moved[i] = start[place.block] + _keep_before(demands, left, place)
     return moved
 
 

@@ -97,11 +97,11 @@ def _shorten(mesh: Mesh, left: Iterable[int]) -> _Shorter:
     """The mesh without these ranks, of which it has some and not all."""
     ranks = mesh.array()
     stays: Bools = np.isin(ranks, list(left), invert=True)
-    coordinates = np.nonzero(stays)
-    kept = list(map(np.unique, coordinates))
-    sizes = dict(zip(mesh.shape, map(len, kept), strict=True))
+    coordinates = list(map(np.unique, np.nonzero(stays)))  # of the ranks that stay, by axis
+    sizes = dict(zip(mesh.shape, map(len, coordinates), strict=True))
     shorter = frozenset(name for name, n in mesh.axes if sizes[name] < n)
-    grid = np.ix_(*kept)
+    # The ranks that stay form a mesh if they are all ranks at these coordinates.
+    grid = np.ix_(*coordinates)
     if not stays[grid].all():
         return _Shorter(None, shorter)
     in_grid = ranks[grid].ravel()

@@ -57,7 +57,8 @@ def certify(plan: Plan | Program, topology: Topology | None = None) -> Certifica
 
 @memo(2)
 def _find_least(plan: Plan, lines: Demands, topology: Topology) -> tuple[float, Witness | None]:
-    """The bound of a plan with these lines, cached since a plan is often certified together with its program."""
+    """The bound of a plan, cached since a plan is often certified together with its program. `lines` are the plan's,
+    and only a part of the cache's key: plans of equal digests may have different lines."""
     return find_bound(list_blocks(plan), plan.ranks, topology)
 
 
@@ -109,10 +110,10 @@ def list_blocks(plan: Plan) -> Iterator[Block]:
     for block, line in enumerate(owners):
         if not nbytes[block]:
             continue
-        held = demands.held_by(line)
-        asked = demands.asked_by(block)
+        holders = demands.held_by(line)
+        receivers = demands.asked_by(block)
         amount = nbytes[block]
-        yield Block(held, asked, amount, addend[block], groups[block])
+        yield Block(holders, receivers, amount, addend[block], groups[block])
 
 
 def _find_reduced(plan: Plan, demands: Demands) -> Ints:

@@ -117,7 +117,7 @@ def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
             step = phase, slot, turn
             message = make_message(step, src, dst, 1, pieces)
             messages.append(message)
-    messages.sort(key=lambda m: m[:3])
+    messages.sort(key=lambda m: m[:3])  # step, sender, receiver
     return messages
 
 

@@ -4,7 +4,9 @@
 2. Relays: if the holders' links are the bottleneck, nodes of the destination relay a share to
    other nodes. Only lines whose holders would send too much **shed** copies, evenly over
    the line's blocks (`shardmath.plans.flows.shedding` says how much).
-3. Only integers decide, so every rank decides the same; the first leg's lines are cut by `flow`.
+3. The nodes that receive a block are divided into **classes** of equal size. A **plot** says which bytes of the
+   block's content go straight from the holders to which classes; these relay them to the others.
+4. Only integers decide, so every rank decides the same; the first leg's lines are cut by `flow`.
 """
 
 from __future__ import annotations
@@ -51,19 +53,19 @@ def find_legs(
     no_bands = Bands(*[empty] * 10)
     sharing = per_node if by_node else 1
     bare = Legs(demands, no_bands, sharing)
-    groups = _count_by_node(demands, sharing)
-    shed = _choose_shed(demands, groups) if relays else {}
+    node_sizes = _count_by_node(demands, sharing)
+    shed = _choose_shed(demands, node_sizes) if relays else {}
     if relays and not shed:
         return
-    plots = _plot_blocks(demands, groups, shed)
-    legs = replace(bare, bands=_make_bands(plan, bare, groups, plots))
-    yield _cut_first_leg(plan, legs, groups)
+    plots = _plot_blocks(demands, node_sizes, shed)
+    legs = replace(bare, bands=_make_bands(plan, bare, node_sizes, plots))
+    yield _cut_first_leg(plan, legs, node_sizes)
 
 
 @memo(2)
 def _count_by_node(demands: Demands, sharing: int) -> list[list[int]]:
     """For each block, how many of its receivers are in each of their nodes."""
-    groups: list[list[int]] = []
+    node_sizes: list[list[int]] = []
     every = np.arange(len(demands.holders))
     receivers = demands.blocks.sums(demands.count)
     for lines in bundle(every, receivers):
@@ -74,32 +76,32 @@ def _count_by_node(demands: Demands, sharing: int) -> list[list[int]]:
         begin = np.searchsorted(nodes.block, blocks)
         sizes = nodes.size.tolist()
         places = itertools.pairwise(begin.tolist())
-        groups += [sizes[i:k] for i, k in places]
-    return groups
+        node_sizes += [sizes[i:k] for i, k in places]
+    return node_sizes
 
 
 # Bytes relayed between nodes
 
 
-def _choose_shed(demands: Demands, groups: list[list[int]]) -> dict[int, int]:
+def _choose_shed(demands: Demands, node_sizes: list[list[int]]) -> dict[int, int]:
     """By block that sheds some, the bytes of its copies to nodes that other nodes relay.
 
     The target is a load that some rank has in any case: the bytes that the fullest rank takes in, or those
     that the fullest holder sends if each byte leaves its holders once.
     """
     is_far = _find_far(demands)
-    counts = list(map(len, groups))
-    copies = np.array(counts, np.int64) * is_far
+    node_counts = list(map(len, node_sizes))
+    copies = np.array(node_counts, np.int64) * is_far
     is_sent = copies > 0
     sent_bytes = demands.nbytes * copies
     once_bytes = demands.nbytes * is_sent
     sent = demands.blocks.sums(sent_bytes).tolist()
     once = demands.blocks.sums(once_bytes).tolist()
-    held = [demands.held_by(line) for line in range(len(sent))]
-    least_sent = find_least_sent(once, held)
-    most_taken_in = _find_most_taken_in(demands, groups, is_far)
+    holders = [demands.held_by(line) for line in range(len(sent))]
+    least_sent = find_least_sent(once, holders)
+    most_taken_in = _find_most_taken_in(demands, node_sizes, is_far)
     target = max(least_sent, most_taken_in)
-    by_line = shed_to_target(sent, once, held, target)
+    by_line = shed_to_target(sent, once, holders, target)
     return _divide_among_blocks(demands, copies.tolist(), by_line)
 
 
@@ -127,23 +129,24 @@ def _divide_among_blocks(demands: Demands, copies: list[int], by_line: list[int]
     return shed
 
 
-def _find_most_taken_in(demands: Demands, groups: list[list[int]], is_far: Bools) -> int:
+def _find_most_taken_in(demands: Demands, node_sizes: list[list[int]], is_far: Bools) -> int:
     """The most bytes that a rank takes in from other nodes, each node taking every byte once.
 
     Receivers of far lines have no holder on their node, so all of them receive from other nodes.
     """
+    # Blocks of one set of receivers, which has a number, have the same nodes.
     wanted: Counter[int] = Counter()
-    nodes: dict[int, list[int]] = {}
+    sizes_of_set: dict[int, list[int]] = {}
     far_blocks = np.flatnonzero(is_far).tolist()
     for block in far_blocks:
         receivers = int(demands.receivers[block])
         wanted[receivers] += int(demands.nbytes[block])
-        nodes[receivers] = groups[block]
+        sizes_of_set[receivers] = node_sizes[block]
     # Exact fractions, so that the target does not depend on the order in which shares are summed.
     load: defaultdict[int, Fraction] = defaultdict(Fraction)
     for receivers, nbytes in wanted.items():
         ranks = demands.sets[receivers]
-        shares = _share_in_nodes(nbytes, nodes[receivers])
+        shares = _share_in_nodes(nbytes, sizes_of_set[receivers])
         for rank, share in zip(ranks, shares, strict=True):
             load[rank] += share
     fullest = max(load.values(), default=0)
@@ -174,7 +177,7 @@ def _spread_evenly(sizes: dict[int, int], copies: list[int], nbytes: int) -> dic
         total = sum(room.values())
         if total >= nbytes:
             return {block: free * nbytes // total for block, free in room.items()}
-    return room
+    return room  # all blocks together cannot shed `nbytes`, and each sheds what it can
 
 
 # Bytes that go straight
@@ -195,12 +198,14 @@ class _Plot(NamedTuple):
     parts: tuple[_PlotPart, ...]
 
 
-def _plot_blocks(demands: Demands, groups: list[list[int]], shed: dict[int, int]) -> list[_Plot]:
+def _plot_blocks(
+    demands: Demands, node_sizes: list[list[int]], shed: dict[int, int]
+) -> list[_Plot]:
     """By block, how nodes relay its content; most blocks are not relayed."""
     all_straight = _Plot(1, (_PlotPart(0, 0, 1),))
-    plots = [all_straight] * len(groups)
+    plots = [all_straight] * len(node_sizes)
     for block, nbytes in shed.items():
-        copies = len(groups[block])
+        copies = len(node_sizes[block])
         size = int(demands.nbytes[block])
         straight_bytes = copies * size - nbytes
         plots[block] = _plot_content(size, copies, straight_bytes)
@@ -218,7 +223,8 @@ def _plot_content(size: int, nodes: int, straight: int) -> _Plot:
     options = (c for c in range(2, nodes + 1) if nodes % c == 0)
     classes = next(c for c in options if c * straight >= copies)
     # To serve one class straight takes `copies` / classes bytes, so `straight` bytes are enough for
-    # d classes, and for one more behind the first `fewer` bytes of each chunk.
+    # d classes, and for one more behind the first `fewer` bytes of each chunk. All chunks together then lack
+    # `fewer` * `nodes` bytes of what d + 1 classes take.
     d = classes * straight // copies
     d = min(d, classes - 1)
     missing = (d + 1) * copies - straight * classes
@@ -249,17 +255,19 @@ class _BandKind(NamedTuple):
 _Stripe: TypeAlias = tuple[int, int, int, int, int]
 
 
-def _make_bands(plan: Plan, legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> Bands:
+def _make_bands(
+    plan: Plan, legs: Legs, node_sizes: list[list[int]], plots: Sequence[_Plot]
+) -> Bands:
     """The bands of all blocks: a new band begins at each part of a plot, and at each stripe."""
-    first, stripes = _list_bands(legs, groups, plots)
-    wanted, begin, count, place, span = stripes.T
+    first, stripes = _list_bands(legs, node_sizes, plots)
+    unsnapped, begin, count, place, span = stripes.T
     classes = [plot.classes for plot in plots]
     grid = make_grid(legs.lines, plan.batches)
     empty = np.zeros(0, np.int64)
     return Bands(
         first=first,
         classes=np.array(classes, np.int64),
-        at=grid.snapped(Offsets(first).owners(), wanted),
+        at=grid.snapped(Offsets(first).owners(), unsnapped),
         begin=begin,
         count=count,
         place=place,
@@ -270,12 +278,14 @@ def _make_bands(plan: Plan, legs: Legs, groups: list[list[int]], plots: Sequence
     )
 
 
-def _list_bands(legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> tuple[Ints, Ints]:
+def _list_bands(
+    legs: Legs, node_sizes: list[list[int]], plots: Sequence[_Plot]
+) -> tuple[Ints, Ints]:
     """The first band of each block, and a row for each band, not snapped yet.
 
     A row is (byte, first class, classes, place, span).
     """
-    kinds, of_block = _number_kinds(legs, groups, plots)
+    kinds, kind_of_block = _number_kinds(legs, node_sizes, plots)
     stripes: list[_Stripe] = []
     first = [0]
     for kind in kinds:
@@ -284,20 +294,21 @@ def _list_bands(legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]) -> 
     table = np.array(stripes, np.int64)
     bands = table.reshape(-1, 5)
     begin = np.array(first, np.int64)
-    row, block = ranges(begin[of_block], begin[of_block + 1])
-    places = np.arange(len(of_block) + 1)
-    return np.searchsorted(block, places), bands[row]
+    # Every block has the bands of its kind.
+    row, block = ranges(begin[kind_of_block], begin[kind_of_block + 1])
+    blocks = np.arange(len(kind_of_block) + 1)
+    return np.searchsorted(block, blocks), bands[row]
 
 
 def _number_kinds(
-    legs: Legs, groups: list[list[int]], plots: Sequence[_Plot]
+    legs: Legs, node_sizes: list[list[int]], plots: Sequence[_Plot]
 ) -> tuple[list[_BandKind], Ints]:
     """The distinct kinds, which are few, and the number of each block's kind."""
     number: dict[_BandKind, int] = {}
     numbers = []
     sizes = legs.lines.nbytes.tolist()
-    for size, nodes, plot in zip(sizes, groups, plots, strict=True):
-        replicas = frozenset(nodes or [1])
+    for size, nodes, plot in zip(sizes, node_sizes, plots, strict=True):
+        replicas = frozenset(nodes or [1])  # a block that only its holders need has no nodes
         kind = _BandKind(size, replicas, plot)
         numbers.append(number.setdefault(kind, len(number)))
     of_block = np.array(numbers, np.int64)
@@ -333,12 +344,12 @@ def _list_borders(span: int, replicas: Set[int]) -> list[int]:
 # The first leg among holders
 
 
-def _cut_first_leg(plan: Plan, legs: Legs, groups: list[list[int]]) -> Legs:
+def _cut_first_leg(plan: Plan, legs: Legs, node_sizes: list[list[int]]) -> Legs:
     """The legs with the first leg's lines cut among their holders."""
     lines = legs.lines
     by_block = Offsets(legs.bands.first)
     owners = by_block.owners()
-    copies = count_straight(legs.bands, owners, groups)
+    copies = count_straight(legs.bands, owners, node_sizes)
     # Bands are laid end to end, each as often as it goes straight; blocks and lines are sums of these.
     sizes = measure_bands(lines, legs.bands)
     straight = sizes * copies
@@ -383,6 +394,7 @@ def _snap_places(plan: Plan, legs: Legs, lines: Ints, base: Ints, at: Ints) -> I
     item = np.searchsorted(begin_of_item, at, "right") - 1
     place = begin_of_item[item]
     begin = straight.begin[item]
+    # A place at the very end of a line is behind its last item; the caller does not move it.
     inside = np.minimum(at - place, straight.size[item] - 1)
     grid = make_grid(legs.lines, plan.batches)
     snapped = grid.snapped(straight.block[item], begin + inside)

@@ -104,6 +104,7 @@ def measure_bands(demands: Demands, bands: Bands) -> Ints:
     """Return an array with the number of bytes in each band, a range of bytes with one route. `demands` has the sizes
     of the blocks that `bands` cuts into bands."""
     size = np.diff(bands.at, append=0)
+    # The last band of a block ends with the content, and the next one in the list is another block's.
     last = bands.first[1:] - 1
     size[last] = demands.nbytes - bands.at[last]
     return size
@@ -179,24 +180,24 @@ def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
     blocks, line = ranges(demands.first[lines], demands.first[lines + 1])
     receivers = list_all_receivers(demands, blocks)
     ranks = join(receivers)
-    inside = np.arange(len(blocks))
-    inside = inside.repeat(lengths(receivers))
+    places = np.arange(len(blocks))
+    place = places.repeat(lengths(receivers))  # the index in `blocks` of each rank's block
     shared = _find_sharing(demands, sharing, blocks, lines[line])
-    node = ranks // shared[inside]
+    node = ranks // shared[place]
     # A node begins where the block or the number of the node changes.
-    is_first = np.diff(inside, prepend=-1) != 0
+    is_first = np.diff(place, prepend=-1) != 0
     is_first |= np.diff(node, prepend=-1) != 0
     start = np.flatnonzero(is_first)
-    inside = inside[start]
-    totals = np.bincount(inside, minlength=len(blocks))
+    place = place[start]
+    totals = np.bincount(place, minlength=len(blocks))
     before = Offsets.of_counts(totals)
     return Nodes(
         ranks=ranks,
         start=start,
         size=np.diff(start, append=len(ranks)),
-        block=blocks[inside],
-        number=np.arange(len(start)) - before.first[inside],
-        total=totals[inside],
+        block=blocks[place],
+        number=np.arange(len(start)) - before.first[place],
+        total=totals[place],
     )
 
 

@@ -163,7 +163,7 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
     _, first = np.unique(code, return_index=True)
     sender = pairs.sender[first]
     receiver = pairs.receiver[first]
-    leg = pairs.leg[first] + 1
+    leg = pairs.leg[first] + 1  # `turn_of` counts legs from 1
     places = sender + receiver
     turn = turn_of(places, leg, ranks) % turns
     counts = np.zeros((turns, ranks), np.int64)
@@ -181,9 +181,9 @@ def sum_round_loads(prog: Program) -> Loads:
     certified and proved next.
     """
     rounds = prog.slots, prog.turns, prog.topology.ranks_per_node, prog.ranks
-    kept = prog.legs._loads.get(rounds)
-    if kept is not None and kept[0] is prog.plan.batches:
-        return kept[1]
+    batches, cached = prog.legs._loads.get(rounds, (None, None))
+    if cached is not None and batches is prog.plan.batches:
+        return cached
     loads = _sum_rounds(prog)
     loads.setflags(write=False)
     prog.legs._loads.clear()
@@ -211,8 +211,8 @@ def _sum_rounds(prog: Program) -> Loads:
         for line in large:
             streams = list_streams(prog.legs, line)
             codes = _code_ends(prog, streams, ranks, shape)
-            for first, by_slot in _count_line(prog, line, streams, codes, counted):
-                place = first[:, None] + slot_offset
+            for in_first_slot, by_slot in _count_line(prog, line, streams, codes, counted):
+                place = in_first_slot[:, None] + slot_offset
                 np.add.at(loads, place, by_slot)
     return loads.reshape(shape)
 
@@ -249,7 +249,8 @@ def _list_ends(
 
 
 _Counted: TypeAlias = dict[tuple[bytes, ...], list[Ints]]
-"""By the description of a line (`_describe_line`): bytes by end and slot, as sent and as received."""
+"""By the description of a line (`_describe_line`): bytes by end and slot, as sent and as received. An end is one of the
+line's distinct codes: a phase, leg, turn, rank and link."""
 
 MOST_COUNTED = 64
 """Lines whose counts are kept for lines alike: if none are alike, keeping more would only take memory."""

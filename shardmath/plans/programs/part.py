@@ -105,8 +105,9 @@ class RankProgram:
         steps = [filled, *written, divided]
         if begun is None:
             return tuple(sorted(set().union(*steps)))
-        before, after = steps[:begun], steps[max(begun - 1, 0) :]
-        return tuple(sorted(set().union(*before) & set().union(*after)))
+        # The last step that has begun may have written a part: it counts as begun and as yet to be done.
+        begun_steps, remaining = steps[:begun], steps[max(begun - 1, 0) :]
+        return tuple(sorted(set().union(*begun_steps) & set().union(*remaining)))
 
 
 def _list_written(posted: Round) -> set[str]:

@@ -193,12 +193,13 @@ def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
         stretches.receiver,
         posted.leg,
     ]
-    first, number = number_alike(keys)
-    parts, message = _put_large_first(prog, stretches, number)
+    # Stretches with equal keys go in one message.
+    first, message_of_stretch = number_alike(keys)
+    parts, message_of_part = _put_large_first(prog, stretches, message_of_stretch)
     is_relayed = posted.leg > 1
     transfers, by_part = spell_parts(prog.plan, prog.legs.lines, stretches, is_relayed, parts)
     numbers = np.arange(len(first) + 1)
-    first_parts = np.searchsorted(message, numbers)
+    first_parts = np.searchsorted(message_of_part, numbers)
     by_message = Offsets(by_part.first[first_parts])
     columns = [key[first].tolist() for key in keys]
     messages = _make_messages(transfers, by_message, columns)
@@ -214,10 +215,10 @@ def _put_large_first(
     parts = list_parts(demands, batches, stretches)
     grid = make_grid(demands, batches)
     item = grid.item[parts.row]
-    of_part = message[parts.stretch]
+    message_of_part = message[parts.stretch]
     # Large elements first, so that a message needs no padding; otherwise in the order of stretches.
-    order = np.lexsort((-item, of_part))
-    return parts.take(order), of_part[order]
+    order = np.lexsort((-item, message_of_part))
+    return parts.take(order), message_of_part[order]
 
 
 def _make_messages(
@@ -267,8 +268,8 @@ def cut_streams(prog: Program, streams: Streams) -> Slices:
     they arrive."""
     # A relayed stream is cut as it arrived, so the streams of one root of a line are cut once.
     line = prog.legs.lines.blocks.owners_of(streams.block)
-    most = streams.root.max(initial=0) + 1
-    roots = line * most + streams.root
+    roots_per_line = streams.root.max(initial=0) + 1
+    roots = line * roots_per_line + streams.root
     _, first, root = np.unique(roots, return_index=True, return_inverse=True)
     borders = _find_borders(prog, streams.block[first], streams.lo[first], streams.hi[first])
     size = np.diff(borders, axis=1)
@@ -278,7 +279,7 @@ def cut_streams(prog: Program, streams: Streams) -> Slices:
     hi = borders[cut_root, at + 1]
     counts = np.bincount(cut_root, minlength=len(first))
     which, stream = _give_to_streams(counts, root)
-    # Streams of one root take the slots in one order.
+    # Roots begin at different slots; all streams of one root begin at the same.
     slot = at[which] + streams.root[stream]
     return Slices(stream, slot % prog.slots, lo[which], hi[which])
 
@@ -314,11 +315,11 @@ def _list_posted(prog: Program, rank: int) -> _Posted:
     kept = _list_kept_blocks(prog.legs.lines, rank)
     streams = _list_streams_of(prog.legs, rank)
     slices = list_slices(prog, streams)
-    which = slices.stream
+    stream = slices.stream
     moved = Stretches(
-        block=streams.block[which],
-        sender=streams.sender[which],
-        receiver=streams.receiver[which],
+        block=streams.block[stream],
+        sender=streams.sender[stream],
+        receiver=streams.receiver[stream],
         lo=slices.lo,
         hi=slices.hi,
     )
@@ -329,8 +330,8 @@ def _list_posted(prog: Program, rank: int) -> _Posted:
     return _Posted(
         phase=prog.legs.lines.addend[stretches.block],
         slot=np.append(zero, slices.slot),
-        turn=np.append(zero, turn[which]),
-        leg=np.append(zero + 1, streams.leg[which]),
+        turn=np.append(zero, turn[stream]),
+        leg=np.append(zero + 1, streams.leg[stream]),
         stretches=stretches,
     )
 

@@ -275,21 +275,21 @@ def _find_rounds(undivided: _Undivided, slots: int) -> tuple[float, Program]:
     # many slots.
     fullest = int(undivided.by_rank.max(initial=0))
     least = -(-fullest // limit)
-    sized = replace(prog, slots=min(max(least, slots), most_slots))
-    best = sized
+    trial = replace(prog, slots=min(max(least, slots), most_slots))
+    best = trial
     best_inflight = None
-    while sized.slots <= GROWTH * best.slots:
-        time, inflight = _measure(sized)
+    while trial.slots <= GROWTH * best.slots:
+        time, inflight = _measure(trial)
         if inflight <= limit:
-            return time, sized
+            return time, trial
         improved = best_inflight is None or inflight < best_inflight
         if improved:
-            best = sized
+            best = trial
             best_inflight = inflight
-        if sized.slots == most_slots:
+        if trial.slots == most_slots:
             break
-        grown = _grow(sized.slots, inflight, limit, improved=improved)
-        sized = replace(prog, slots=min(grown, most_slots))
+        grown = _grow(trial.slots, inflight, limit, improved=improved)
+        trial = replace(prog, slots=min(grown, most_slots))
     return _add_turns(best, undivided.pairs)
 
 
@@ -333,6 +333,7 @@ def _list_turns(prog: Program, pairs: Pairs) -> list[int]:
     """
     ranks = max(len(prog.ranks), 1)
     legs = int(pairs.leg.max(initial=0)) + 1
+    # Turns double, so that the last number up to this one is 2 * legs * ranks or more.
     enough = 4 * legs * ranks - 1
     fitting = MOST_ROUNDS // (prog.slots * ranks)
     most = min(enough, fitting)

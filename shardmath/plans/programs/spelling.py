@@ -177,8 +177,8 @@ def _expand_parts(
     first, kind = number_alike(columns)
     kinds = [column[first].tolist() for column in columns]
     expanded = []
-    for number, *place, relayed in zip(*kinds, strict=True):
-        pieces = expand(templates[number], *place, relayed=bool(relayed))
+    for template_number, *unit_to_hi, relayed in zip(*kinds, strict=True):
+        pieces = expand(templates[template_number], *unit_to_hi, relayed=bool(relayed))
         expanded.append(pieces)
     return [expanded[i] for i in kind.tolist()]
 

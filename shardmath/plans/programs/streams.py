@@ -57,8 +57,7 @@ def _list_entries(legs: Legs, nodes: Nodes) -> _Entries:
     block = nodes.block[node]
     size = nodes.size[node]
     start = nodes.start[node]
-    stripe = bands.place[band] * size
-    place = stripe // bands.span[band]
+    place = bands.place[band] * size // bands.span[band]  # the entry rank, as Bands says
     # A band ends where the next one of its block begins, or at the end of the block.
     is_last = band + 1 == end[node]
     after = np.append(bands.at[1:], 0)
@@ -88,21 +87,22 @@ def _find_origins(bands: Bands, nodes: Nodes, node: Ints, band: Ints) -> Ints:
 
 
 def _find_relays(bands: Bands, block: Ints, band: Ints, node: Ints, nodes: Ints) -> Ints:
-    """By entry, the number of the node that relays the band to it: its own number if it is served straight."""
+    """By entry, the number of the node that relays the band to it: its own number if it is served straight. `node` is
+    the number of the entry's node among the `nodes` nodes of the block."""
     classes = bands.classes[block]
     begin = bands.begin[band]
     count = bands.count[band]
     # The distance of a node's class from the first class that is served straight.
-    turn = (node % classes - begin) % classes
+    distance = (node % classes - begin) % classes
     # The other classes are divided among those served straight. A node is served by the node at its
     # own place in that class, or by the last one if that class has fewer nodes.
-    relay_class = (begin + turn % count) % classes
+    relay_class = (begin + distance % count) % classes
     last = (nodes - 1 - relay_class) // classes
     place = np.minimum(node // classes, last)
     relay = relay_class + classes * place
     # The class has no node at all only in a wrong table, which the proof rejects.
     relay = np.maximum(relay, 0)
-    is_straight = turn < count
+    is_straight = distance < count
     return np.where(is_straight, node, relay)
 
 
@@ -285,9 +285,9 @@ def _cut_items(
     lo = np.maximum(shares.begin[share] - place[item], 0)
     hi = np.minimum(shares.end[share] - place[item], items.size[item])
     # A holder's share may be empty.
-    some = np.flatnonzero(lo < hi)
+    nonempty = np.flatnonzero(lo < hi)
     holder = shares.holder[share]
-    return holder[some], item[some], lo[some], hi[some]
+    return holder[nonempty], item[nonempty], lo[nonempty], hi[nonempty]
 
 
 class _Shares(NamedTuple):
@@ -306,17 +306,17 @@ def _list_shares(legs: Legs, lines: Ints, base: Ints) -> _Shares:
     """The shares of lines, by their cuts; line `lines[i]` begins at `base[i]`."""
     demands = legs.lines
     bands = legs.bands
-    held = list(map(demands.held_by, lines.tolist()))
-    holders = lengths(held)
+    holders = list(map(demands.held_by, lines.tolist()))
+    holder_counts = lengths(holders)
     begin = bands.cut_first[lines]
     pieces = bands.cut_first[lines + 1] - begin - 1
     # There are fewer pieces than holders only in a wrong table, which the proof rejects.
-    counts = np.clip(pieces, 0, holders)
+    counts = np.clip(pieces, 0, holder_counts)
     cut, line = ranges(begin, begin + counts)
-    of_line = Offsets.of_counts(holders)
+    of_line = Offsets.of_counts(holder_counts)
     first = of_line.first[:-1]
-    place, _ = ranges(first, first + counts)
-    ranks = join(held)
+    place, _ = ranges(first, first + counts)  # in `ranks`, of the holder that sends each piece
+    ranks = join(holders)
     return _Shares(
         first=Offsets.of_counts(counts).first,
         holder=ranks[place],

@@ -67,7 +67,7 @@ class _Shared(NamedTuple):
         """A dict key, equal for objects whose `table`, the bytes that source and destination ranks have in common, can
         be added entry by entry. Keys are equal if the same ranks are replicas of each other, at the source and at the
         destination."""
-        columns = *self.rows[:2], *self.columns[:2]
+        columns = *self.rows[:2], *self.columns[:2]  # place and number of both
         return tuple(column.tobytes() for column in columns)
 
 
@@ -151,11 +151,13 @@ def _classify(layout: Layout, place: Ints) -> _Classes:
     at = place[ranks]
     is_absent = at < 0
     absent = int(is_absent.sum())
+    # Positions in the mesh, by place; absent ranks, at -1, come first and are left out.
     order = np.argsort(at)[absent:]
     parts = _list_parts(layout, order)
     code = _encode_parts(layout, parts)
     _, first, number = np.unique(code, return_index=True, return_inverse=True)
 
+    # np.unique numbers classes by their codes; the second argsort inverts the order by first ranks.
     by_first = np.argsort(first)
     renumbered = np.argsort(by_first)[number]
     members = first[by_first]
@@ -187,9 +189,9 @@ def _count_elements(a: Layout, b: Layout, rows: Ints, columns: Ints) -> Ints:
     """Elements that classes of `a` and classes of `b`, given by their parts, have in common."""
     count = np.ones((len(rows), len(columns)), np.int64)
     for d in range(a.ndim):
-        here = partition(a.dims[d])
-        there = partition(b.dims[d])
-        table = overlap_table(here, there)
+        a_partition = partition(a.dims[d])
+        b_partition = partition(b.dims[d])
+        table = overlap_table(a_partition, b_partition)
         row = rows[:, d, None]
         column = columns[:, d]
         count *= table[row, column]

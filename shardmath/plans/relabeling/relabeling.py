@@ -100,15 +100,15 @@ class Relabeling:
         """
         ranks = self.ranks
         if isinstance(dst, Mapping):
-            return {name: _rename(name, held, ranks) for name, held in dst.items()}
+            return {name: _rename(name, layouts, ranks) for name, layouts in dst.items()}
         return _rename("", dst, ranks)
 
 
-def _rename(name: str, held: LayoutOrWindows, ranks: Mapping[int, int]) -> LayoutOrWindows:
-    """One tensor's windows under the new names."""
-    before = windows_of(held, name, PlanError)
+def _rename(name: str, layouts: LayoutOrWindows, ranks: Mapping[int, int]) -> LayoutOrWindows:
+    """The Layout or the windows of one tensor under the new names."""
+    before = windows_of(layouts, name, PlanError)
     windows = [relabeled(layout, ranks) for layout in before]
-    if isinstance(held, tuple):
+    if isinstance(layouts, tuple):
         return tuple(windows)
     return windows[0]
 
@@ -150,12 +150,12 @@ def _list_ranks(pairs: Iterable[Pair]) -> Ints:
 
 def _count_pairs(src: Side, dst: Side) -> Counter[Pair]:
     """How many tensors have each pair of a source and a destination window."""
-    here, there = pair_by_name(src, dst)
+    src_by_name, dst_by_name = pair_by_name(src, dst)
     pairs: Counter[Pair] = Counter()
     total = 0
-    for name, held in here.items():
-        sources = windows_of(held, name, PlanError)
-        targets = windows_of(there[name], name, PlanError)
+    for name, source in src_by_name.items():
+        sources = windows_of(source, name, PlanError)
+        targets = windows_of(dst_by_name[name], name, PlanError)
         for a, b in itertools.product(sources, targets):
             _check_alike(name, a, b)
             pairs[a, b] += 1
@@ -220,8 +220,8 @@ def _is_pinned(a: Layout, b: Layout) -> bool:
     if not (rule.folded or rule.matched or rule.chosen):
         return False
     passing = _find_passing(rule)
-    left = [name for name, _ in b.partial if name not in passing]
-    return any(b.mesh.axis_size(name) > 1 for name in left)
+    reduced = [name for name, _ in b.partial if name not in passing]
+    return any(b.mesh.axis_size(name) > 1 for name in reduced)
 
 
 def _assign(common: Ints, allowed: Bools | None) -> Ints:
@@ -233,10 +233,12 @@ def _assign(common: Ints, allowed: Bools | None) -> Ints:
     count = len(common)
     stay = np.arange(count)
     free = common if allowed is None else np.where(allowed, common, 0)
+    # No permutation keeps more than the most that each old place can keep.
     most = free.max(axis=0, initial=0)
     bound = sum(most.tolist())
     if _count_kept(common, stay) == bound:
         return stay
+    # Bytes in multiples of their greatest common divisor, so that floats hold larger ones exactly.
     sizes = np.unique(common)
     unit = np.gcd.reduce(sizes)
     units = (common // unit).astype(np.float64)
