@@ -67,12 +67,13 @@ def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:
     # Lists are faster to loop over than arrays, and there may be many blocks.
     numbers = demands.receivers[blocks].tolist()
     receivers = [demands.sets[number] for number in numbers]
+    # `count` leaves out the receivers that are holders: only these blocks need a closer look.
     some_hold = demands.count[blocks] < lengths(receivers)
-    places = np.flatnonzero(some_hold)
-    some = blocks[places]
-    lines = demands.blocks.owners_of(some)
-    shared = zip(places.tolist(), lines.tolist(), some.tolist(), strict=True)
-    for i, line, block in shared:
+    index = np.flatnonzero(some_hold)
+    shared = blocks[index]
+    lines = demands.blocks.owners_of(shared)
+    triples = zip(index.tolist(), lines.tolist(), shared.tolist(), strict=True)
+    for i, line, block in triples:
         receivers[i] = list_receivers(demands, line, block)
     return receivers
 
@@ -90,11 +91,12 @@ def _find_shares(demands: Demands, rank: int) -> list[tuple[int, int, int]]:
     """(line, first byte, last byte + 1) of the rank's share of each line."""
     out = []
     for line in range(len(demands.holders)):
-        held = demands.held_by(line)
-        if not _among(held, rank):
+        holders = demands.held_by(line)
+        if not _among(holders, rank):
             continue
-        holder = bisect.bisect_left(held, rank)
-        lo, hi = demands.cuts_of(line)[holder : holder + 2].tolist()
+        # The h-th holder sends the bytes from cut h to cut h + 1.
+        h = bisect.bisect_left(holders, rank)
+        lo, hi = demands.cuts_of(line)[h : h + 2].tolist()
         if lo < hi:
             out.append((line, lo, hi))
     return out
@@ -110,6 +112,7 @@ def _send_of_block(
     hi = min(hi - start, each * int(demands.count[block]))
     if lo >= hi:
         return
+    # On the line the block's bytes are repeated, once per receiver; lo and hi count from the first.
     asking = list_receivers(demands, line, block)
     first = lo // each
     last = (hi - 1) // each
@@ -153,6 +156,7 @@ def _place_of(demands: Demands, held: Ranks, block: int, rank: int) -> int:
     """The place of a rank among the receivers of a block that are not holders."""
     asking = demands.asked_by(block)
     place = bisect.bisect_left(asking, rank)
+    # `count` leaves out the receivers that are holders: here there are none.
     if demands.count[block] == len(asking):
         return place
     lower_holders = held[: bisect.bisect_left(held, rank)]
@@ -189,6 +193,8 @@ def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tup
 def sum_sent(demands: Demands) -> dict[int, int]:
     """Return a dict from each rank that holds some of the needed bytes to the number of bytes that it sends to other
     ranks, which can be 0."""
+    # The cuts of all lines end to end. A difference between two lines is no share, and is never read: a line has one
+    # share less than cuts.
     shares = np.diff(demands.cuts).tolist()
     first = demands.cut_first.tolist()
     out: dict[int, int] = {}
@@ -218,6 +224,7 @@ def _find_local(demands: Demands) -> Iterator[tuple[int, int]]:
     """(rank, bytes) of the blocks that receivers hold themselves."""
     lines = demands.blocks.owners()
     asking = lengths(demands.sets)[demands.receivers]
+    # `count` leaves out the receivers that are holders.
     some_local = demands.count < asking
     for block in np.flatnonzero(some_local).tolist():
         nbytes = int(demands.nbytes[block])

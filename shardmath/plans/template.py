@@ -91,6 +91,7 @@ class Sets:
 
     def add_all(self, mesh: Mesh, members: Members) -> Ints:
         """Add the ranks of `mesh` at each set of positions in `members`; return an array of the sets' numbers."""
+        # The batches keep both alive, so that no id is reused.
         key = id(mesh), id(members)
         if key not in self._cached_numbers:
             numbers = list(map(self.add, members.name(mesh)))
@@ -137,7 +138,10 @@ class Template:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """Tensors that move in the same way, by one template, from the ranks of mesh `src` to the ranks of mesh `dst`."""
+    """Tensors that move in the same way, by one template, from the ranks of mesh `src` to the ranks of mesh `dst`.
+
+    `source` and `target` are the numbers of the tensors' windows on either side.
+    """
 
     template: Template
     names: tuple[str, ...]
@@ -193,6 +197,7 @@ def _divide_addends(axes: tuple[str, ...], count: int) -> Partition:
     """The partition with one addend per coordinate of the axes."""
     parts = []
     for addend in range(count):
+        # (local start, global start, size): the coordinate's rank holds this addend and no other.
         segment = 0, addend, 1
         parts.append(Runs((segment,)))
     cell = np.arange(count)
@@ -226,7 +231,7 @@ def _multiply(overlays: Sequence[Overlay]) -> _Units:
 
 
 def _list_pairs(overlays: Sequence[Overlay], units: int) -> Ints:
-    """The pair of each unit in each dimension."""
+    """The pair of each unit (row) in each dimension (column): the digits of the unit's number in mixed radix."""
     counts = lengths(over.pair_key for over in overlays)
     sizes = counts.tolist()
     steps = np.array(strides(sizes), np.int64)
@@ -261,7 +266,8 @@ def _side_of(over: Overlay, source: bool) -> _OverlaySide:
 
 def _list_members(overlays: Sequence[Overlay], source: bool, mesh: Mesh, wanted: Ints) -> Members:
     """The positions of a side that hold each of the wanted (sorted) codes of units."""
-    # Dimensions that all ranks hold whole are left out: templates that differ only in those share one result.
+    # Dimensions that all ranks hold whole have one set, and so no part in the codes. They are left out: templates that
+    # differ only in those share one result.
     divided = tuple(over for over in overlays if _side_of(over, source).is_divided)
     return _find_members(divided, source, mesh, wanted.tobytes())
 
@@ -283,32 +289,33 @@ def _find_members(
             position = position[owner]
             code = code[owner]
         else:
+            # Parts are disjoint, and set i is part i alone.
             digit = part
         code = code * len(sets) + digit
     return _group_by_code(np.frombuffer(wanted, np.int64), code, position)
 
 
 def _spread_parts(sets: Parts, part: Ints) -> tuple[Ints, Ints]:
-    """(index of the part, set) for all sets that contain each part."""
-    of_sets, number = _list_sets(sets)
-    begin = of_sets.searchsorted(part, "left")
-    end = of_sets.searchsorted(part, "right")
+    """Two arrays, for all sets that contain each part: the index of the part in `part`, and the set's number."""
+    members, number = _list_sets(sets)
+    begin = members.searchsorted(part, "left")
+    end = members.searchsorted(part, "right")
     row, owner = ranges(begin, end)
     return owner, number[row]
 
 
 def _group_by_code(wanted: Ints, code: Ints, position: Ints) -> Members:
     """The positions of each wanted code, ascending; other codes are left out."""
-    at = wanted.searchsorted(code)
-    is_wanted = at < len(wanted)
-    is_wanted[is_wanted] = wanted[at[is_wanted]] == code[is_wanted]
-    at = at[is_wanted]
+    group = wanted.searchsorted(code)
+    is_wanted = group < len(wanted)
+    is_wanted[is_wanted] = wanted[group[is_wanted]] == code[is_wanted]
+    group = group[is_wanted]
     position = position[is_wanted]
-    order = np.lexsort((position, at))
-    at = at[order]
+    order = np.lexsort((position, group))
+    group = group[order]
     position = position[order]
     numbers = np.arange(len(wanted) + 1)
-    first = np.searchsorted(at, numbers)
+    first = np.searchsorted(group, numbers)
     return _intern(first.tobytes(), position.tobytes())
 
 
@@ -319,7 +326,7 @@ def _intern(first: bytes, position: bytes) -> Members:
 
 
 def _list_sets(sets: Parts) -> tuple[Ints, Ints]:
-    """(part, set) for every part of every set, sorted."""
+    """Two arrays, sorted together: every part of every set, and the number of that set."""
     pairs = []
     for number, parts in enumerate(sets):
         pairs += [(part, number) for part in parts]
@@ -350,6 +357,7 @@ def unit_addends(t: Template) -> Ints:
     All numbers are 0 if the move does not reduce."""
     if not t.reduction.folded:
         return np.zeros_like(t.unit_size)
+    # The first overlay is the one of the folded addends: its positions are their numbers.
     over = t.overlays[0]
     pair = t.unit_pairs[:, 0]
     row = over.first[pair]

@@ -109,18 +109,19 @@ def spell_transfers(
     A relay sends what it has received, folded in already.
     """
     rows = _list_rows(demands)
-    for row, first, last in _find_rows(rows, stretch):
+    for row, first, end in _find_rows(rows, stretch):
         batch = plan.batches[rows.batch[row]]
         t = batch.template
         itemsize = t.src.itemsize
         unit = rows.unit[row]
-        element = rows.lo[row]
-        sending = batch.dst if relayed else batch.src
-        sender = sending.position(stretch.sender)
+        first_element = rows.lo[row]
+        sending_mesh = batch.dst if relayed else batch.src
+        sender = sending_mesh.position(stretch.sender)
         receiver = batch.dst.position(stretch.receiver)
-        for i, k, begin, end in _divide_by_tensor(first, last, rows.each[row]):
-            lo = element + begin // itemsize
-            hi = element + end // itemsize
+        # A row has the same elements of each tensor of the batch, one tensor after the other.
+        for i, k, lo_byte, hi_byte in _divide_by_tensor(first, end, rows.each[row]):
+            lo = first_element + lo_byte // itemsize
+            hi = first_element + hi_byte // itemsize
             pieces = expand(t, unit, sender, receiver, lo, hi, relayed=relayed)
             names = batch.names[i:k]
             yield from _name_pieces(plan, batch, names, stretch, pieces, relayed)
@@ -160,6 +161,7 @@ def _name_pieces(
         op = "copy" if relayed else rule.op_of(piece.addend)
         entering.append((op, *piece))
     ends = stretch.sender, stretch.receiver
+    # Tensors of a batch have equally many windows, so the first stands for all.
     sources = plan.src[names[0]]
     targets = plan.dst[names[0]]
     new = tuple.__new__  # the same as Transfer(...) in half the time
@@ -181,10 +183,7 @@ def _name_pieces(
 
 
 class _Rows(NamedTuple):
-    """The columns of Demands as lists, in which single items are found faster than in arrays.
-
-    Single items are read faster from lists than from arrays.
-    """
+    """The columns of Demands as lists, in which single items are found faster than in arrays."""
 
     row_first: list[int]
     nbytes: list[int]
@@ -240,8 +239,7 @@ def expand(
     `receiver`, both positions in meshes. With `relayed`, the sender is a destination rank that forwards what it
     received.
 
-    lo and hi are at boxes, or at rows of a box, as `snap` gives them. If `relayed`, the sender is a position of the
-    destination too, and sends what it has received.
+    lo and hi are at boxes, or at rows of a box, as `snap` gives them.
     """
     find_sending = _find_columns if relayed else _find_source_columns
     sending = find_sending(t, unit, sender)
@@ -324,7 +322,7 @@ def _cut_box(starts: _Starts, sizes: Sizes, lo: int, hi: int) -> Sizes:
     """The sizes of elements lo..hi-1 of a box, which are whole rows; moves `starts` to the first of them."""
     if hi - lo == math.prod(sizes):
         return sizes
-    # Rows lie along the first dimension that is longer than 1.
+    # The rows of a box are its slices along the first dimension that is longer than 1.
     d = next(i for i, n in enumerate(sizes) if n > 1)
     inner = sizes[d + 1 :]
     row = math.prod(inner)

@@ -1,8 +1,8 @@
 """Cover: checks that the source holds, once, what the destination needs, and that a side holds whole tensors.
 
 1. Windows of one source tensor hold different elements: otherwise an element would be sent twice.
-2. Every position of the destination gets as many elements of every addend as it has cells. Units of
-   one template are disjoint (`overlay`), so counting is enough.
+2. Every position of the destination gets as many elements of every addend as it has cells (elements of the
+   tensor that it holds). Units of one template are disjoint (`overlay`), so counting is enough.
 3. An axis divides one dimension at most, so the elements that all ranks of a layout hold together are
    a product of positions per dimension. Disjoint windows hold all of a tensor if and only if they
    have its volume.
@@ -116,7 +116,7 @@ def find_meeting(src: tuple[Layout, ...], dst: tuple[Layout, ...]) -> list[tuple
 
 
 def _hulls_meet(windows: tuple[Layout, ...], others: tuple[Layout, ...]) -> Bools:
-    """Whether the hulls of two windows meet: an array (windows, others)."""
+    """Whether the hulls (bounding boxes) of two windows overlap: an array (windows, others)."""
     lo, hi = _hulls(windows)
     other_lo, other_hi = _hulls(others)
     after = lo[:, None] >= other_hi
@@ -134,6 +134,7 @@ def _meet_earlier(windows: tuple[Layout, ...]) -> Bools:
 def _hulls(windows: tuple[Layout, ...]) -> tuple[Ints, Ints]:
     """The least position that any rank holds, and the largest plus one: two arrays (windows, dimensions)."""
     shape = len(windows), windows[0].ndim
+    # A window without elements keeps these borders, which overlap no other window.
     lo = np.full(shape, 1 << 62, np.int64)
     hi = np.zeros(shape, np.int64)
     for i, layout in enumerate(windows):
@@ -294,8 +295,8 @@ def _raise_uncovered(batches: Sequence[Batch], position: int) -> NoReturn:
     for runs in form.runs(position):
         held.append([(start, start + n) for _, start, n in runs.segments])
     boxes: list[Box] = []
-    for one in batches:
-        boxes += _list_boxes(one.template, position)
+    for other in batches:
+        boxes += _list_boxes(other.template, position)
     element = first_gap(held, boxes)
     raise PlanError(
         f"{label(batch.names[0])}: rank {batch.dst.ranks[position]} needs element {element} under "
@@ -312,8 +313,8 @@ def _list_boxes(t: Template, position: int) -> list[Box]:
         cell = t.unit_cell[unit]
         if position not in receivers[cell]:
             continue
-        sending = holders[t.unit_class[unit]]
-        sender = sending[0]
+        # All holders have the unit at the same global place: any one serves.
+        sender = holders[t.unit_class[unit]][0]
         pieces = expand(t, unit, sender, position, 0, size)
         boxes += [from_slices(piece.global_slices) for piece in pieces]
     return boxes

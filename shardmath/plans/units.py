@@ -84,7 +84,7 @@ def _find_largest(t: Template) -> _Largest:
     """The largest box of each unit."""
     boxes = np.ones(len(t.unit_size), np.int64)
     size = boxes.copy()
-    # The rows of a box lie along the first dimension that is longer than 1: their number is its length.
+    # The rows of a box are its slices along the first dimension that is longer than 1: their number is its length.
     rows = boxes.copy()
     for over, pair in zip(t.overlays, t.unit_pairs.T, strict=True):
         count, longest = _measure_pairs(over)

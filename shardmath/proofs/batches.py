@@ -32,8 +32,6 @@ __all__ = ["check_batches", "check_rule"]
 def check_batches(plan: Plan) -> list[list[Batch]]:
     """Return the batches of `plan`, each of which describes how some tensors move; batches for the same tensors are in
     one inner list. Raises PlanError unless they move the elements that the plan's layouts ask for.
-
-    Raises PlanError unless they move what the layouts ask for.
     """
     _check_rules(plan)
     groups = _group_batches(plan)
@@ -136,6 +134,7 @@ def _check_batch(name: str, src: Sequence[Layout], dst: Sequence[Layout], batch:
     _check_form(name, b, planned_b)
     planned = find_reduction(planned_a, planned_b)
     expected = find_reduction(a, b)
+    # The template's layouts may name and order their axes in another way than the tensor's.
     same = planned.by_ranks(planned_a, planned_b) == expected.by_ranks(a, b)
     if not same or repr(planned) != repr(t.reduction):
         what = f"{label(name)} is reduced by {t.reduction}, but its layouts need {expected}"
@@ -151,7 +150,8 @@ def _check_form(name: str, layout: Layout, planned: Layout) -> None:
 
 
 def _place_form(name: str, form: Layout, mesh: Mesh, layout: Layout) -> Layout:
-    """The layout of this form on the ranks of the mesh: `layout` itself if it has that form and those ranks."""
+    """The layout of this form (a layout whose ranks are positions) on the ranks of the mesh: `layout` itself if it has
+    that form and those ranks."""
     if layout.form is form and layout.mesh.ranks == mesh.ranks:
         return layout
     positions = set(form.mesh.ranks)
@@ -173,6 +173,7 @@ def _check_rules(plan: Plan) -> None:
         if objects in compared:
             continue
         compared.add(objects)
+        # All windows of a side have the same Partial axes, so the first ones tell the reduction.
         pair = src[0], dst[0]
         if pair not in expected:
             expected[pair] = find_reduction(*pair)

@@ -133,6 +133,7 @@ class _ClaimedTensor:
         self.rules = _list_rules(src, dst)
         self.ranks: list[_Addends] = []
         for j, b in enumerate(dst):
+            # All source windows have the same Partial axes, so the first one tells how addends arrive.
             rule = self.rules[0, j]
             self.ranks.append(_number_addends(b.mesh, rule))
         self.choices: dict[_Choosing, dict[tuple[Box, int], None]] = {}
@@ -251,7 +252,7 @@ def _check_end(
 
 def _holds(runs: Runs, local_range: slice, global_range: slice) -> bool:
     """Whether these local positions hold these global positions."""
-    # Runs are canonical, so both ranges lie within one segment.
+    # Runs are canonical, so both ranges lie within one segment (local start, global start, size).
     for lo, g, n in runs.segments:
         inside = lo <= local_range.start and local_range.stop <= lo + n
         if inside and g + local_range.start - lo == global_range.start:
@@ -267,9 +268,9 @@ def _find_addend(src: Layout, dst: Layout, rule: Reduction, t: Transfer) -> int:
         sent = _flatten(src.mesh, src_coords, src_axes)
         received = _flatten(dst.mesh, dst_coords, dst_axes)
         if sent != received:
-            left = f"addend {sent} of {'*'.join(src_axes)}"
-            arrives = f"addend {received} of {'*'.join(dst_axes)}"
-            what = f"{t}: {left} arrives as {arrives}"
+            sent_addend = f"addend {sent} of {'*'.join(src_axes)}"
+            received_addend = f"addend {received} of {'*'.join(dst_axes)}"
+            what = f"{t}: {sent_addend} arrives as {received_addend}"
             raise PlanError(f"{what}; send it to the rank of the same addend")
     return _flatten(src.mesh, src_coords, rule.folded)
 
@@ -326,6 +327,7 @@ def _check_replicas(tensor: _ClaimedTensor, boxes: list[Box], dst_addends: list[
     Its global box `boxes[i]` enters `dst_addends[i]` of some replica. No element may enter different destination
     addends in different replicas.
     """
+    # With addends as labels, only overlaps of boxes that enter different addends are found.
     pair = first_overlap(boxes, dst_addends)
     if pair is None:
         return

@@ -155,10 +155,11 @@ def _check_cut(key: _Key, transfers: Sequence[Transfer], pieces: Sequence[Transf
     if planned != posted:
         sizes = f"pieces have {posted} B, but the plan's transfers have {planned} B"
         raise PlanError(f"{what}: {sizes}; {FIX}")
+    # The destination's boxes stand for all three: a piece is at the same offset in each (`_is_inside`).
     boxes = [from_slices(piece.dst_slices) for piece in pieces]
-    twice = first_overlap(boxes)
-    if twice is not None:
-        i, j = twice
+    overlap = first_overlap(boxes)
+    if overlap is not None:
+        i, j = overlap
         raise PlanError(f"{what}: pieces {boxes[i]} and {boxes[j]} share an element; {FIX}")
     for t in transfers:
         gap = _find_gap(t, pieces)

@@ -98,8 +98,9 @@ def _list_distinct_rows(plan: Plan, sets: Ints, *, source: bool) -> list[Ints]:
         mesh = batch.src if source else batch.dst
         key = batch.template, mesh
         numbers.append(number.setdefault(key, len(number)))
-    of_batch = np.array(numbers, np.int64)
-    end = of_batch[plan.lines.batch]
+    end_of_batch = np.array(numbers, np.int64)
+    end = end_of_batch[plan.lines.batch]
+    # Units of a template that are the same parts at this end have one code.
     codes = [find_end(t, source).code for t, _ in number]
     code = pick(codes, end, plan.lines.unit)
     # In this order, rows that need the same check are adjacent; the first of each is taken.
@@ -113,7 +114,7 @@ def _list_distinct_rows(plan: Plan, sets: Ints, *, source: bool) -> list[Ints]:
 
 
 def _find_new(*columns: Ints) -> Bools:
-    """Whether each row differs in some column from the row before it."""
+    """Whether each row differs in some column from the row before it; True for the first, since no number is -1."""
     is_new = np.zeros(len(columns[0]), bool)
     for column in columns:
         is_new |= np.diff(column, prepend=-1) != 0
@@ -136,13 +137,13 @@ def _check_end(plan: Plan, places: Places, rows: Ints, sets: Ints, *, source: bo
 
 
 def _raise_stranger(
-    plan: Plan, rows: Ints, sets: Ints, owner: Ints, first: int, source: bool
+    plan: Plan, rows: Ints, sets: Ints, owner: Ints, member: int, source: bool
 ) -> NoReturn:
-    """Raise PlanError for member `first` of all sets end to end, which lacks the unit of its row."""
-    i = int(owner[first])
+    """Raise PlanError for a member, numbered through all sets end to end, which lacks the unit of its row."""
+    i = int(owner[member])
     ranks = plan.lines.sets[int(sets[i])]
     # Members stand set by set, so the index in the set counts from the set's first member.
-    rank = ranks[first - int(np.searchsorted(owner, i))]
+    rank = ranks[member - int(np.searchsorted(owner, i))]
     row = int(rows[i])
     name = _batch_of(plan, row).names[0]
     does, where = ("send", "source") if source else ("receive", "destination")
@@ -214,7 +215,7 @@ def _group_rows(plan: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[
     The groups are adjacent in `order` and begin at `first`. A group of one row is left out if the destination
     chooses no addend: nothing can be wrong in it.
     """
-    rule = _number_choices(plan)[plan.lines.batch]
+    choice = _number_choices(plan)[plan.lines.batch]
     ends = np.append(first, len(order))
     count = Offsets(ends).counts()
     for k in np.unique(count).tolist():
@@ -222,10 +223,10 @@ def _group_rows(plan: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[
         begin = first[count == k]
         places = begin[:, None] + np.arange(k)
         groups = order[places]
-        chooses = rule[groups[:, 0]] > 0
+        chooses = choice[groups[:, 0]] > 0
         groups = groups[chooses | (k > 1)]
         heads = groups[:, :1]
-        asked = np.hstack((rule[heads], asking[groups]))
+        asked = np.hstack((choice[heads], asking[groups]))
         _, distinct_groups = np.unique(asked, axis=0, return_index=True)
         yield from groups[distinct_groups]
 
@@ -255,7 +256,9 @@ def _check_apart(plan: Plan, places: Places, rows: Ints, sets: list[int]) -> Non
             twice = f"{what} rank {rank} receives element {element} twice"
             raise PlanError(f"{twice} instead of once; make the plan again")
     t = batch.template
+    # If none is chosen, all positions have addend 0.
     addend_of = t.dst.mesh.coordinate(t.reduction.chosen)
+    # All receivers are in the mesh, as `_check_ends` has shown: no position is -1.
     positions, _ = places.within(batch.dst).of(np.array(sets, np.int64))
     addends = set(addend_of[positions].tolist())
     if len(addends) > 1:
@@ -321,6 +324,7 @@ def _sum_by_position(mesh: Mesh, places: Places, sets: Ints, sizes: Ints) -> Int
     numbers, which = distinct(sets)
     of_set = np.zeros(len(numbers), np.int64)
     np.add.at(of_set, which, sizes)
+    # All receivers are in the mesh, as `_check_ends` has shown: no position is -1.
     positions, owner = places.within(mesh).of(numbers)
     total = np.zeros(mesh.size, np.int64)
     np.add.at(total, positions, of_set[owner])

@@ -1,7 +1,7 @@
 """Proof that a program brings every rank what its plan promises, without deadlock.
 
-The proof reads what `for_rank` expands: the lines, and the streams of each. Once these have the
-right types (`shapes`):
+The proof reads what `for_rank` expands: the lines (bytes with equal holders), and the streams of each
+(bytes that go from one rank to another, in one hop, a **leg**). Once these have the right types (`shapes`):
 
 1. The lines are proved as the plan's lines are (`plan_proof`): every holder has what they ask for,
    every receiver wants it.
@@ -99,6 +99,7 @@ def _check_numbers(prog: Program) -> None:
     positive = all(type(n) is int and n > 0 for n in counts)
     _require(positive, prog, f"counts {counts} are not all positive integers")
     ranks = max(1, len(prog.ranks))
+    # `schedule` doubles the turns until there are at least 2 * LEGS * ranks (see `turn_of`).
     most_turns = 4 * LEGS * ranks
     rounds = prog.slots * prog.turns * ranks
     are_few = prog.slots <= MOST_SLOTS and prog.turns <= most_turns and rounds <= MOST_ROUNDS
@@ -284,6 +285,7 @@ def _is_held(demands: Demands, lines: Ints, streams: Streams) -> Bools:
 def _have_come(inbox: _Inbox, streams: Streams, begin: Ints) -> Bools:
     """Whether the bytes of each stream came to its sender as the same stream of an earlier leg."""
     out = np.zeros(len(begin), bool)
+    # Only a rank that asks for the block itself can relay it.
     request, known = inbox.find(streams.block, streams.sender)
     asked = np.flatnonzero(known)
     # The place of these bytes in the sender's own inbox, and the stream that brought them there.
@@ -307,6 +309,7 @@ def _find_last_at(begin: Ints, place: Ints) -> Ints:
 def _check_limits(prog: Program) -> None:
     """Check that no rank has more bytes or messages in flight in a round than allowed."""
     loads = sum_round_loads(prog)
+    # The last axis has a rank's links, out and in.
     by_rank = loads.sum(axis=-1)
     most_bytes = int(by_rank.max(initial=0))
     _check_limit(prog, most_bytes, prog.max_inflight_bytes, "bytes")

@@ -292,7 +292,7 @@ def _check_place(demands: Demands, batches: Sequence[Batch], row: int, place: in
 
 def find_misfit_of_bands(legs: Legs) -> str:
     """Return an error message if the arrays of routes in `legs` differ in length or have numbers out of range;
-    otherwise return "".
+    otherwise return "". A band is a range of a block's bytes with one route.
 
     This comes before anything is expanded from the bands, so that the cost of a proof is in proportion to the
     lengths of the tables, whatever they contain. Raises PlanError if lines and cuts do not fit each other, or if
@@ -304,11 +304,12 @@ def find_misfit_of_bands(legs: Legs) -> str:
     _check_numbers_of_sets(demands)
     if not _fit_blocks(bands, demands.receivers):
         return "tables of bands are not of one length"
+    # By band, the number of classes into which its block divides the nodes.
     classes = Offsets(bands.first).spread(bands.classes)
-    begins = (bands.begin >= 0) & (bands.begin < classes)
-    counts = (bands.count > 0) & (bands.count <= classes)
-    places = (bands.place >= 0) & (bands.place < bands.span)
-    known = begins & counts & places
+    begins_fit = (bands.begin >= 0) & (bands.begin < classes)
+    counts_fit = (bands.count > 0) & (bands.count <= classes)
+    places_fit = (bands.place >= 0) & (bands.place < bands.span)
+    known = begins_fit & counts_fit & places_fit
     if known.all():
         return ""
     return "bands are of unknown classes of nodes, or have entries outside them"

@@ -236,6 +236,7 @@ class End(NamedTuple):
         out: Bools = at >= 0
         for d, (sets, held) in enumerate(zip(self.sets, self.held, strict=True)):
             set_numbers = self.set_numbers[units, d]
+            # For -1 this is the last position's part; `out` is False there already.
             part = held[at]
             out &= _are_members(sets, set_numbers, part)
         return out

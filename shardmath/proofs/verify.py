@@ -82,8 +82,10 @@ def _check_left(plan: Plan) -> None:
     require(is_whole, "the whole plan is not a Plan, or not whole")
     check_sides(whole)
     left = _read_left(plan.left, whole)
+    # Many tensors share their windows: each pair of windows is checked once.
     pairs = {}
     for name, before in whole.dst.items():
+        # A tensor of which no rank stays is not in the plan any more.
         after = plan.dst.get(name, Windows())
         pairs[id(before), id(after)] = name, before, after
         if name in plan.src:

@@ -66,13 +66,13 @@ def params(
 
     They have up to three dimensions; some are shared, expert or quantized ones.
     """
-    ndim = 0 if scalars else 1
+    fewest_dims = 0 if scalars else 1
     sizes = st.sampled_from([n for n in SIZES if n <= longest and (n or empty)])
     dtype = st.just("bfloat16") if alike else st.sampled_from(["bfloat16", "bfloat16", "float32"])
     out = []
     for i in range(draw(st.integers(least, most))):
         most_dims = draw(_dimensions)
-        shape = draw(st.lists(sizes, min_size=ndim, max_size=most_dims))
+        shape = draw(st.lists(sizes, min_size=fewest_dims, max_size=most_dims))
         param = Param(
             f"w{i}",
             tuple(shape),
@@ -142,20 +142,21 @@ def rule_cases(
     else:
         rules.remove(data_parallel)
     rule = draw(st.sampled_from(rules))
+    # FSDP1 takes parameters of one dtype and no scalars; Megatron-FSDP takes no empty ones.
     flat = rule is flat_parameter
     empty = rule is not megatron_fsdp
-    taken = params(most=most, longest=longest, empty=empty, scalars=not flat, alike=flat)
-    listed = tuple(draw(taken))
+    any_params = params(most=most, longest=longest, empty=empty, scalars=not flat, alike=flat)
+    drawn = tuple(draw(any_params))
     options: dict[str, object] = {}
     for name, values in OPTIONS[rule].items():
         options[name] = draw(values)
     if rule is data_parallel:
-        return RuleCase(rule, listed, options=options)
+        return RuleCase(rule, drawn, options=options)
     count = draw(shards)
     options["data_parallel_world_size"] = count
     unaligned = options.get("use_orig_params") is False
     start = 1 if unaligned else START[rule]
-    return RuleCase(rule, listed, count, start, options)
+    return RuleCase(rule, drawn, count, start, options)
 
 
 _bucket_sizes = st.sampled_from([None, 1, 100, 1000, 5000])
@@ -205,6 +206,7 @@ def every_parameter_once(case: RuleCase) -> None:
     index = layout.param_index_map
     as_placed = tuple(index.items()) == layout.placed
     _require(as_placed, case, "param_index_map is not `placed`")
+    # A layout may leave out the shapes: then none is compared.
     shapes = dict(zip(index, layout.shapes, strict=False))
     for param in case.params:
         start, end, _ = index[param.name]
@@ -345,6 +347,7 @@ def deterministic(case: RuleCase) -> None:
 
 def names_mean_nothing(case: RuleCase) -> None:
     """Check that renaming parameters renames them in the layout, and changes nothing else."""
+    # New names sort in the opposite order, so that a rule that sorts by name is found.
     backwards = reversed(case.params)
     names = {}
     for number, param in enumerate(backwards, 1):

@@ -51,6 +51,7 @@ def define_digest(array: NDArray[Any], dtype: str, seed: int = 0) -> int:
         weight = 1
         for dimension, position in enumerate(index):
             weight *= _weigh(seed, dimension, position)
+        # The words of an element are positions of one more dimension, number -1.
         for word, value in enumerate(_list_words(array[index].tobytes())):
             total += weight * _weigh(seed, -1, word) * value
     return total % PRIME
@@ -65,7 +66,7 @@ def _list_words(bits: bytes) -> list[int]:
 
 
 def _weigh(seed: int, dimension: int, position: int) -> int:
-    """The weight of a position: the product of the factors of its set bits."""
+    """The weight of a position: the product of the factors of its set bits, each drawn as 16 bytes."""
     text = f"shardmath digest {seed} {dimension}"
     drawn = shake_256(text.encode()).digest(1024)
     weight = 1
@@ -193,6 +194,7 @@ def changes_are_the_difference(data: st.DataObject, src: Layout, dst: Layout) ->
     last = max(old.size - 1, 0)
     which = data.draw(st.lists(st.integers(0, last), max_size=8))
     new = old.copy()
+    # The slice leaves no index if the tensor is empty.
     new.flat[which[: old.size]] += 1
     before = distribute(src, [old])
     after = distribute(src, [new])
@@ -214,6 +216,7 @@ class _Sent(NamedTuple):
 
 def _put(destination: Array, sent: _Sent) -> None:
     """Put the elements that were sent into the destination."""
+    # Strides of bytes count elements.
     strides = np.empty(destination.shape, np.int8).strides
     lying = Lying(0, 0, strides)
     receivers = Receivers({"": lying}, [sent.message])
@@ -251,7 +254,7 @@ def _list_changes(plan: Plan, before: dict[int, Array], after: dict[int, Array])
 
 
 def _route(senders: Senders, cells: Ints) -> Ints:
-    """The numbers of cells, pieces and elements, of all batches together."""
+    """Three rows, of all batches together: the numbers of cells, of pieces, and of elements."""
     nothing = np.zeros((3, 0), np.int64)
     batches = [nothing]
     for routed in senders.route([AskedCells("", cells)]):

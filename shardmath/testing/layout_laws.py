@@ -42,6 +42,7 @@ def compose_is_after(f: Runs, g: Runs) -> None:
     for i in before.tolist():
         inside = 0 <= i < len(g)
         expected.append(after[i] if inside else -1)
+    # `compose` takes no g that is shorter than the positions that f reaches.
     length = max(len(g), f.extent)
     longer = Runs(g.segments, length)
     composed = compose(f, longer)
@@ -52,6 +53,7 @@ def compose_is_after(f: Runs, g: Runs) -> None:
 def invert_undoes(runs: Runs) -> None:
     """Check that inverting `runs`, a map from local to global positions, twice gives `runs` again. The map followed by
     its inverse must lead each local position to itself; holes (positions without an element) must stay holes."""
+    # One position longer than needed, so that the inverse has a hole.
     back = invert(runs, runs.extent + 1)
     assert invert(back, len(runs)) == runs
     held = runs.indices() >= 0
@@ -86,6 +88,7 @@ def fast_is_definition(layout: Layout) -> None:
     for rank in layout.mesh.ranks:
         coords = layout.mesh.coords(rank)
         for f in fields:
+            # Each stage divides the positions that the stage before it leaves.
             length = f.size
             for stage in f.stages:
                 held = stage_runs(stage, length, coords)

@@ -78,7 +78,9 @@ def value(layout: Layout, shards: Mapping[int, Array]) -> Array:
         local = shards[rank]
         values[addend][global_index] = local[local_index]
     averaged = layout.op == "avg"
-    fold = FOLD["sum" if averaged else layout.op or "copy"]
+    # Without an operation there is one addend, and nothing is folded.
+    op = layout.op or "copy"
+    fold = FOLD["sum" if averaged else op]
     out = values[0]
     for other in values[1:]:
         out = fold(out, other)

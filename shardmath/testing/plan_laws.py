@@ -148,8 +148,8 @@ def leaving_changes_nothing_else(src: Layout, dst: Layout, leaving: tuple[int, .
         staying = [transfer for transfer in sent if transfer.dst_rank not in leaving]
         assert list(rest.transfers(src=rank)) == staying
         received = planned.transfers(dst=rank)
-        same = [] if rank in leaving else list(received)
-        assert list(rest.transfers(dst=rank)) == same
+        expected = [] if rank in leaving else list(received)
+        assert list(rest.transfers(dst=rank)) == expected
     shards = distribute(src, addends(src))
     before = run(planned, shards)
     after = run(rest, shards)
@@ -163,6 +163,7 @@ def leaving_twice_is_leaving_together(src: Layout, dst: Layout, leaving: tuple[i
     `leaving` lists all ranks of one replica, then all ranks of the next; the replicas have equally many ranks."""
     planned = plan(src, dst)
     rest = without(planned, leaving)
+    # The strategy `copies` gives the replicas an axis of this name.
     size = dst.mesh.size // dst.mesh.axis_size("copy")
     twice = planned
     for first in range(0, len(leaving), size):
@@ -210,6 +211,7 @@ def path_independence(a: Layout, b: Layout, c: Layout) -> None:
     direct = run(plan(a, b), shards)
     half_way = run(plan(a, c), shards)
     around = run(plan(c, b), half_way)
+    # Addends may lie on other ranks, depending on the way; only their value is the same.
     if b.op is None:
         _assert_close(around, direct)
     direct_value = value(b, direct)

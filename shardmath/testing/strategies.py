@@ -111,9 +111,9 @@ def runs(draw: Draw, most: int = 12) -> Runs:
     spans = list(itertools.pairwise(cuts))
     order = draw(st.permutations(spans))
     counts = st.integers(0, len(spans))
-    kept = draw(counts)
+    count = draw(counts)
     ranges: list[tuple[int, int] | int] = []
-    for span in order[:kept]:
+    for span in order[:count]:
         hole = draw(_holes)
         ranges += [hole, span]
     return from_ranges(ranges)
@@ -225,6 +225,7 @@ def layouts(
             positions = _draw_stored(draw, n)
             stored[d] = positions
             held[d] = len(positions)
+    # A spec is a tuple in the order of the mesh's axes, or a dict in any order.
     as_tuple = draw(st.booleans())
     axes = mesh.axes if as_tuple else draw(st.permutations(mesh.axes))
     spec = _draw_spec(draw, axes, held, op, overlap)
@@ -240,6 +241,7 @@ def _draw_spec(
     overlap: bool,
 ) -> dict[str | tuple[str, ...], Spec]:
     """A placement for each axis; `held` are the stored positions of each dimension."""
+    # Shard (three times as often), Replicate, Partial; a scalar cannot be sharded.
     kinds = st.sampled_from("sssrp" if held else "rp")
     spec: dict[str | tuple[str, ...], Spec] = {}
     used: set[int] = set()

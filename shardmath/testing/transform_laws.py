@@ -1,5 +1,8 @@
 """Transform laws: the laws of every transform, wherever its tensor is cut.
 
+A transform sends other tensors, its **wires**, in place of one tensor. A **job** is a rank's task for one tensor at
+one end: it lists the tensor and its wires there.
+
 Check a custom transform with `check_transform`:
 
     @given(testing.transform_cases(mine, (6, 64), "float32", "bfloat16"))
@@ -104,6 +107,7 @@ def outside_is_kept(transform: Transform, src: Layout, dst: Layout, seed: int) -
             given[key] = _distribute(layout, rank, wires[key])
         kind = numpy_type(dst.dtype)
         shape = dst.local_shape(rank)
+        # Bytes of 1 are a number of any dtype, neither 0 nor NaN.
         ones = np.full(math.prod(shape) * kind.itemsize, 1, np.uint8)
         before = ones.view(kind).reshape(shape)
         after = before.copy()
@@ -225,9 +229,9 @@ def _legal_layouts(draw: st.DrawFn, transform: Transform, src: Form, dst: Form, 
     by_part = [part.block(ndim, end) for part in parts]
     blocks = []
     counts = []
-    for n, *each in zip(form.shape, *by_part, strict=True):
+    for n, *part_sizes in zip(form.shape, *by_part, strict=True):
         # A part without a block size spans the dimension, and does not restrict where it is cut.
-        block = math.lcm(*(size or 1 for size in each))
+        block = math.lcm(*(size or 1 for size in part_sizes))
         blocks.append(block)
         counts.append(-(-n // block))
     drawn: Layout = draw(layouts(tuple(counts)))

@@ -187,6 +187,7 @@ def _find_allowed(pairs: Iterable[Pair], ranks: Ints) -> Bools | None:
         axes = _find_bound(a, b)
         if not axes:
             continue
+        # Ranks outside this mesh are a group too: they cannot take names inside it.
         group = np.full(len(ranks), -1)
         place = np.searchsorted(ranks, b.mesh.ranks)
         group[place] = b.mesh.coordinate(axes)
@@ -220,8 +221,8 @@ def _is_pinned(a: Layout, b: Layout) -> bool:
     if not (rule.folded or rule.matched or rule.chosen):
         return False
     passing = _find_passing(rule)
-    reduced = [name for name, _ in b.partial if name not in passing]
-    return any(b.mesh.axis_size(name) > 1 for name in reduced)
+    unmatched = [name for name, _ in b.partial if name not in passing]
+    return any(b.mesh.axis_size(name) > 1 for name in unmatched)
 
 
 def _assign(common: Ints, allowed: Bools | None) -> Ints:
@@ -232,13 +233,13 @@ def _assign(common: Ints, allowed: Bools | None) -> Ints:
     """
     count = len(common)
     stay = np.arange(count)
-    free = common if allowed is None else np.where(allowed, common, 0)
-    # No permutation keeps more than the most that each old place can keep.
-    most = free.max(axis=0, initial=0)
+    gains = common if allowed is None else np.where(allowed, common, 0)
+    # No permutation keeps more than each old place's best name does by itself.
+    most = gains.max(axis=0, initial=0)
     bound = sum(most.tolist())
     if _count_kept(common, stay) == bound:
         return stay
-    # Bytes in multiples of their greatest common divisor, so that floats hold larger ones exactly.
+    # In units of their greatest common divisor, more sums are exact in floats.
     sizes = np.unique(common)
     unit = np.gcd.reduce(sizes)
     units = (common // unit).astype(np.float64)

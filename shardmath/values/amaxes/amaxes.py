@@ -164,6 +164,7 @@ class Amaxes:
         part = self._find_part(rank)
         _check_like(own, part.shape, f"rank {rank}: what it has measured")
         slots = [amaxes.reshape(-1)[share.sources] for share, amaxes in _pair_kinds(part, own)]
+        # A rank has one array of slots, or none.
         return {key: np.concatenate(slots) for key in self.list_local("source", rank)}
 
     def settle(
@@ -173,8 +174,7 @@ class Amaxes:
         magnitudes) of the blocks of `rank` over all ranks. They combine `own`, from `measure`, and `arrived`, the
         arrays from other ranks by the names from `list_local`.
 
-        For NVFP4, the format includes the whole tensor's amax. The names are those that `list_local` gives. Raises
-        PlanError.
+        Raises PlanError.
         """
         part = self._find_part(rank)
         _check_like(own, part.shape, f"rank {rank}: what it has measured")
@@ -185,6 +185,7 @@ class Amaxes:
             end = begin + len(share.received)
             settled.append(_take_largest(amaxes, share, row[begin:end]))
             begin = end
+        # Without slots, the format knows the amax, and `own` is filled with it.
         amax, *tensor_amaxes = settled or [own]
         return _with_tensor_amax(self.format, tensor_amaxes), amax
 

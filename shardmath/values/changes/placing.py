@@ -65,7 +65,8 @@ class _ReceivedPiece(NamedTuple):
 class _Arriving(NamedTuple):
     """The pieces of a message, sorted by row of memory.
 
-    `sizes` and `steps` are indexed by dimension and piece. Pieces with fewer dimensions have leading ones of size 1.
+    `rows` groups the pieces by row, and `names` has the caller's number of each row. `sizes` and `steps` are indexed by
+    dimension and piece. Pieces with fewer dimensions have leading ones of size 1.
     """
 
     rows: Offsets

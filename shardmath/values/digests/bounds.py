@@ -42,6 +42,7 @@ def find_bounds(box: Box, differ: Differ) -> Box:
         known = _span_between(first, last)
         slabs = _divide_ends(first, last)
         differing = _filter_slabs(known, slabs, differ)
+        # Answers contradict each other, or no span is left to divide.
         if not all(differing.values()) or not differing:
             return known
         _narrow(first, differing, 0)

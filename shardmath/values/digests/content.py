@@ -167,12 +167,12 @@ _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
 
 def _bound_unlike(windows: Windows, arrays: _Arrays, unlike: Unlike, seed: int) -> Box:
     """The box in which a replica differs from the first holder's."""
-    ends = []
+    weighers = []
     for window, rank in (unlike.alike[0], unlike.others[0]):
         portions = list_portions(windows, rank)
         differing = [p for p in portions if (p.patch, p.window) == (unlike.patch, window)]
-        ends.append(_weigh({rank: differing}, arrays, seed))
-    return _compare(hull(list_patches(windows)[unlike.patch]), *ends)
+        weighers.append(_weigh({rank: differing}, arrays, seed))
+    return _compare(hull(list_patches(windows)[unlike.patch]), *weighers)
 
 
 def _weigh_all(windows: Windows, arrays: _Arrays, seed: int) -> _Weigher:

@@ -70,9 +70,10 @@ def multiply(a: Numbers, b: Numbers) -> Numbers:
 
 def double(a: Numbers, times: int) -> Numbers:
     """Return the numbers `a` times 2^`times` modulo 2^61 - 1, for 0 <= times < 61."""
-    kept = 61 - times
-    below = a & ((1 << kept) - 1)
-    return ((below << times) + (a >> kept)) % PRIME
+    # In the field 2^61 is 1: bits that are shifted beyond bit 61 reenter at bit 0.
+    low_bits = 61 - times
+    low = a & ((1 << low_bits) - 1)
+    return ((low << times) + (a >> low_bits)) % PRIME
 
 
 def add_up(a: Numbers) -> Numbers:

@@ -192,6 +192,7 @@ def _punch_holes(runs: Sequence[Runs], ranges: Sequence[Ranges]) -> tuple[Runs, 
     """The Runs of all dimensions, with holes for positions outside the ranges."""
     kept = []
     for dim_runs, inside in zip(runs, ranges, strict=True):
+        # The Runs have all of the ranges: with as many positions, they have no others.
         if dim_runs.size == sum(hi - lo for lo, hi in inside):
             kept.append(dim_runs)
             continue

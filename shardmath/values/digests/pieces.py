@@ -68,39 +68,40 @@ def list_pieces(runs: Sequence[Runs], order: Sequence[int], words: int) -> Itera
 
 
 def _extend(
-    runs: Sequence[Runs], order: Sequence[int], inner: int, parts: list[DimensionPart | None]
+    runs: Sequence[Runs], order: Sequence[int], words: int, parts: list[DimensionPart | None]
 ) -> Iterator[Piece]:
-    """The pieces that extend `parts`, already chosen for the dimensions before `order`, which have `inner` words."""
+    """The pieces that extend `parts`, already chosen for the dimensions before `order`, which have `words` words."""
     if not order:
         yield tuple(part for part in parts if part is not None)
         return
     dimension, *rest = order
-    for part in _divide_runs(runs[dimension], inner):
+    for part in _divide_runs(runs[dimension], words):
         parts[dimension] = part
-        yield from _extend(runs, rest, inner * part.size, parts)
+        yield from _extend(runs, rest, words * part.size, parts)
 
 
 @memo()
-def _divide_runs(runs: Runs, inner: int) -> tuple[DimensionPart, ...]:
-    """The parts of a dimension whose positions have `inner` words each."""
+def _divide_runs(runs: Runs, words: int) -> tuple[DimensionPart, ...]:
+    """The parts of a dimension whose positions have `words` words each."""
     whole = _span_segments(runs.segments)
     longest = max(size for _, _, size in runs.segments)
-    few = inner * whole.size <= MOST
-    if inner >= ROW or (few and inner * longest < LONG):
+    few = words * whole.size <= MOST
+    if words >= ROW or (few and words * longest < LONG):
         return (whole,)
     # The least power of two that fills a row.
-    bits = (-(-ROW // inner) - 1).bit_length()
+    bits = (-(-ROW // words) - 1).bit_length()
     parts: list[DimensionPart] = []
     short: list[Segment] = []
     for segment in runs.segments:
-        if inner * segment[2] < LONG:
+        _, _, size = segment
+        if words * size < LONG:
             short.append(segment)
             continue
         head, body, tail = _align(segment, 1 << bits)
-        parts += _list_short([*short, *head], inner)
+        parts += _list_short([*short, *head], words)
         parts.append(_span_segments([body])._replace(inner=bits))
         short = tail
-    return (*parts, *_list_short(short, inner))
+    return (*parts, *_list_short(short, words))
 
 
 def _align(segment: Segment, block: int) -> tuple[list[Segment], Segment, list[Segment]]:
@@ -115,13 +116,14 @@ def _align(segment: Segment, block: int) -> tuple[list[Segment], Segment, list[S
     return [head] if before else [], body, [tail] if after else []
 
 
-def _list_short(segments: Sequence[Segment], inner: int) -> list[DimensionPart]:
-    """The segments in parts of as many segments as fit into MOST words, at least one."""
+def _list_short(segments: Sequence[Segment], words: int) -> list[DimensionPart]:
+    """The segments in parts of as many segments as fit into MOST words, at least one; positions have `words` words."""
     parts = []
-    most = max(1, MOST // inner)
+    most = max(1, MOST // words)
     waiting: list[Segment] = []
     for segment in segments:
-        if waiting and segment[0] + segment[2] - waiting[0][0] > most:
+        local, _, size = segment
+        if waiting and local + size - waiting[0][0] > most:
             parts.append(_span_segments(waiting))
             waiting = []
         waiting.append(segment)

@@ -219,6 +219,7 @@ def _sum_rows(
         for factor in reversed(weights):
             sums = add_up(multiply(sums, factor))
         return sums
+    # Too many row sums to keep: go through the first outer axis in parts; if it has one position, through the next.
     first, *rest = weights
     if len(first) == 1:
         inside = _sum_rows(values[0], rest, halves, library)

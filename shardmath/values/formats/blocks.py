@@ -178,13 +178,14 @@ def _list_items(
     items = list(index) if isinstance(index, tuple) else [index]
     # `is`, not ==: an array, which raises below, would compare element by element.
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
-    named = sum(item is not None for item in items) - len(dots)
-    if len(dots) > 1 or named > len(shape):
+    # The dimensions that have an item of their own: None makes a new dimension, and ... stands for the rest.
+    indexed = sum(item is not None for item in items) - len(dots)
+    if len(dots) > 1 or indexed > len(shape):
         what = f"{label(name)}index {shown(index)} has too many items for shape {shape}"
         raise FormatError(f"{what}; give at most one per dimension, and ... once")
     # A short index goes on as if it ended with an Ellipsis.
     insert = dots[0] if dots else len(items)
-    items[insert : insert + 1] = [slice(None)] * (len(shape) - named)
+    items[insert : insert + 1] = [slice(None)] * (len(shape) - indexed)
     d = 0
     for item in items:
         if item is None:
@@ -208,12 +209,13 @@ def _read_item(item: _Item, n: int, d: int, name: str) -> int | slice:
     except (TypeError, ValueError):
         fix = "give a slice of integers, with a step other than 0"
         raise FormatError(f"{where}: {shown(item)} is not a slice; {fix}") from None
-    taken = range(start, stop, step)
-    if not taken:
+    positions = range(start, stop, step)
+    if not positions:
         return slice(start, start, 1)
     # A single position has no step.
-    if len(taken) == 1:
+    if len(positions) == 1:
         return slice(start, start + 1, 1)
+    # A negative step may stop before position 0, which a slice cannot say by a number: -1 is the last position.
     return slice(start, None if stop < 0 else stop, step)
 
 

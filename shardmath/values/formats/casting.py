@@ -70,8 +70,8 @@ def _fits(src: str, dst: str) -> bool:
         return False
     if is_float(dst):
         return _value_bits(src) <= EXACT_BITS[dst]
-    negative = not src.startswith("u")
-    if negative and dst.startswith("u"):
+    is_signed = not src.startswith("u")
+    if is_signed and dst.startswith("u"):
         return False
     return _value_bits(src) <= _value_bits(dst)
 
@@ -106,6 +106,7 @@ def _widen(words: Array) -> Array:
 def _round_to_bfloat16(values: Array) -> Array:
     """float32 as bfloat16: the upper half, rounded to nearest by the lower half, ties to even."""
     bits = values.view(np.uint32)
+    # Adding just less than half rounds down a tie; `odd` makes it half, which rounds up a tie to the next even number.
     # A carry out of the fraction correctly increments the exponent, up to infinity.
     odd = (bits >> 16) & 1
     rounded = (bits + odd + 0x7FFF) >> 16

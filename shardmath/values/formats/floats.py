@@ -132,6 +132,7 @@ def _decode_all(kind: Float) -> Floats:
     """The number of each code of the type."""
     hidden = 1 << kind.fraction
     codes = np.arange(1 << kind.bits)
+    # `nan` has all bits but the sign.
     unsigned = codes & kind.nan
     field, steps = np.divmod(unsigned, hidden)
     steps[field > 0] += hidden

@@ -54,13 +54,13 @@ def listing() -> tuple[Row, ...]:
     return tuple(map(_make_row, FORMATS))
 
 
-def _make_row(listed: Format) -> Row:
-    data, scale, *_ = listed.parts
-    rows, columns = listed.blocks.per_dimension(2)
+def _make_row(format: Format) -> Row:
+    data, scale, *_ = format.parts
+    rows, columns = format.blocks.per_dimension(2)
     counts = _write_count("M", rows), _write_count("K", columns)
     sizes = ("all" if size is None else str(size) for size in (rows, columns))
     return Row(
-        listed.name,
+        format.name,
         data.kind,
         scale.kind,
         " x ".join(counts),

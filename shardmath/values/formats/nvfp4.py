@@ -149,6 +149,7 @@ class NVFP4(Format):
 
 def _check_pairs(window: Window) -> None:
     """Raise FormatError if a byte would have a number inside the box and one outside."""
+    # A box without dimensions has no pairs: the odd start 1 stands for that.
     first = window.starts[-1:] or (1,)
     if first[0] % 2 or window.sizes[-1] % 2:
         what = f"the part {window.spans} of a tensor of shape {window.shape}"

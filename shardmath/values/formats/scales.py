@@ -38,7 +38,8 @@ __all__ = ["lay_blocks", "list_stretches", "pad_parts", "spread_last"]
 
 
 class _BadCut(NamedTuple):
-    """A stretch start:stop of one cell of the dividing axes' coordinates, and its end `cut` inside a block."""
+    """A stretch start:stop that ranks of one cell (combination of coordinates on the dividing axes) hold, and its end
+    `cut` inside a block."""
 
     cell: int
     start: int
@@ -142,6 +143,7 @@ def _pad_dimension(dim: Dimension, multiple: int) -> Dimension:
 def list_stretches(runs: Runs) -> list[tuple[int, int]]:
     """Return a list of the ranges (start, stop) of global positions that a rank holds in a dimension, ascending, and
     merged if adjacent. `runs` maps the rank's local positions to global ones."""
+    # From each global position to itself: Runs sorts such segments, and merges adjacent ones.
     in_place = Runs([(g, g, n) for _, g, n in runs.segments], runs.extent)
     return [(start, start + n) for start, _, n in in_place.segments]
 

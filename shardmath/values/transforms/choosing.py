@@ -67,17 +67,17 @@ def _join_companions(
 ) -> dict[str, Held]:
     """The tensors of a side, each with its companions."""
     companions = {}
-    taken: set[str] = set()
+    companion_names: set[str] = set()
     for name, transform in chosen.items():
         companions[name] = _find_companions(side, name, transform, end)
-        twice = taken.intersection(companions[name])
-        if twice:
-            what = f"{min(twice)!r} belongs to both {name!r} and another tensor at the {end}"
+        shared_names = companion_names.intersection(companions[name])
+        if shared_names:
+            what = f"{min(shared_names)!r} belongs to both {name!r} and another tensor at the {end}"
             raise PlanError(f"{what}; give the scales of one another suffix")
-        taken.update(companions[name])
+        companion_names.update(companions[name])
     joined = {}
     for name, held in side.items():
-        if name not in taken:
+        if name not in companion_names:
             joined[name] = (held, *companions.get(name, {}).values())
     return joined
 

@@ -173,6 +173,7 @@ def _compute(job: WireJob, wired: Wired, rank: int, given: Sequence[Array]) -> l
     """The rank's packed arrays of the tensor and its companions."""
     arrays = _read_all(given, job.wires, rank)
     shapes = [_count_held(layout, rank) for _, layout in job.held]
+    # On a rank that holds nothing, no function is called: its arrays are empty.
     if any(0 not in shape for shape in shapes):
         made = wired.transform.finalize(arrays, wired.src, wired.dst)
         return _read_made(job, wired, rank, made, shapes)

@@ -88,8 +88,9 @@ def _list_parts(format: Format, dtype: str, ends: tuple[bool, bool]) -> tuple[Co
     components = []
     for number, part in enumerate(format.parts):
         is_data = number == 0
-        of_data = Blocks(()) if is_data else _divide_blocks(part.blocks, count)
-        src, dst = (of_data if holds_data else part.blocks for holds_data in ends)
+        # The size of a block counted in elements of data, of which each may hold several numbers.
+        data_blocks = Blocks(()) if is_data else _divide_blocks(part.blocks, count)
+        src, dst = (data_blocks if holds_data else part.blocks for holds_data in ends)
         wire_dtype = dtype if is_data else part.dtype
         components.append(Component(part.name, wire_dtype, src, None if dst == src else dst))
     return tuple(components)
@@ -149,7 +150,7 @@ def _is_cut(layout: Layout, d: int) -> bool:
 
 
 def _to_float32(array: Array, dtype: str, wire: str) -> Array:
-    """The numbers, rounded to `wire`."""
+    """The numbers as float32, after they were rounded to the dtype `wire`."""
     rounded = cast_array(array, dtype, wire)
     return cast_array(rounded, wire, "float32")
 

@@ -122,12 +122,12 @@ class Transformed:
     def jobs(self, rank: int, end: End) -> Iterator[WireJob]:
         """Yield a WireJob for each local tensor that `rank` has at `end`, the source or the destination of the move. It
         lists the tensor, its companions (such as scales), and the tensors that are sent or received in their place."""
-        held, wires, number = self.held_src, self.src, 0
+        held, wires, end_index = self.held_src, self.src, 0
         if end == "destination":
-            held, wires, number = self.held_dst, self.dst, 1
-        for name in self._list_tensors(held, number):
+            held, wires, end_index = self.held_dst, self.dst, 1
+        for name in self._list_tensors(held, end_index):
             wired = self.wired.get(name)
-            suffixes = () if wired is None else wired.suffixes[number]
+            suffixes = () if wired is None else wired.suffixes[end_index]
             wire_names = [name] if wired is None else _name_wires(name, wired)
             held_names = [name, *(name + suffix for suffix in suffixes)]
             windows = zip(
@@ -213,7 +213,7 @@ def _wire_all(
     known: dict[object, Wired] = {}
     for name, transform in chosen.items():
         ends = src_tensors[name], dst_tensors[name]
-        # Layers that share layouts share their wire tensors.
+        # Layers that share layouts share their wire tensors; `chosen` keeps transforms alive, so that no id is reused.
         key = id(transform), ends
         if key not in known:
             known[key] = wire(name, transform, *ends)
