@@ -6,7 +6,10 @@
    so no group waits for a later one. NCCL pairs messages by their order only, without tags.
 3. The host waits in `finish` and for votes. NCCL does not report a lost peer: so the host polls
    whether a group is done, and gives up if none has ended within the patience.
-4. NCCL does not tell which rank kept a group waiting: failures name none.
+4. A new thread posts each group, for two reasons. NCCL counts open groups per thread, and one
+   whose messages it refuses stays open (2.28.9): all that the thread posts later, in any group, would never
+   start. And a post can wait for a lost peer, which ends neither by itself nor by Ctrl-C.
+5. NCCL does not tell which rank kept a group waiting: failures name none.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import functools
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TypeVar
 from weakref import WeakSet
 
 import torch
@@ -45,8 +50,13 @@ MEET_AGAIN_S = 0.01
 ANSWER_S = 1.0
 """Time for the store to answer after the patience is over: it never does if its server has stopped."""
 
+SETTLE_S = 1.0
+"""Time for a post to end after Ctrl-C: the group's communicators are aborted next."""
+
 MOST_AHEAD = 8
 """Most groups in flight before the host waits for the first: torch's watchdog measures each from its start."""
+
+_T = TypeVar("_T")
 
 _met: WeakSet[compat.Group] = WeakSet()
 """Groups whose ranks have all come."""
@@ -172,8 +182,8 @@ class NcclWire:
         compat.check_there(self._group)
         # torch's watchdog measures from now on, but each batch in flight before this one may take all its patience.
         compat.allow_seconds(self._group, MOST_AHEAD * self._patience)
-        with _converting_errors(), compat.closing_group(self._group, self.device):
-            batch.works = start_batch(self._group, self.device, batch.ops)
+        post = partial(start_batch, self._group, self.device, batch.ops)
+        batch.works = self._post(post, self._patience)
         self._started_batches.append(batch)
 
     def finish(self) -> None:
@@ -193,16 +203,33 @@ class NcclWire:
         seconds (None: the limit that `begin` set)."""
         if patience is None:
             patience = self._patience
+        until = time.monotonic() + patience
         self._meet(patience)
         compat.check_there(self._group)
         compat.allow_seconds(self._group, patience)
         on_host = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         mine = on_host.to(self.device)
         records = mine.new_empty(len(self._ranks), len(record))
-        with _converting_errors():
-            work = start_gather(self._group, list(records), mine)
-        _settle([] if work is None else [work], patience)
+        post = partial(start_gather, self._group, list(records), mine)
+        work = self._post(post, until - time.monotonic())
+        _settle([] if work is None else [work], until - time.monotonic())
         return [row.numpy().tobytes() for row in records.cpu()]
+
+    def _post(self, post: Callable[[], _T], patience: float) -> _T:
+        """Return the result of `post`, which runs in a thread with the caller's current CUDA stream. Raises PeerFailure
+        if torch fails, or after `patience` seconds."""
+        # None, on the CPU, changes nothing.
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+        def act() -> _T:
+            with torch.cuda.stream(stream):
+                return post()
+
+        with _converting_errors():
+            try:
+                return threads.within(patience, act, SETTLE_S)
+            except threads.Late:
+                raise PeerFailure(None, LATE) from None
 
     def _meet(self, patience: float) -> None:
         """Wait until all ranks have come: making its communicator, NCCL would wait for ever, and ignore Ctrl-C.

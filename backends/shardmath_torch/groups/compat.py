@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, NamedTuple, TypeAlias
 from weakref import WeakSet
@@ -35,7 +35,6 @@ __all__ = [
     "check_not_forked",
     "check_registered",
     "check_there",
-    "closing_group",
     "device_of",
     "find_missing",
     "group_of",
@@ -288,18 +287,6 @@ def find_missing(group: Group) -> tuple[str, list[str]]:
         "_add_ephemeral_timeout": hasattr(backend, "_add_ephemeral_timeout"),
     }
     return type(backend).__name__, [name for name, present in is_present.items() if not present]
-
-
-@contextmanager
-def closing_group(group: Group, device: torch.device) -> Iterator[None]:
-    """If an exception leaves the `with` block, end the batch of NCCL calls on `device` that torch has begun for the
-    group in the block. A batch left open would take in all later calls."""
-    try:
-        yield
-    except BaseException:
-        with suppress(Exception):
-            channel_of(group)._end_coalescing(device)
-        raise
 
 
 def store_of(group: Group) -> Store | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -98,9 +99,9 @@ class _Never:
 
 
 def start_and_fail(rank: int) -> list[str]:
-    """What becomes of groups that do not end, and of a batch that torch leaves in the middle."""
+    """What becomes of groups that do not end, of a batch that torch leaves in the middle, and of posts that wait."""
     group = compat.group_of(None)
-    closed: list[torch.device] = []
+    threads: set[int] = set()
     found = []
     with over_gloo(), mock.patch.object(wire, "start_batch", return_value=[_Never()]):
         mine = wire.NcclWire(group, 0.05)
@@ -114,20 +115,17 @@ def start_and_fail(rank: int) -> list[str]:
         found.append(_tell(mine.finish))
 
     def fail(*args: object) -> None:
+        threads.add(threading.get_ident())
         exec(compile("raise RuntimeError('connection closed')", torch.__file__, "exec"))
 
-    def end(group: object, device: torch.device) -> None:
-        closed.append(device)
-
-    with (
-        over_gloo(),
-        mock.patch.object(wire, "start_batch", fail),
-        mock.patch.object(dist.ProcessGroup, "_end_coalescing", end),
-    ):
-        mine = wire.NcclWire(group, 0.05)
-        mine.send(torch.zeros(4, dtype=torch.uint8), (rank + 1) % 8)
-        found.append(_tell(mine.start))
-    found.append(f"closed on {closed}")
+    ends = threading.Event()
+    for act in (fail, lambda *args: ends.wait()):
+        with over_gloo(), mock.patch.object(wire, "start_batch", act):
+            mine = wire.NcclWire(group, 0.05)
+            mine.send(torch.zeros(4, dtype=torch.uint8), (rank + 1) % 8)
+            found.append(_tell(mine.start))
+    ends.set()
+    found.append(f"{len(threads - {threading.get_ident()})} other thread")
     with mock.patch.dict("os.environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
         found.append(_tell(lambda: wire.NcclWire(group, 1.0)))
     return found

@@ -44,7 +44,7 @@ class Ballot(NamedTuple):
     - `peers`: the most ranks that it sends to or receives from, which sets the pace.
     - `is_unordered`: at this pace its partial values arrive out of order.
     - `serves_store`: its process serves the group's store.
-    - `nonce`: a random number below 2^32, by which entries of this group in the store differ from an earlier group's.
+    - `nonce`: a random number below 2^32, part of this group's keys in the store: an earlier group's differ.
     - `said`: bytes for the vote's caller, truncated to the room that the record has.
     """
 

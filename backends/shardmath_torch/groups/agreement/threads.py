@@ -24,7 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-__all__ = ["Errand", "make_bell", "start", "within"]
+__all__ = ["Errand", "Late", "make_bell", "start", "within"]
 
 LAST_SECONDS = 3.0
 """Time for all threads together at exit, enough for a call that a broken connection ends."""
@@ -45,6 +45,10 @@ _errands: weakref.WeakSet[Errand] = weakref.WeakSet()
 _bells: weakref.WeakSet[threading.Event] = weakref.WeakSet()
 
 
+class Late(RuntimeError):
+    """The error of `within` for a call that takes too long."""
+
+
 def start(act: Callable[[], None]) -> threading.Thread:
     """Start and return a daemon thread that runs `act`, which must handle its own errors."""
     thread = threading.Thread(target=act, daemon=True)
@@ -54,8 +58,8 @@ def start(act: Callable[[], None]) -> threading.Thread:
 
 
 def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
-    """Run `make` in a thread, and return its result; raises RuntimeError if this takes more than `limit` seconds.
-    Ctrl-C ends the wait, after up to `settle` more seconds for the thread to end.
+    """Run `make` in a thread, and return its result; raises Late, a RuntimeError, if this takes more than `limit`
+    seconds. Ctrl-C ends the wait, after up to `settle` more seconds for the thread to end.
 
     Also raises any exception of `make`.
     """
@@ -84,7 +88,7 @@ def within(limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
     if not results:
         # A call that does not answer now will not at exit either.
         _started.discard(thread)
-        raise RuntimeError(f"no answer in {limit:.0f} s")
+        raise Late(f"no answer in {limit:.0f} s")
     return results.pop()
 
 
