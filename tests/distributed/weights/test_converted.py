@@ -59,6 +59,19 @@ def test_layers_that_share_experts(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == apart - tied.keys()
 
 
+def test_experts_that_are_saved_whole_under_another_name(tmp_path: Path) -> None:
+    """They are stored both ways, so that transformers finds its own."""
+    model = work.make_model("Mixtral")
+    experts = model.model.layers[0].mlp.experts
+    # First, so that the layer's name is the tied one.
+    model._modules = {"kept": experts, **model._modules}
+    smt.export(tmp_path, model)
+    model.config.save_pretrained(tmp_path)
+    assert {"kept.gate_up_proj", "kept.down_proj"} <= set(smt.open_checkpoint(tmp_path))
+    back = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(full.equal(model.state_dict()[name]) for name, full in back.items())
+
+
 def test_experts_with_scales(tmp_path: Path) -> None:
     """Data and scales of each expert are those of the stack, if blocks end where experts do."""
     tiles = formats.FP8Blocks((2, 4))

@@ -1,7 +1,8 @@
 """Sources: the tensors of an export and their layouts, from a module, tensors under layouts, or DTensors.
 
 1. A module's tensors are its parameters and persistent buffers, under its own names, or as transformers saves its
-   models. A parameter with several names is stored under the first, and the others are tied to it.
+   models. A parameter with several names is stored under the first, and the others are tied to it, unless transformers
+   would save it in other parts under one of them.
 2. A plain tensor among DTensors is the same on all ranks of a mesh, by default the largest of the DTensors', unless it
    says which part it is.
 3. Ranks exchange local shapes of DTensors only after all have claimed to export the same.
