@@ -35,6 +35,7 @@ from shardmath.base.public import public
 from shardmath.base.text import plural, shown
 from shardmath.layouts.holdings import Windows, windows_of
 from shardmath.layouts.layout import Layout
+from shardmath.models.recordings.recorded import label
 from shardmath.models.recordings.sides import RecordedSide
 from shardmath.models.refits.copying import copy_bound
 from shardmath.models.refits.coverage import Native, find_faults, show_native
@@ -195,7 +196,7 @@ class Refit:
         for stored, shape in side.natives(rank).items():
             if stored[1] == native:
                 row = side.row_of(stored, rank)
-                lines.append(f"{show_native(stored)[1:-1]} {shape} on rank {rank}, from the row")
+                lines.append(f"{label(*stored)} {shape} on rank {rank}, from the row")
                 lines.append(f"    {row}")
                 lines += _list_parts(side, stored, rank)
         if not lines:

@@ -132,7 +132,8 @@ def _check_rank(
 def _list_starts(slot: Slot) -> list[int]:
     """The first position of the tensor in the stored one, in each of its own dimensions."""
     starts = [part.start for part in slot.cut if isinstance(part, slice)]
-    return [starts[d] for d in slot.order]
+    by_dimension = dict(zip(slot.order, starts, strict=True))
+    return [by_dimension[d] for d in range(len(starts))]
 
 
 def _find_lacking(needed: Layout, held: Layout) -> int | None:

@@ -56,8 +56,12 @@ class Config:
         return getattr(self.given, name, None)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of the field `name`, under any of its names; `default` if it is missing or None."""
+        """Return the value of the field `name`, under any of its names; `default` if it is missing or None.
+
+        A multimodal model's field is looked up in its language model's, and outside of these only without `default`.
+        """
         if self.language is not None:
+            # The default before a field outside: musicflamingo's `head_dim` there is of audio, and not of its Qwen2.
             value = self.language.get(name, default)
             if value is not None:
                 return value

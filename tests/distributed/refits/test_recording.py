@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath import formats, transforms
 from shardmath.models.recordings.recorded import label
 from shardmath.storage import Stored, bind, fill, parse
 from tests.distributed.pool import Pool
@@ -751,3 +753,34 @@ def test_a_thread_that_computes_without_logical_tensors(what: str, device: str) 
     with pytest.raises(sm.StoreError, match=r"'a' is computed by aten.mul_.Tensor"):
         record(load, into)
     assert threading.getprofile() is profile
+
+
+@pytest.mark.parametrize(("dim", "first", "fits"), [(0, 3, True), (1, 2, False), (2, 2, True)])
+def test_parts_of_a_tensor_with_dimensions_in_a_cycle_begin_with_tiles(
+    dim: int, first: int, fits: bool
+) -> None:
+    """The part behind the `first` positions of dimension `dim`, in a tensor of dimensions 1, 2 and 0."""
+    tiles = formats.FP8Blocks((4, 2))
+    second = (2, 8, 8)
+    shapes = {"a": (*second[:dim], first, *second[dim + 1 :]), "b": second}
+    data = {name: (shape, "uint8") for name, shape in shapes.items()}
+    scales = {f"{n}_scale_inv": (tiles.scale_shape(s), "float32") for n, s in shapes.items()}
+    into = {}
+    for part, of, dtype in (("", data, torch.uint8), ("_scale_inv", scales, torch.float32)):
+        fused = torch.cat([torch.empty(shape, dtype=dtype) for shape, _ in of.values()], dim)
+        into[f"ab{part}"] = fused.permute(1, 2, 0).contiguous()
+
+    def load(given: dict[str, Tensor]) -> None:
+        for part in ("", "_scale_inv"):
+            sizes = [given[name + part].shape[dim] for name in "ab"]
+            views = into[f"ab{part}"].permute(2, 0, 1).split(sizes, dim)
+            for name, view in zip("ab", views, strict=True):
+                view.copy_(given[name + part])
+
+    engine = sm.storage.RecordedSide({1: smt.record(load, data | scales, into)})
+    held = {name: (shape, "bfloat16") for name, shape in shapes.items()}
+    trainer = {n: sm.Layout(s, sm.Mesh(), "...", dtype="bfloat16") for n, s in shapes.items()}
+    rules = {"[ab]": transforms.Quantize(tiles)}
+    fault = rf"'b' begins at {first} in dimension {dim} of 'ab' on rank 1, its scales at 1 of"
+    with nullcontext() if fits else pytest.raises(sm.StoreError, match=fault):
+        sm.verify(sm.refit(trainer, engine, held, served=data | scales, rules=rules).plan)

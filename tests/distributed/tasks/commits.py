@@ -404,7 +404,8 @@ def blocks(rank: int) -> dict[str, tuple[Said, str, str, int, int]]:
 def in_one_name(rank: int) -> Said:
     """A block of a mover for which threads of different names go by one: here the main one and others."""
     two = Two(rank, dist.get_world_size())
-    move = two.compile(timeout=20.0, commit="all", group=own_group(), thread="refit")
+    # No other task's name: on the workers' group it stays the main thread's as long as that lives.
+    move = two.compile(timeout=20.0, commit="all", group=own_group(), thread="one name")
 
     def act() -> None:
         with smt.commit(move):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,34 @@ def test_as_transformers_saves_them(pair: Pool, tmp_path: Path, family: str) -> 
         model.config.save_pretrained(folder)
         back = type(model).from_pretrained(folder).state_dict()
         assert all(full.equal(back[name]) for name, full in model.state_dict().items())
+
+
+def test_layers_that_share_experts(tmp_path: Path) -> None:
+    """The parts of the other layer are tied one by one, under the names that transformers gives them."""
+    model = work.make_model("Mixtral")
+    model.save_pretrained(tmp_path / "apart")
+    first, second = model.model.layers
+    second.mlp = first.mlp
+    smt.export(tmp_path / "shared", model)
+    index = json.loads((tmp_path / "shared" / "model.safetensors.index.json").read_text())
+    tied = index["metadata"]["tied"]
+    assert tied == {name: name.replace("layers.1", "layers.0") for name in tied}
+    apart = set(smt.open_checkpoint(tmp_path / "apart"))
+    assert tied.keys() == {name for name in apart if "layers.1.block_sparse_moe" in name}
+    assert index["weight_map"].keys() == apart - tied.keys()
+
+
+def test_experts_that_are_saved_whole_under_another_name(tmp_path: Path) -> None:
+    """They are stored both ways, so that transformers finds its own."""
+    model = work.make_model("Mixtral")
+    experts = model.model.layers[0].mlp.experts
+    # First, so that the layer's name is the tied one.
+    model._modules = {"kept": experts, **model._modules}
+    smt.export(tmp_path, model)
+    model.config.save_pretrained(tmp_path)
+    assert {"kept.gate_up_proj", "kept.down_proj"} <= set(smt.open_checkpoint(tmp_path))
+    back = type(model).from_pretrained(tmp_path).state_dict()
+    assert all(full.equal(model.state_dict()[name]) for name, full in back.items())
 
 
 def test_experts_with_scales(tmp_path: Path) -> None:

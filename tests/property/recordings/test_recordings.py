@@ -190,6 +190,17 @@ def test_a_side_of_recorded_ranks_is_what_rows_say() -> None:
     )
 
 
+def test_what_is_explained_of_another_chunk_has_its_name() -> None:
+    shapes = {"norm": ((4,), "int64")}
+    recorded = record(shapes, norm=np.arange(4))
+    native = recorded.natives[0]._replace(chunk=1)
+    virtual = sm.storage.Recorded(recorded.tensors, (native,))
+    trainer = {"norm": sm.Layout((4,), sm.Mesh(), "n", dtype="int64")}
+    moved = sm.refit(trainer, sm.storage.RecordedSide({1: virtual}), shapes)
+    text = moved.explain("norm", rank=1)
+    assert text.startswith("norm of chunk 1 (4,) on rank 1, from the row\n")
+
+
 @pytest.mark.timeout(30)
 def test_many_experts_of_many_layers_are_bound_at_once() -> None:
     """As many tensors as a model of 30B has: a look at all of them for each would take an hour."""

@@ -158,3 +158,13 @@ class Attributes:
 def test_fields_by_any_of_their_names(given: Any, found: tuple[int, int, int]) -> None:
     config = Config(given)
     assert (config.layers, config.heads, config.kv_heads) == found
+
+
+def test_fields_outside_of_the_language_model_are_not_its_own() -> None:
+    """As in transformers' MusicFlamingoConfig, whose head_dim is the size of its audio model."""
+    language = {"hidden_size": 64, "num_attention_heads": 4}
+    quantization = {"weight_block_size": [128, 128]}
+    config = Config(
+        {"text_config": language, "head_dim": 1280, "quantization_config": quantization}
+    )
+    assert (config.head_dim, config.has_scales) == (16, True)

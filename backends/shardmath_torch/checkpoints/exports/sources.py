@@ -1,7 +1,8 @@
 """Sources: the tensors of an export and their layouts, from a module, tensors under layouts, or DTensors.
 
 1. A module's tensors are its parameters and persistent buffers, under its own names, or as transformers saves its
-   models. A parameter with several names is stored under the first, and the others are tied to it.
+   models. A parameter with several names is stored under the first, and the others are tied to it, unless transformers
+   would save it in other parts under one of them.
 2. A plain tensor among DTensors is the same on all ranks of a mesh, by default the largest of the DTensors', unless it
    says which part it is.
 3. Ranks exchange local shapes of DTensors only after all have claimed to export the same.
@@ -179,6 +180,8 @@ def _take_model(module: nn.Module, model: Model) -> ExportSource:
     tensors = {n: slot.local for n, slot in model.slots.items() if rank in slot.layout.mesh}
     layouts = {name: slot.layout for name, slot in model.slots.items()}
     shapes = {name: (layout.shape, layout.dtype) for name, layout in layouts.items()}
+    # transformers would save a tied name's tensor under names of its own, which are then tied.
+    shapes |= {name: shapes[first] for name, first in tied.items()}
     recorded = record_conversion(module, shapes)
     parts = [] if recorded is None else find_parts(recorded)
     return _split_parts(tensors, layouts, tied, parts)
@@ -193,14 +196,31 @@ def _split_parts(
     """The tensors to export, with each tensor that transformers saves in parts replaced by its parts."""
     if not parts:
         return ExportSource(tensors, read_windows(layouts, CheckpointError), tied, {})
+    parts, tied = _tie_parts(parts, tied)
     # A part's local tensor is the whole's, with holes around the part.
     local = {part.name: tensors[part.tensor] for part in parts if part.tensor in tensors}
     part_layouts = {part.name: sliced(layouts[part.tensor], part.box) for part in parts}
-    # A tied name follows its tensor to the name under which transformers saves that.
-    saved_names = {part.tensor: part.name for part in parts}
-    tied = {name: saved_names.get(kept_name, kept_name) for name, kept_name in tied.items()}
     shapes = {part.name: part.shape for part in parts}
     return ExportSource(local, read_windows(part_layouts, CheckpointError), tied, shapes)
+
+
+def _tie_parts(
+    parts: Sequence[SavedPart], tied: Mapping[str, str]
+) -> tuple[list[SavedPart], dict[str, str]]:
+    """The parts to store, and the names of tied tensors' parts with the names under which these are stored."""
+    stored = [part for part in parts if part.tensor not in tied]
+    names = {(part.tensor, part.box, part.shape): part.name for part in stored}
+    tied_parts = {}
+    for part in parts:
+        if part.tensor in tied:
+            first = tied[part.tensor]
+            # Under the other name transformers may save other parts, which are stored, too.
+            name = names.setdefault((first, part.box, part.shape), part.name)
+            if name == part.name:
+                stored.append(part._replace(tensor=first))
+            else:
+                tied_parts[part.name] = name
+    return stored, tied_parts
 
 
 def _lay_out_dtensors(
