@@ -132,6 +132,7 @@ def list_straight(legs: Legs, lines: Ints) -> Straight:
 
 def _pick_straight(legs: Legs, entries: _Entries) -> Straight:
     """The items of the entries that are served straight from the holders."""
+    # Bytes that no other entry relays arrive from a holder.
     entry = np.flatnonzero(entries.origin == entries.number)
     block = entries.block[entry]
     begin = entries.lo[entry]

@@ -113,11 +113,11 @@ def _widen(shared: _Shared) -> _Shared:
     rows, columns, table = shared
     if table.shape[0] < table.shape[1]:
         table = table.take(columns.number, axis=1)
-        apart = _set_apart(columns)
-        return _Shared(rows, apart, table)
+        class_per_rank = _set_apart(columns)
+        return _Shared(rows, class_per_rank, table)
     table = table.take(rows.number, axis=0)
-    apart = _set_apart(rows)
-    return _Shared(apart, columns, table)
+    class_per_rank = _set_apart(rows)
+    return _Shared(class_per_rank, columns, table)
 
 
 def _set_apart(classes: _Classes) -> _Classes:

@@ -515,11 +515,10 @@ def _check_written(
 
 def _list_modules(modules: object) -> tuple[nn.Module, ...]:
     """The modules of a list. Raises ExchangeError for one module: a Sequential would stand for its parts alone."""
-    items = (
-        (None,) if isinstance(modules, nn.Module) else listed(modules, "modules=", ExchangeError)
-    )
-    if all(isinstance(module, nn.Module) for module in items):
-        return items
+    if not isinstance(modules, nn.Module):
+        items = listed(modules, "modules=", ExchangeError)
+        if all(isinstance(module, nn.Module) for module in items):
+            return items
     raise ExchangeError(
         f"modules= is {shown(modules)}, where a list of modules is needed; pass [model]"
     )
