@@ -320,7 +320,7 @@ class Refit(Leaves):
             if src is None and dst is None and self._rebindable is not None:
                 self._watched = self._rebindable
                 return
-            # First: if this fails, some of the tensors that were bound have been replaced.
+            # Before binding: if that fails, some of the tensors that were bound have been replaced.
             self._rebindable = None
             watched = self._bind(src, dst, own, check_functions(functions or {}))
             self._modules = None if modules is None else _list_modules(modules)
