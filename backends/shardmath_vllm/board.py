@@ -256,6 +256,7 @@ class Board:
     def _say(self, what: str, fault: str, readers: Iterable[int]) -> None:
         """Post `fault`, "" for success, as place 0's result of a step; after a fault wait until `readers` read it."""
         self._post(what, fault)
+        # After a fault this process may end, and with it the store, so it waits for those who have to read.
         if fault:
             self._confirm(what)
             self._await_readers(what, readers, HEARD_S)

@@ -87,7 +87,7 @@ def read_megatron(
 
 
 def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
-    """A module for each virtual stage. Raises TypeError for none."""
+    """A module for each virtual stage. Raises TypeError for an empty list, and for anything but modules."""
     listed = [chunks] if isinstance(chunks, nn.Module) else list(chunks)
     if not listed or not all(isinstance(chunk, nn.Module) for chunk in listed):
         kinds = ", ".join(type(chunk).__name__ for chunk in listed) or "empty"

@@ -228,7 +228,8 @@ def _read_shape(name: str, shape: object) -> tuple[int, ...]:
 
 
 def _read_format(name: str, quantized: object) -> bool | str:
-    """The value of `quantized`, from numpy's types too. Raises ParamLayoutError for an unknown format."""
+    """The value of `quantized`, which is not Python's bool: numpy's bool as Python's, or the name of a format. Raises
+    ParamLayoutError for anything else."""
     if isinstance(quantized, np.bool_):
         return bool(quantized)
     kind = known(quantized, FORMATS)

@@ -57,8 +57,8 @@ def local_name(name: str, window: int, count: int) -> str:
     """
     tensor = text(name, "the name of a tensor", StoreError)
     number = as_integer(window, "the number of a window", StoreError)
-    several = as_integer(count, "the number of windows", StoreError) != 1
-    return f"{tensor}[{number}]" if several else tensor
+    is_only_one = as_integer(count, "the number of windows", StoreError) == 1
+    return tensor if is_only_one else f"{tensor}[{number}]"
 
 
 def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, Layout]]:
@@ -69,7 +69,9 @@ def local_tensors(name: str, windows: Sequence[Layout]) -> Iterator[tuple[str, L
     """
     tensor = text(name, "the name of a tensor", StoreError)
     given = listed(windows, f"the windows of tensor {tensor!r}", StoreError)
-    return (windows_of(given, tensor, StoreError) if given else Windows()).locals(tensor)
+    # `windows_of` raises an error for an empty tuple, which here has no local tensors.
+    read = windows_of(given, tensor, StoreError) if given else Windows()
+    return read.locals(tensor)
 
 
 Held: TypeAlias = (

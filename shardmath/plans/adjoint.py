@@ -236,6 +236,7 @@ def _make_dual(name: str, src: Windows, dst: Windows) -> _Dual:
         _check_linear(name, rules)
         _check_through(name, a, dst, rules)
         by_source.append(rules[0])  # addends of `a` pass through alike in all of them
+    # `plan` checks that all source windows reduce along the same axes of `b`, so the first stands for all.
     by_destination = [find_reduction(src[0], b) for b in dst]
     sent = dst.named_alike(map(_make_source, dst, by_destination))
     received = src.named_alike(map(_make_destination, src, by_source))

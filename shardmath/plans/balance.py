@@ -92,6 +92,7 @@ def share_lines(
         near = np.flatnonzero(demands.near)
         far = np.flatnonzero(~demands.near)
         _cut_among_holders(cuts, far.tolist(), holders, nodes)
+        # Near lines stay on a node: no node sends them.
         _cut_among_holders(cuts, near.tolist(), holders, None)
     counts = lengths(cuts)
     lines = Offsets.of_counts(counts)

@@ -146,6 +146,7 @@ def gather_lines(batches: Sequence[Batch], topology: Topology | None = None) -> 
 def _stack(parts: Iterable[_Requests]) -> _Requests:
     """All rows in one table."""
     none = np.zeros(0, np.int64)
+    # np.concatenate needs an array even if there are no parts.
     empty = [none] * len(_Requests._fields)
     columns = zip(empty, *parts, strict=True)
     return _Requests(*map(np.concatenate, columns))
@@ -247,11 +248,12 @@ def _group_by_addend(batch: Batch, positions: Ints) -> dict[int, Ranks]:
 
 
 def _choose_addends(asking: dict[int, Ranks], held: set[int]) -> list[int]:
-    """The addend of which most ranks hold the unit already; all addends if no rank does."""
+    """The addends that get the unit: the one of which most ranks hold it already, so that most bytes stay in place; all
+    addends, a stripe each, if no rank does. `asking` has the ranks of each addend."""
     addends = sorted(asking)
-    local = [len(held.intersection(asking[addend])) for addend in addends]
-    most = max(local)
-    return [addends[local.index(most)]] if most else addends
+    holder_counts = [len(held.intersection(asking[addend])) for addend in addends]
+    most = max(holder_counts)
+    return [addends[holder_counts.index(most)]] if most else addends
 
 
 def _split_by_node(requests: _Requests, sets: Sets, topology: Topology) -> _Requests:

@@ -231,6 +231,7 @@ def _agree_on_reduction(name: str, src: Windows, dst: Windows) -> Reduction:
         expected = find_reduction(src[0], b)
         for a in src:
             rule = find_reduction(a, b)
+            # Destination windows may name their axes differently, so only rules of the same window compare by axes.
             same_axes = _axes_of_destination(rule) == _axes_of_destination(expected)
             if same_axes and _folding(rule) == _folding(first):
                 continue

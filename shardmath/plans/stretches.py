@@ -166,9 +166,8 @@ def _place_of(demands: Demands, held: Ranks, block: int, rank: int) -> int:
 @memo(64)
 def _asked_by(demands: Demands, rank: int) -> tuple[tuple[int, int], ...]:
     """(line, block) of all blocks for which the rank asks."""
-    among = [_among(ranks, rank) for ranks in demands.sets]
-    of_set = np.array(among, bool)
-    is_asked = of_set[demands.receivers]
+    is_in_set = np.array([_among(ranks, rank) for ranks in demands.sets], bool)
+    is_asked = is_in_set[demands.receivers]
     blocks = np.flatnonzero(is_asked)
     lines = demands.blocks.owners_of(blocks)
     pairs = zip(lines.tolist(), blocks.tolist(), strict=True)

@@ -185,6 +185,7 @@ def hidden_pairs(src: Layout, rule: Reduction) -> Iterable[tuple[Partition, Part
     along which values stay partial."""
     if rule.folded:
         one_each = _divide_addends(rule.folded, rule.addends)
+        # No axis divides the destination: all its ranks have part 0, which is all addends.
         cell = np.zeros(1, np.int64)
         all_together = Partition((), (identity(rule.addends),), cell)
         yield one_each, all_together
@@ -265,9 +266,9 @@ def _side_of(over: Overlay, source: bool) -> _OverlaySide:
 
 
 def _list_members(overlays: Sequence[Overlay], source: bool, mesh: Mesh, wanted: Ints) -> Members:
-    """The positions of a side that hold each of the wanted (sorted) codes of units."""
-    # Dimensions that all ranks hold whole have one set, and so no part in the codes. They are left out: templates that
-    # differ only in those share one result.
+    """The mesh positions, at the source or at the destination, that hold each of the wanted (sorted) codes of units."""
+    # A dimension that all ranks hold whole has the digit 0 in every code. Such dimensions are left out: templates that
+    # differ only in them share one result.
     divided = tuple(over for over in overlays if _side_of(over, source).is_divided)
     return _find_members(divided, source, mesh, wanted.tobytes())
 
@@ -297,11 +298,11 @@ def _find_members(
 
 def _spread_parts(sets: Parts, part: Ints) -> tuple[Ints, Ints]:
     """Two arrays, for all sets that contain each part: the index of the part in `part`, and the set's number."""
-    members, number = _list_sets(sets)
-    begin = members.searchsorted(part, "left")
-    end = members.searchsorted(part, "right")
+    sorted_parts, set_numbers = _list_sets(sets)
+    begin = sorted_parts.searchsorted(part, "left")
+    end = sorted_parts.searchsorted(part, "right")
     row, owner = ranges(begin, end)
-    return owner, number[row]
+    return owner, set_numbers[row]
 
 
 def _group_by_code(wanted: Ints, code: Ints, position: Ints) -> Members:

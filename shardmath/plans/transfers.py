@@ -260,7 +260,8 @@ def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
 
 @memo(1 << 14)
 def _find_columns(t: Template, unit: int, position: int) -> Columns:
-    """The column of a destination position in each of the unit's goals."""
+    """By dimension, the index in the unit's goal (the parts that get the unit) of the part that the destination
+    position holds."""
     columns = []
     pairs = t.unit_pairs[unit].tolist()
     for over, pair in zip(t.overlays, pairs, strict=True):

@@ -288,7 +288,8 @@ def count_cells(layout: Layout) -> Ints:
 
 
 def _raise_uncovered(batches: Sequence[Batch], position: int) -> NoReturn:
-    """Raise PlanError for the first element that this position of the destination needs and no rank holds."""
+    """Raise PlanError for the first element that this position of the destination needs and no rank holds. `batches`
+    bring the same window of the destination from different windows of the source."""
     batch = batches[0]
     form = batch.template.dst
     held = []

@@ -56,8 +56,8 @@ def unit_rows(t: Template) -> Ints:
     """
     largest = _find_largest(t)
     nbytes = t.unit_size * t.src.itemsize
-    of_one_box = np.where(nbytes <= SMALL, 0, largest.row)
-    return np.where(largest.boxes > 1, -1, of_one_box)
+    row_or_zero = np.where(nbytes <= SMALL, 0, largest.row)
+    return np.where(largest.boxes > 1, -1, row_or_zero)
 
 
 def unit_grains(t: Template) -> Ints:

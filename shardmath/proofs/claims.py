@@ -347,6 +347,7 @@ def _check_partition(
     held = []
     for r in runs:
         held.append([(lo, lo + n) for lo, _, n in r.segments])
+    # A fast proof for many boxes; if it fails, the comparisons below find the element to name.
     if len(boxes) > MANY and tiles(held, boxes):
         return
     what = _name_receiver(tensor, rank, addend)

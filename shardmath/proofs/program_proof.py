@@ -132,11 +132,12 @@ class _Inbox(NamedTuple):
     def find(self, block: Ints, rank: Ints) -> tuple[Ints, Bools]:
         """Return two arrays: for each i, the index in this inbox (a list of requests) of the request of `rank[i]` for
         block number `block[i]`, and whether there is one. A block is bytes that the same ranks need."""
-        asked, wanted = _code_pairs((self.block, self.rank), (block, rank))
-        request = np.searchsorted(asked, wanted)
-        known = request < len(asked)
-        known[known] = asked[request[known]] == wanted[known]
-        return request, known
+        # Requests stand in order of block and rank, and so do their codes.
+        codes, wanted = _code_pairs((self.block, self.rank), (block, rank))
+        request = np.searchsorted(codes, wanted)
+        is_known = request < len(codes)
+        is_known[is_known] = codes[request[is_known]] == wanted[is_known]
+        return request, is_known
 
 
 def _code_pairs(*pairs: tuple[Ints, Ints]) -> list[Ints]:
@@ -220,12 +221,13 @@ def _may_cut(prog: Program, block: int, byte: int) -> bool:
     batch = prog.plan.batches[int(demands.batch[row])]
     t = batch.template
     unit = int(demands.unit[row])
-    lo = int(demands.lo[row])
-    begin = int(demands.at[row])
-    each = int(demands.each[row])
-    inside = (byte - begin) % each
-    element, rest = divmod(inside, t.src.itemsize)
-    return not rest and is_legal_cut(t, unit, lo + element)
+    first_element = int(demands.lo[row])
+    row_begin = int(demands.at[row])
+    # A row has the same elements of several tensors, one tensor after the other.
+    bytes_per_tensor = int(demands.each[row])
+    byte_in_tensor = (byte - row_begin) % bytes_per_tensor
+    element, rest = divmod(byte_in_tensor, t.src.itemsize)
+    return not rest and is_legal_cut(t, unit, first_element + element)
 
 
 def _check_once(prog: Program, inbox: _Inbox, streams: Streams, begin: Ints) -> None:

@@ -114,12 +114,12 @@ def _are_filled(over: Overlay) -> bool:
 
 
 def _check_rows(over: Overlay, what: str) -> None:
-    """Check that rows are at the places that they give on both sides, and disjoint."""
+    """Check that each row is at its local place in every part of its key and its goal, and that rows are disjoint."""
     pairs = Offsets(over.first)
-    key = pairs.spread(over.pair_key)
-    goal = pairs.spread(over.pair_goal)
-    _check_side(over, over.keys, key, over.source, over.src, what)
-    _check_side(over, over.goals, goal, over.target, over.dst, what)
+    key_of_row = pairs.spread(over.pair_key)
+    goal_of_row = pairs.spread(over.pair_goal)
+    _check_side(over, over.keys, key_of_row, over.source, over.src, what)
+    _check_side(over, over.goals, goal_of_row, over.target, over.dst, what)
     order = np.argsort(over.start)
     start = over.start[order]
     size = over.size[order]

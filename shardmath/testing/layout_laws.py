@@ -144,8 +144,8 @@ def mesh_transposition_changes_nothing(layout: Layout) -> None:
 def transpose_mesh(layout: Layout) -> Layout:
     """Return the layout on a mesh whose axes are in the opposite order; ranks hold the same elements."""
     mesh = layout.mesh
-    backwards = tuple(reversed(mesh.shape))
-    turned = mesh.transpose(backwards)
+    axes_backwards = tuple(reversed(mesh.shape))
+    turned = mesh.transpose(axes_backwards)
     return Layout(layout.shape, turned, layout.text, dtype=layout.dtype, rules=layout.rules)
 
 

@@ -258,7 +258,8 @@ def _draw_spec(
 def _draw_shard(
     draw: Draw, held: list[int], count: int, used: set[int], overlap: bool
 ) -> Placement:
-    """A placement of any dimension; `used` dimensions, which others divide already, get only Shard."""
+    """A placement of any dimension over an axis of size `count`. `held` has the stored length of each dimension;
+    dimensions in `used`, which other axes divide already, get only Shard."""
     last = len(held) - 1
     d = draw(st.integers(0, last))
     if d in used:

@@ -94,8 +94,9 @@ class Checkpoint:
         """The global shape and dtype of each tensor by name. Values saved as bytes count as 1-d uint8 tensors; bytes
         that several ranks saved under one name appear once, under that name."""
         hidden: set[str] = set()
-        for by_rank in self.blobs.values():
-            hidden.update(by_rank.values())
+        for stored_names in self.blobs.values():
+            hidden.update(stored_names.values())
+        # One rank's bytes are stored under the name itself, which is shown.
         hidden -= set(self.blobs)
         return {
             name: (tensor.shape, tensor.dtype)

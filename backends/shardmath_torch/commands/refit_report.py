@@ -140,13 +140,13 @@ class _TerminalScreen:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def table(self, table: TextTable) -> None:
-        shown = RichTable(title=table.title, title_justify="left", title_style="bold")
+        rich_table = RichTable(title=table.title, title_justify="left", title_style="bold")
         for i, name in enumerate(table.header):
-            numbers = table.right(i)
-            shown.add_column(name, justify="right" if numbers else "left", overflow="fold")
+            is_right = table.right(i)
+            rich_table.add_column(name, justify="right" if is_right else "left", overflow="fold")
         for row in table.rows:
-            shown.add_row(*map(Text, row))  # Text: no cell is markup
-        self._console.print(shown)
+            rich_table.add_row(*map(Text, row))  # Text: no cell is markup
+        self._console.print(rich_table)
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[Watch]:

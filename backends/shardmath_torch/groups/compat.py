@@ -189,7 +189,8 @@ def group_of_mesh(mesh: DeviceMesh) -> Group | None:
     name = "_".join(mesh.mesh_dim_names)
     with _converting_errors(mesh):
         flattened = mesh._flatten(f"shardmath_{name}").get_group()
-    return _check_ranks(flattened, mesh, mesh.mesh)
+    _check_ranks(flattened, mesh, mesh.mesh)
+    return flattened
 
 
 def groups_of_axes(mesh: DeviceMesh) -> list[Group]:

@@ -74,16 +74,16 @@ def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
 
     def collective_rpc(self: Any, *args: Any, **named: Any) -> Any:
         queues = _wrap(self)
-        asking = self.rpc_broadcast_mq
-        asked_before = asking.asked if asking else 0
-        # With it, only this worker answers.
+        requests = self.rpc_broadcast_mq
+        asked_before = requests.asked if requests else 0
+        # With `unique_reply_rank`, only the worker of this rank answers.
         rank = named.get("unique_reply_rank")
         waited_for = queues if rank is None else [queues[rank]]
         try:
             answer = ask(self, *args, **named)
         except BaseException:
             # 1 if the request was sent before the error, else 0.
-            _count_asked(waited_for, asking.asked - asked_before if asking else 0)
+            _count_asked(waited_for, requests.asked - asked_before if requests else 0)
             # No call waits any more: this one has waited for the earlier ones. So all unread answers are old.
             for queue in queues:
                 queue.old = queue.asked - queue.read

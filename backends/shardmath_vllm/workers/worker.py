@@ -164,7 +164,8 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         if not self._torn:
             accept(self.model)
         elif update.phase in (Phase.BEGUN, Phase.TORN):
-            # Also where this rank has all of its weights: one of the others may not have.
+            # Even if this rank has all of its weights: another rank may not. In other phases weights are mixed by an
+            # earlier update, after which the model already raises.
             refuse(self.model, why)
 
     def _receive(self, link: Link) -> None:

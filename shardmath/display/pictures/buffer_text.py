@@ -228,7 +228,7 @@ def _name_worst(layout: PerBufferParamLayout, padding: Sequence[int]) -> str:
 
 
 def _compare_ranks(layout: PerBufferParamLayout, by_rank: Ints) -> str:
-    """A line about the size of each rank's part, and the least and the most padding."""
+    """A line about the size of each rank's part, and the least and the most padding; `by_rank` is each rank's."""
     ranks = len(by_rank)
     least = int(by_rank.argmin())
     most = int(by_rank.argmax())

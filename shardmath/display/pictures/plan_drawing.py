@@ -78,9 +78,9 @@ def plan_svg(
     moved = traffic(value, where)
     summary = [*_describe(moved, where), *_describe_groups(moved)]
     heat = _draw_heat(moved, where)
-    explained = below([heat, lines(summary)], 4)
+    heat_and_text = below([heat, lines(summary)], 4)
     sides = _draw_sides(value, name)
-    drawing = beside([sides, explained], 28) if sides.width else explained
+    drawing = beside([sides, heat_and_text], 28) if sides.width else heat_and_text
     tensors = plural(value.src, "tensor")
     senders = len(value.src_ranks)
     receivers = plural(value.dst_ranks, "rank")

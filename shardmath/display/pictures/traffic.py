@@ -108,6 +108,7 @@ class _TrafficSums:
         self.rows = rows
         self.columns = columns
         self.demands = demands
+        # The number of the row, and of the column, of each rank.
         self.row = _number_groups(rows)
         self.column = _number_groups(columns)
         shape = len(rows), len(columns)
@@ -115,7 +116,7 @@ class _TrafficSums:
         self.stays = np.zeros(shape, np.int64)
         self.far = np.zeros(shape, np.int64)
         self.per_node = ONE_NODE if topology is None else topology.ranks_per_node
-        self.members: dict[int, Ints] = {}
+        self.members: dict[int, Ints] = {}  # by the number of a set of ranks
 
     def finish(self) -> TrafficMatrix:
         """The TrafficMatrix of the bytes added so far, including bytes that stay on their rank."""

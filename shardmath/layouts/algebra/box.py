@@ -209,6 +209,7 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
         inside += len(enter.get(border, ()))
         inside -= len(leave.get(border, ()))
         if inside:
+            # None: nothing is known of the slab before, so all boxes of this one are searched.
             ended_boxes = ended if was_full else None
             new_boxes = list(new.values())
             gap = _find_in_slab(inner_held, active, ended_boxes, new_boxes)

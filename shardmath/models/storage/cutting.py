@@ -152,12 +152,12 @@ class _GroupLayer:
         return pieces
 
     def _lay_term(self, term: Term, cuts: tuple[_WordCut, ...]) -> list[_Piece]:
-        """The pieces of the term inside these cuts: one visit per choice of its numbers' parts."""
+        """The pieces of the term inside these cuts, for each choice of one part per number left of the component."""
         operands = self._read(term)
         self._check_parts(term, operands.left, cuts)
         choices = [self._list_cuts(word) for word in operands.left]
         pieces: list[_Piece] = []
-        # The last word changes fastest, so that parts of a number left of another's stay together.
+        # The last word changes fastest: its parts lie next to each other in one part of the word before it.
         for chosen in itertools.product(*choices):
             inner = cuts + chosen
             if operands.leaf is None:

@@ -62,7 +62,7 @@ class Stack:
         holders: list[list[_Point]] = [[] for _ in range(self.count)]
         for point, runs in self.held.items():
             for number in runs.indices().tolist():
-                if number >= 0:
+                if number >= 0:  # a hole is -1
                     holders[number].append(point)
         return list(map(tuple, holders))
 
@@ -173,6 +173,7 @@ def lay(row: Row, shapes: Mapping[str, Shape], frame: Frame, stack: Stack | None
         lengths = tuple((name, shape[d]) for name, shape in shapes.items())
         stored_dim, by_dim[d], named_here = _lay_dim(word, lengths, *_freeze(frame))
         named |= named_here
+        # A dimension that names no component, such as h of q, k and v, is the same for all, and omits none.
         if named_here:
             omitted |= shapes.keys() - named_here
         stored.append(stored_dim)
@@ -278,6 +279,7 @@ def _lay_group(group: GroupedDim, frame: Frame) -> tuple[_StoredDim, dict[str, D
     # The stored tensor's length counts padding and holes, which are cells too.
     total = {point: len(runs) for point, runs in runs_at.items()}
     words = {word.name for word in list_words((group,))}
+    # Both by component: the view of it at each coordinate, and its dimension in a layout.
     trims, fitted = _fit_each(frame.lengths, runs_at, sizes, words)
     return _StoredDim(axes, total, trims), fitted
 

@@ -281,5 +281,6 @@ def _stack(text: str, module: str, shape: tuple[int, ...], stored: str) -> str:
     if module not in HALVES:
         return f"(n)={stored} {text}"
     rows = shape[0]
+    # In text of Runs, -n is a hole of n: the rows of the other half.
     half = f"<-{rows} 0:{rows}>" if HALVES[module] else f"<0:{rows} -{rows}>"
     return f"(n)={stored} (2 tp d0)={half} ..."

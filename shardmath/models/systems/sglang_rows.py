@@ -99,15 +99,16 @@ def table(kind: str, form: SGLangForm) -> tuple[Row, ...]:
 
 def _write_ends(kind: str, form: SGLangForm) -> str:
     """The rows of the first and last modules."""
-    everywhere = kind in map(plain, HEADS_EVERYWHERE.split())
+    is_head_everywhere = kind in map(plain, HEADS_EVERYWHERE.split())
     has_copy = form.staged and kind not in map(plain, HEADLESS.split())
-    ends = ENDS + TIED * has_copy
-    ends = ends.replace("HEAD", "" if everywhere else "@pp=-1")
+    ends = ENDS + TIED if has_copy else ENDS
+    ends = ends.replace("HEAD", "" if is_head_everywhere else "@pp=-1")
     return ends.replace("IN", form.words_in).replace("OUT", form.words_out)
 
 
 def _write_experts(kind: str) -> str:
     """The rows of routed experts."""
+    # vLLM's rows under SGLang's names: without its inner module, and with w13_weight_bias instead of w13_bias.
     text = EXPERTS.replace("experts.routed_experts.", "experts.").replace("_bias ", "_weight_bias ")
     gated = GATED["interleaved" if kind in INTERLEAVES else "parts"]
     return text.replace("DEAL", "ep e").replace("GATED", gated)

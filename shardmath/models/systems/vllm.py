@@ -89,9 +89,9 @@ def vllm(
     make = draft_table if draft else table
     layers = _place_layers(fields, pp, stages)
     experts = _list_expert_numbers(fields, 1 if ep else tp * dp, redundant, backend)
-    # With tokens divided over the ranks instead, there is nothing left to divide in a shared expert.
-    whole = ep and dp > 1 and fields.kind in WHOLE_SHARED
-    numbers = {**_list_numbers(fields, tp), **experts, "alike": tp if whole else 1}
+    # If vLLM divides tokens over ranks, it does not divide shared experts: all tp ranks hold them alike.
+    has_whole_shared = ep and dp > 1 and fields.kind in WHOLE_SHARED
+    numbers = {**_list_numbers(fields, tp), **experts, "alike": tp if has_whole_shared else 1}
     return Stored(make(fields.kind, form), meshes, layers, numbers)
 
 

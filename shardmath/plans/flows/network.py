@@ -69,7 +69,9 @@ def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
 
     Each connected part has its highest load. `network` cannot be used again.
     """
-    parts = [Subnetwork(list(range(network.first)), list(network.weight))]
+    all_lines = list(range(network.first))
+    all_sinks = list(network.weight)
+    parts = [Subnetwork(all_lines, all_sinks)]
     while parts:
         for part in _divide_connected(network, parts.pop()):
             leaf, high = _average(network, part)
@@ -85,7 +87,8 @@ def list_leaves(network: Network, *, top: bool = False) -> Iterator[Leaf]:
 
 
 def _average(network: Network, part: Subnetwork) -> tuple[Leaf, Mapping[int, int]]:
-    """The part with every sink at the average, and the lines and sinks that have too many bytes for that."""
+    """The part with every sink at the average; and, as the keys of a dict, the lines and sinks that have too many bytes
+    for that."""
     nbytes = 0
     weight = 0
     for line in part.lines:
@@ -276,11 +279,12 @@ def _find_layers(network: Network, flow: _Flow, starts: list[int]) -> tuple[dict
     room = 0
     while front:
         depth += 2
-        reached = [network.reach[line] for line in front]
-        sinks = _enter_layer(layers, depth - 1, reached)
+        sinks_of_lines = [network.reach[line] for line in front]
+        sinks = _enter_layer(layers, depth - 1, sinks_of_lines)
         room += sum([flow.spare[sink] > 0 for sink in sinks])
-        taken = [flow.sent[sink] for sink in sinks]
-        front = _enter_layer(layers, depth, taken)
+        # A sink leads on to the lines of which it takes some: they could go elsewhere.
+        lines_of_sinks = [flow.sent[sink] for sink in sinks]
+        front = _enter_layer(layers, depth, lines_of_sinks)
     return layers, room
 
 

@@ -54,13 +54,14 @@ def shed_to_target(
 
 def _group_by_level(high: list[Level], held: list[tuple[int, ...]]) -> list[list[int]]:
     """The lines of each of these levels: those whose holders are all at this level or above it."""
+    # Levels descend: a lower level has a larger number, and ranks below them all have the number `count`.
     count = len(high)
-    number = {}
+    level_of_rank = {}
     for n, level in enumerate(high):
-        number.update(dict.fromkeys(level.ranks, n))
+        level_of_rank.update(dict.fromkeys(level.ranks, n))
     lines: list[list[int]] = [[] for _ in high]
     for line, ranks in enumerate(held):
-        lowest = max(number.get(rank, count) for rank in ranks)
+        lowest = max(level_of_rank.get(rank, count) for rank in ranks)
         if lowest < count:
             lines[lowest].append(line)
     return lines

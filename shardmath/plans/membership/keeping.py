@@ -50,6 +50,7 @@ def compare(part: RankProgram, plan: object) -> MembershipChange | None:
     A program is not related to a plan: a rank that leaves may have relayed bytes for others.
     """
     before = part.plan
+    # The part of a program has a plan too, but no pace.
     if part.pace is None or not isinstance(before, Plan) or not isinstance(plan, Plan):
         return None
     if part.rank in before.left or not _are_related(before, plan):

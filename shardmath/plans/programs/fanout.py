@@ -316,9 +316,10 @@ def _number_kinds(
 
 
 def _list_stripes(size: int, replicas: Set[int], parts: tuple[_PlotPart, ...]) -> list[_Stripe]:
-    """The bands of a content: each part of its plot in stripes, for nodes of these numbers of replicas.
+    """The bands of a content, which begin at the stripes of each part of its plot, for nodes of these numbers of
+    replicas.
 
-    A band is: byte, first class, classes, place, span.
+    A band is: byte, first class, classes, place of its stripe in the part, span of the part.
     """
     ends = [part.at for part in parts[1:]]
     ends.append(size)

@@ -278,10 +278,10 @@ def cut_streams(prog: Program, streams: Streams) -> Slices:
     lo = borders[cut_root, at]
     hi = borders[cut_root, at + 1]
     counts = np.bincount(cut_root, minlength=len(first))
-    which, stream = _give_to_streams(counts, root)
+    slice_index, stream = _give_to_streams(counts, root)
     # Roots begin at different slots; all streams of one root begin at the same.
-    slot = at[which] + streams.root[stream]
-    return Slices(stream, slot % prog.slots, lo[which], hi[which])
+    slot = at[slice_index] + streams.root[stream]
+    return Slices(stream, slot % prog.slots, lo[slice_index], hi[slice_index])
 
 
 def _give_to_streams(counts: Ints, root: Ints) -> tuple[Ints, Ints]:

@@ -264,7 +264,7 @@ def _choose_slots(topology: Topology, loads: Loads) -> tuple[float, int]:
 def _find_rounds(undivided: _Undivided, slots: int) -> tuple[float, Program]:
     """The time of a program with the fewest turns and slots that keep its limits; and the program.
 
-    It has at least `slots` slots. More slots are tried as long as they help, then more turns.
+    The program has at least `slots` slots. More slots are tried as long as they help, then more turns.
     """
     prog = replace(undivided.prog, turns=_choose_turns(undivided))
     limit = prog.max_inflight_bytes
@@ -278,6 +278,7 @@ def _find_rounds(undivided: _Undivided, slots: int) -> tuple[float, Program]:
     trial = replace(prog, slots=min(max(least, slots), most_slots))
     best = trial
     best_inflight = None
+    # Give up on slots if even GROWTH times as many as the best program has do not improve on it.
     while trial.slots <= GROWTH * best.slots:
         time, inflight = _measure(trial)
         if inflight <= limit:
@@ -355,8 +356,9 @@ def _count_most_slots(prog: Program) -> int:
 
 def _check_bytes(undivided: _Undivided, slots: int) -> None:
     """Raise PlanError if this many slots leave too many bytes in flight, whatever the turns."""
-    turns = _list_turns(undivided.prog, undivided.pairs)[-1]
-    rounds = (slots + LEGS - 1) * turns
+    *_, most_turns = _list_turns(undivided.prog, undivided.pairs)
+    # A leg sends a slot one step after the leg before it, so the last slot takes LEGS - 1 further steps.
+    rounds = (slots + LEGS - 1) * most_turns
     # All slices of a pair are in one turn; those of a rank may be spread over all rounds.
     pair = int(undivided.pairs.nbytes.max(initial=0))
     rank = int(undivided.by_rank.max(initial=0))

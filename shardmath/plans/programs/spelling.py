@@ -174,13 +174,14 @@ def _expand_parts(
         parts.hi,
         ends.relayed.astype(np.int64),
     ]
-    first, kind = number_alike(columns)
-    kinds = [column[first].tolist() for column in columns]
-    expanded = []
+    # Many parts have equal rows in these columns, and so the same pieces, which are listed once.
+    first_of_kind, kind = number_alike(columns)
+    kinds = [column[first_of_kind].tolist() for column in columns]
+    pieces_of_kind = []
     for template_number, *unit_to_hi, relayed in zip(*kinds, strict=True):
         pieces = expand(templates[template_number], *unit_to_hi, relayed=bool(relayed))
-        expanded.append(pieces)
-    return [expanded[i] for i in kind.tolist()]
+        pieces_of_kind.append(pieces)
+    return [pieces_of_kind[i] for i in kind.tolist()]
 
 
 def _number_templates(batches: Sequence[Batch]) -> tuple[list[Template], Ints]:

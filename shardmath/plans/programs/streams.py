@@ -132,6 +132,7 @@ def list_straight(legs: Legs, lines: Ints) -> Straight:
 
 def _pick_straight(legs: Legs, entries: _Entries) -> Straight:
     """The items of the entries that are served straight from the holders."""
+    # Bytes that no other entry relays arrive from a holder.
     entry = np.flatnonzero(entries.origin == entries.number)
     block = entries.block[entry]
     begin = entries.lo[entry]
@@ -309,14 +310,15 @@ def _list_shares(legs: Legs, lines: Ints, base: Ints) -> _Shares:
     holders = list(map(demands.held_by, lines.tolist()))
     holder_counts = lengths(holders)
     begin = bands.cut_first[lines]
+    # A line has one piece less than cuts.
     pieces = bands.cut_first[lines + 1] - begin - 1
     # There are fewer pieces than holders only in a wrong table, which the proof rejects.
     counts = np.clip(pieces, 0, holder_counts)
     cut, line = ranges(begin, begin + counts)
-    of_line = Offsets.of_counts(holder_counts)
-    first = of_line.first[:-1]
-    place, _ = ranges(first, first + counts)  # in `ranks`, of the holder that sends each piece
     ranks = join(holders)
+    first_holder = Offsets.of_counts(holder_counts).first[:-1]
+    # In `ranks`, of the holder that sends each piece.
+    place, _ = ranges(first_holder, first_holder + counts)
     return _Shares(
         first=Offsets.of_counts(counts).first,
         holder=ranks[place],

@@ -70,17 +70,17 @@ def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -
     grid = make_grid(demands, batches)
     cut = _cut_by_row(grid, given)
     by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])
-    which = by_tensor.which
-    row = cut.row[which]
-    begin = demands.lo[row]
-    item = grid.item[row]
+    cut_index = by_tensor.which
+    row = cut.row[cut_index]
+    first_element = demands.lo[row]
+    itemsize = grid.item[row]
     return StretchParts(
-        stretch=cut.stretch[which],
+        stretch=cut.stretch[cut_index],
         row=row,
         tensor=by_tensor.tensor,
         copies=by_tensor.copies,
-        lo=begin + by_tensor.lo // item,
-        hi=begin + by_tensor.hi // item,
+        lo=first_element + by_tensor.lo // itemsize,
+        hi=first_element + by_tensor.hi // itemsize,
     )
 
 

@@ -113,11 +113,11 @@ def _widen(shared: _Shared) -> _Shared:
     rows, columns, table = shared
     if table.shape[0] < table.shape[1]:
         table = table.take(columns.number, axis=1)
-        apart = _set_apart(columns)
-        return _Shared(rows, apart, table)
+        class_per_rank = _set_apart(columns)
+        return _Shared(rows, class_per_rank, table)
     table = table.take(rows.number, axis=0)
-    apart = _set_apart(rows)
-    return _Shared(apart, columns, table)
+    class_per_rank = _set_apart(rows)
+    return _Shared(class_per_rank, columns, table)
 
 
 def _set_apart(classes: _Classes) -> _Classes:
@@ -146,13 +146,14 @@ def _span(place: Ints) -> slice:
 
 
 def _classify(layout: Layout, place: Ints) -> _Classes:
-    """The layout's ranks that the destination has; `place` is the place of each, -1 for others."""
+    """The layout's ranks that the destination has, by place; `place[rank]` is a rank's place among the destination's
+    ranks, -1 for others."""
     ranks = np.array(layout.mesh.ranks, np.int64)
-    at = place[ranks]
-    is_absent = at < 0
+    place_of_position = place[ranks]
+    is_absent = place_of_position < 0
     absent = int(is_absent.sum())
     # Positions in the mesh, by place; absent ranks, at -1, come first and are left out.
-    order = np.argsort(at)[absent:]
+    order = np.argsort(place_of_position)[absent:]
     parts = _list_parts(layout, order)
     code = _encode_parts(layout, parts)
     _, first, number = np.unique(code, return_index=True, return_inverse=True)
@@ -160,8 +161,8 @@ def _classify(layout: Layout, place: Ints) -> _Classes:
     # np.unique numbers classes by their codes; the second argsort inverts the order by first ranks.
     by_first = np.argsort(first)
     renumbered = np.argsort(by_first)[number]
-    members = first[by_first]
-    return _Classes(at[order], renumbered, parts[members])
+    first_members = first[by_first]
+    return _Classes(place_of_position[order], renumbered, parts[first_members])
 
 
 def _list_parts(layout: Layout, order: Ints) -> Ints:

@@ -180,7 +180,7 @@ def _check_alike(name: str, a: Layout, b: Layout) -> None:
 def _find_allowed(pairs: Iterable[Pair], ranks: Ints) -> Bools | None:
     """Whether each old rank (column) may get each new name (row); None if all may get any name.
 
-    No rank leaves its group along the axes of `_find_bound`.
+    A rank keeps its coordinates on the axes that `_find_bound` returns. `ranks` are all old ranks, ascending.
     """
     groupings: dict[bytes, Ints] = {}
     for a, b in pairs:

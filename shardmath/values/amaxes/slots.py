@@ -116,7 +116,8 @@ def _assign_slots(sent: Sequence[Ints], total: int) -> tuple[list[Ints], Ints]:
 def _make_share(numbers: _BlockNumbers, slots: Ints, block_of: Ints, total: int) -> Share:
     """The share of a part that sends these slots; `block_of` has the block of each slot of all parts."""
     sent = np.sort(slots)
-    received = np.flatnonzero(_mark(numbers.cut, total)[block_of])
+    is_cut_here = _mark(numbers.cut, total)
+    received = np.flatnonzero(is_cut_here[block_of])
     # Touched blocks ascend, so a binary search finds each block's index.
     sources = np.searchsorted(numbers.touched, block_of[sent])
     targets = np.searchsorted(numbers.touched, block_of[received])

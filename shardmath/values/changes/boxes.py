@@ -78,12 +78,15 @@ class Boxes:
 
     def _find_in(self, grid: _Grid, along: Sequence[Ints]) -> Found:
         """Find the boxes of one grid that cover cells with these coordinates."""
+        # The cells inside the grid, by their index, and the number of the grid's field that each is in.
         cell, along, field = _find_fields(grid, along)
         if grid.is_simple:
+            # Field i is covered by box i of the list alone.
             box = grid.boxes[field]
             return Found(cell, box, self._find_places(along, box))
         begin = grid.covering.first[:-1]
         end = grid.covering.first[1:]
+        # A cell is repeated for each box that covers its field.
         covering, owner = ranges(begin[field], end[field])
         box = grid.boxes[covering]
         along = [coordinate[owner] for coordinate in along]

@@ -90,6 +90,7 @@ class Receivers:
         arriving = self._arriving[message]
         begin = elements.searchsorted(arriving.first)
         end = elements.searchsorted(arriving.past)
+        # By element that is placed: its index in `elements`, and the number of the piece that contains it.
         which, piece = ranges(begin, end)
         cell = _find_cells(arriving, piece, elements[which])
         counts = arriving.rows.sums(end - begin)

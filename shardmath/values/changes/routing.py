@@ -196,15 +196,16 @@ class Senders:
             start += len(cells)
 
     def _route(self, batch: Sequence[_CellBatch]) -> Routed:
-        """Route the cells of a batch."""
+        """Route the cells of a batch, whose tensors are all cut by the same boxes."""
         cut = self._cuts[batch[0].cut_row.cut]
         cells = [part.cells for part in batch]
-        rows = [cut.pieces[part.cut_row.row] for part in batch]
         cell, box, element = cut.boxes.find(np.concatenate(cells))
         counts = lengths(cells)
         owners = np.arange(len(batch)).repeat(counts)
         owner = owners[cell]
-        pieces = np.array(rows, np.int64)
+        # The piece that each box is of each part's tensor.
+        pieces_by_part = [cut.pieces[part.cut_row.row] for part in batch]
+        pieces = np.array(pieces_by_part, np.int64)
         piece: Ints = pieces[owner, box]
         element += self._first_elements[piece]
         # Turn indices in the batch into indices among all cells to route.

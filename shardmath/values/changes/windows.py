@@ -86,12 +86,12 @@ class ChangedWindow:
 
 def _select(places: Ints, count: int) -> tuple[Ints, Ints]:
     """The indices of places in [0, count), and those places."""
-    within = places >= 0
-    within &= places < count
-    if within.all():
+    is_inside = places >= 0
+    is_inside &= places < count
+    if is_inside.all():
         return np.arange(len(places)), places
-    which = np.flatnonzero(within)
-    return which, places[which]
+    indices = np.flatnonzero(is_inside)
+    return indices, places[indices]
 
 
 def make_window(shape: Sequence[int], box: Sequence[slice], order: Sequence[int]) -> ChangedWindow:

@@ -104,7 +104,7 @@ def _widen(words: Array) -> Array:
 
 
 def _round_to_bfloat16(values: Array) -> Array:
-    """float32 as bfloat16: the upper half, rounded to nearest by the lower half, ties to even."""
+    """float32 as bfloat16: the upper half, rounded to nearest by the lower half, ties to even. Callers replace NaN."""
     bits = values.view(np.uint32)
     # Adding just less than half rounds down a tie; `odd` makes it half, which rounds up a tie to the next even number.
     # A carry out of the fraction correctly increments the exponent, up to infinity.

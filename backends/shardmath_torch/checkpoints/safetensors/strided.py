@@ -91,7 +91,8 @@ def _check_disjoint(file: Place, archives: Iterable[tuple[int, int]]) -> None:
 
 
 def _describe_archive(stream: BinaryIO, offset: int, length: int) -> Strided:
-    """Describe the tensor in one archive. Raises what torch and zipfile raise, and ValueError for other content."""
+    """Describe the tensor in one archive, inside a FakeTensorMode, in which torch.load reads no data. Raises what torch
+    and zipfile raise, and ValueError for other content."""
     view = io.BufferedReader(_FilePart(stream, offset, length))
     records = _read_records(view)
     _check_pickle(view)

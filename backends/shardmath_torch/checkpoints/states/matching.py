@@ -281,7 +281,8 @@ def _copy_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
 def _match_options(
     model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The options that the group's parameters had, the same for all that are on this rank; empty if unknown."""
+    """The options that the group's parameters had, which must be the same for all that are on this rank. If none is,
+    the options of the others, or {} if these differ or are not saved. `stored` maps parameters to stored names."""
     by_name = saved.options()
     saved_options = {}
     for name in group.parameters:

@@ -231,16 +231,16 @@ def model_of(
 ) -> Model:
     """Return the parameters and buffers in `described`, each as this rank's part with its layout; plain tensors count
     as replicated on `mesh`. The function `ask` takes sharded tensors by name, and returns each rank's part of each
-    tensor.
+    tensor: local shapes of DTensors, index ranges of CheckpointableTensors.
 
-    `ask` takes tensors by name, and returns local shapes of DTensors, index ranges of CheckpointableTensors. The
-    default of `mesh` is the DTensors' largest mesh, or the ranks of `group`. Without `ask` the call is collective if
-    `layout_of` is.
+    The default of `mesh` is the DTensors' largest mesh, or the ranks of `group`. Without `ask` the call is collective
+    if `layout_of` is.
 
     Raises CheckpointError for a plain tensor on a rank that is not on the mesh.
     """
     module, parameters, buffers, extra, names, first_names = described
     mesh = mesh or _mesh_of_group(module, group)
+    # `lay_out` names parameters as the module does, `described` without the wrappers' parts of names.
     laid_out = lay_out(module, mesh, _ask_renamed(ask, _strip_wrappers))
     layouts = {_strip_wrappers(name): layout for name, layout in laid_out.items()}
     layouts |= _lay_out_buffers(buffers, layouts.values(), mesh, ask)

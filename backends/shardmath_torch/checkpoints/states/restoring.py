@@ -317,8 +317,8 @@ def _find_shared(goals: Iterable[Goal]) -> set[int]:
 def _place_option(
     held: object, value: object, filled: frozenset[MemorySpot], copies: list[tuple[Tensor, Tensor]]
 ) -> object:
-    """The value, with its tensors, in tuples and lists too, replaced by held tensors that keep their memory. Adds what
-    these are to be filled with to `copies`."""
+    """The value, with its tensors, in tuples and lists too, replaced by held tensors that keep their memory: those at
+    the spots `filled`. Adds (held tensor, tensor to fill it with) for each of these to `copies`."""
     if isinstance(value, Tensor) and _takes_values(held, filled):
         copies.append((local_part("an option", held), value))
         return held

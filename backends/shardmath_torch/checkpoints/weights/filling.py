@@ -61,7 +61,8 @@ class _Weights(NamedTuple):
     quantized: dict[str, QuantizedRead]
 
     def add(self, read: QuantizedRead) -> None:
-        """Add the data and the scales of a quantized tensor (`read`) to the tensors to read."""
+        """Add the data and the scales of a quantized tensor (`read`) to the tensors to read, the scales under the
+        additional name `read.key`."""
         self.quantized[read.name] = read
         self.layouts.update(read.reads())
         self.stored[read.key] = read.stored_scales

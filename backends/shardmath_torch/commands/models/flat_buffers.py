@@ -74,6 +74,7 @@ def embeddings(module: nn.Module) -> set[int]:
 def _describe(name: str, p: nn.Parameter, embedding: bool) -> buffers.Param:
     """The Param of a parameter, with the marks that Megatron puts on it."""
     unmanaged = embedding or getattr(p, "is_embedding_or_output_parameter", False)
+    # A parameter without this mark may be managed, so only False itself counts.
     if getattr(p, "use_muon", None) is False:
         unmanaged = True
     return buffers.Param(

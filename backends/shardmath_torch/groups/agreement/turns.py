@@ -381,6 +381,7 @@ def _give_up_if_left(turns: Turns | None) -> bool:
     if turns is None or turns.broken:
         return False
     with turns.giving_up:
+        # Set only during a turn that goodbyes may end; `give_up` itself finds out whether a rank left.
         if turns.give_up is not None:
             turns.give_up()
     return True

@@ -77,7 +77,8 @@ class Landing:
         moves). The next commit sets the version to 1 + the larger of this version and `former`, the highest version on
         other ranks.
 
-        The torn (perhaps partly updated) tensors stay the same, too. So the state is no longer in doubt.
+        The torn (perhaps partly updated) tensors stay the same, too. Whether other ranks have committed one move more
+        is no longer in doubt: `former` tells.
         """
         standing = Standing(self.standing.version, torn=self.standing.torn)
         return Landing(self.is_beside, standing, former)

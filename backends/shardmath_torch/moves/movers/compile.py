@@ -376,6 +376,7 @@ def _check_and_outline(party: Party, request: _Request) -> _Proposal:
         what = "replan was called inside of a smt.commit block of the mover's process group"
         raise ExchangeError(f"{what}; call it after the block")
     if former is not None:
+        # One of them is None if the plans are unrelated, or if either is a program: then nothing is followed.
         peers = former.count_peers(plan)
         pace = former.part.pace
         if peers is not None and pace is not None:

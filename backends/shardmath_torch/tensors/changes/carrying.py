@@ -161,6 +161,7 @@ class Sparse:
             fault = (
                 "the tensors differ from the last move of all elements, or lie elsewhere in memory"
             )
+        # Whatever drops the walker also leaves an objection, or makes the next move whole.
         if fault or self._walker is None:
             raise ExchangeError(f"{fault}; call with whole=True on all ranks")
         return self._walker

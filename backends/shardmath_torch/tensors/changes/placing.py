@@ -38,8 +38,9 @@ class Incoming:
         self._receivers = Receivers(self._find_rows(dst), messages)
 
     def _find_rows(self, dst: Tensors) -> dict[str, Lying]:
-        """The position of each tensor in the row of words of its whole storage."""
-        # The number of a row by its address and size of word.
+        """The position of each tensor in its row: its whole storage, viewed as words of the tensor's element size. Adds
+        the rows, one per storage and size of words, to `self._rows`."""
+        # By the address and the size of words of each row.
         row_numbers: dict[tuple[int, int], int] = {}
         locations = {}
         for key, tensor in dst.items():

@@ -58,6 +58,7 @@ class _Parcels(NamedTuple):
 
     def count_traffic(self) -> Traffic:
         """Return the messages and bytes that are sent and received, by peer, and those kept on this rank."""
+        # A parcel is None if nothing is sent for its message.
         sends, receives, keeps = (tuple(filter(None, parcels)) for parcels in self)
         return count_traffic([Round(sends, receives, keeps)])
 
@@ -279,6 +280,7 @@ class Walker:
 
     def _place(self, number: int, packet: Tensor, counts: Sequence[int]) -> None:
         """Write a packet's elements into destinations; the host computes their cells from the numbers in the packet."""
+        # The host reads the packet, so all of it has to have arrived.
         self._wire.finish()
         self._receives.place(number, unpack(packet, self._receives.sizes[number], counts))
 

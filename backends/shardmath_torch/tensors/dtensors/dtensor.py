@@ -308,6 +308,7 @@ def to_dtensor(
     _check_local(local, layout)
     is_outside = compat.my_rank() not in layout.mesh
     if is_outside and not layout.shape:
+        # Else the DTensor would get the shape of the empty local tensor.
         local = compat.shape_of_scalar(local)
     dtensor = DTensor.from_local(
         local,

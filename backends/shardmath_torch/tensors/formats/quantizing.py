@@ -79,6 +79,7 @@ def quantize(
     format.check_shape(shape)
     parts = _make_parts(format, values) if out is None else tuple(out)
     stored = _read_parts(format, parts, shape, values.device, "out")
+    # None if the kernel measures them, slab by slab; never None for NVFP4.
     amaxes = _choose_amaxes(format, values, amax)
     # NVFP4 has a third part, the global scale.
     data, scales, *others = stored

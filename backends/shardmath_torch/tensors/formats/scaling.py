@@ -187,5 +187,6 @@ def make_global_scale(format: NVFP4, amax: Tensor) -> Tensor:
         largest = amax.amax()
     else:
         largest = amax.new_zeros(())
+    # The largest magnitude is this scale, times the largest scale of a block, times the largest number of the data.
     g = _make_exact_scales(largest, E2M1.most * E4M3.most)
     return _fill_ones(g, largest)

@@ -165,8 +165,10 @@ def _cut_dimension(block: int, n: int, step: int) -> list[BlockSpan]:
     """Spans of `step` positions, of whole blocks or a part of one; a shorter last block is separate."""
     whole = n - n % block
     spans = []
-    for start in range(0, whole, max(step, block)):
-        stop = min(start + max(step, block), whole)
+    # A block that is longer than a step is cut apart by `_cut_span`.
+    stride = max(step, block)
+    for start in range(0, whole, stride):
+        stop = min(start + stride, whole)
         spans += _cut_span(start, stop, block, step)
     if whole < n:
         spans += _cut_span(whole, n, block, step)

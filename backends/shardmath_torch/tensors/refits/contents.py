@@ -81,7 +81,9 @@ class Content:
         blocks = list(broadcast)
         for atom in box.atoms:
             blocks.append((atom.number, atom.step, atom.stride * self.strides[atom.of]))
-        return Piece(self.tensor, box.cell[0], element, tuple(blocks))
+        # Cells count as one dimension, see `read`.
+        (cell,) = box.cell
+        return Piece(self.tensor, cell, element, tuple(blocks))
 
     def copied(self, view: Tensor, copy: Tensor, made: str = "") -> Content | None:
         """Return the Content of `copy`, computed from `view`, a view of memory that this Content describes; None unless
@@ -120,6 +122,7 @@ class Content:
         if self.dtype.is_complex and not dtype.is_complex:
             # The real part of a number is not a rounded number, whatever type is stored.
             return replace(self, dtype=dtype, lossy=False, made=(*self._list_made(), _name(dtype)))
+        # An earlier cast that lost numbers, if any, becomes one of the operations.
         return replace(self, dtype=dtype, lossy=True, made=self._list_made())
 
     def _list_made(self) -> tuple[str, ...]:

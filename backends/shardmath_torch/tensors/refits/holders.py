@@ -99,6 +99,7 @@ def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None 
         by_id.setdefault(id(each.tensor), []).append(each)
     if not by_id:
         return
+    # With FSDP2's object for a parameter, later checks know gathered parameters from replacements.
     keepers = _find_keepers()
     searched = _list_modules() if modules is None else _list_submodules(modules)
     unowned = dict(by_id)

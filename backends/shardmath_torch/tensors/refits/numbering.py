@@ -59,6 +59,7 @@ class Numbering:
         for place, (kind, tensors) in enumerate(by_type.items()):
             self.kinds.append(TypedElements(place, kind, tensors, wanted))
         self.runs = list_runs(self.kinds)
+        # The first runs, whose values are the digits of the elements' numbers.
         self.digits = sum(run.way == "digit" for run in self.runs)
 
     def make(self, name: str, run: Run) -> Tensor:
@@ -295,6 +296,7 @@ def _list_pieces(kind: TypedElements, cells: _Flat, numbers: _Flat) -> list[Piec
     distinct, counts = np.unique(tensors, return_counts=True)
     ends = np.cumsum(counts)
     pieces: list[Piece] = []
+    # np.split makes one group even of no cells, which have no tensor.
     for tensor, group in zip(distinct.tolist(), np.split(order, ends[:-1]), strict=False):
         elements = numbers[group] - kind.starts[tensor]
         pieces += find_pieces(kind.names[tensor], cells[group], elements)

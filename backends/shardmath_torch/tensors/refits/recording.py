@@ -391,6 +391,7 @@ class _Recording:
         """Find the cells that the loader writes; return the targets without data that it reads before that."""
         read: set[str] = set()
         for run in numbering.runs:
+            # Runs that keep what targets had are a run and its mirror image: one of them changes each written cell.
             if not run.keeps:
                 continue
             with self._run_on(numbering, run, (), read) as (found, now):

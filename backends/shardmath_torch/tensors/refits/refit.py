@@ -320,7 +320,7 @@ class Refit(Leaves):
             if src is None and dst is None and self._rebindable is not None:
                 self._watched = self._rebindable
                 return
-            # First: if this fails, some of the tensors that were bound have been replaced.
+            # Before binding: if that fails, some of the tensors that were bound have been replaced.
             self._rebindable = None
             watched = self._bind(src, dst, own, check_functions(functions or {}))
             self._modules = None if modules is None else _list_modules(modules)
@@ -515,11 +515,10 @@ def _check_written(
 
 def _list_modules(modules: object) -> tuple[nn.Module, ...]:
     """The modules of a list. Raises ExchangeError for one module: a Sequential would stand for its parts alone."""
-    items = (
-        (None,) if isinstance(modules, nn.Module) else listed(modules, "modules=", ExchangeError)
-    )
-    if all(isinstance(module, nn.Module) for module in items):
-        return items
+    if not isinstance(modules, nn.Module):
+        items = listed(modules, "modules=", ExchangeError)
+        if all(isinstance(module, nn.Module) for module in items):
+            return items
     raise ExchangeError(
         f"modules= is {shown(modules)}, where a list of modules is needed; pass [model]"
     )

@@ -400,7 +400,8 @@ def _agree(party: Party, transforms: Transformed, objection: str) -> None:
 def _check_and_make(
     party: Party, t: object, wire_plan: Plan | Program | None, commit: object, holds: bool
 ) -> tuple[Plan | Program, EndStage]:
-    """The plan, and what this rank does at both ends. Raises to object."""
+    """The plan, and what this rank does at both ends. Raises ExchangeError, with which this rank objects, for arguments
+    that do not fit each other."""
     if not isinstance(t, Transformed):
         what = f"transforms= is {type(t).__name__}, where transformed layouts are needed"
         raise ExchangeError(
@@ -416,7 +417,8 @@ def _check_and_make(
     for end in ends:
         jobs = t.jobs(party.rank, end)
         parts.append([_PartWorker(job, make_worker(job, party.rank, end, device)) for job in jobs])
-    _check_commit(parts[1], commit)
+    _, at_destination = parts
+    _check_commit(at_destination, commit)
     return wire_plan, EndStage(t, party, parts, commit, holds)
 
 
