@@ -107,7 +107,8 @@ def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
 
 
 def _make_strips(layout: Layout, drawn_by_dim: Sequence[list[_Owned]]) -> list[_Strip]:
-    """A strip for each dimension; tensors of fewer than two dimensions get strips of one position that all hold."""
+    """A strip for each dimension; tensors of fewer than two dimensions get strips of one position that all
+    ranks hold."""
     mesh = layout.mesh
     pairs = zip(drawn_by_dim, layout.dims, strict=True)
     strips = [_make_strip(stretches, dim, mesh) for stretches, dim in pairs]

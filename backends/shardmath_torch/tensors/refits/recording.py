@@ -577,11 +577,12 @@ def _show_read(name: str) -> str:
 
 
 def _check_words(argument: str, given: object, known: Sequence[str]) -> None:
-    """Raise StoreError unless an argument has known words."""
+    """Raise StoreError unless the argument `given` is one of the `known` words, or a list or tuple of them that is not
+    empty."""
     words = list(given) if isinstance(given, list | tuple) else [given]
     if not words or any(word not in known for word in words):
-        ways = " or ".join(map(repr, known))
-        raise StoreError(f"{argument}={given!r} is unknown; pass {ways}")
+        choices = " or ".join(map(repr, known))
+        raise StoreError(f"{argument}={given!r} is unknown; pass {choices}")
 
 
 def _version_of(target: Tensor) -> int:
