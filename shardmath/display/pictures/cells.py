@@ -100,8 +100,9 @@ def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
     finder = _HolderFinder(layout)
     panels = []
     leads = _list_leads(before, layout.mesh.size)
-    for lead, held in itertools.islice(leads, MOST_PANELS):
-        holders = finder.of_panel(held, rows, columns)
+    # `lead` has a stretch of each leading dimension, `is_holder` a flag per rank.
+    for lead, is_holder in itertools.islice(leads, MOST_PANELS):
+        holders = finder.of_panel(is_holder, rows, columns)
         panels.append(Panel(lead, rows.spans, columns.spans, holders))
     return Panels(tuple(panels), slices)
 
