@@ -269,7 +269,8 @@ def _update_copy(folder: Place, index: str, save: str) -> None:
 
 
 def _write_copy(folder: Place, current: Sealed, save: str) -> bool:
-    """Write the copy. Returns False if another save cleared the draft away, as it may once this save does not count."""
+    """Write the copy of the index in `current`. Returns False if another save cleared the draft away, as it may once
+    this save does not count."""
     draft = folder / f"{OURS}{save}.json{UNFINISHED}"
     try:
         put(folder / INDEX, draft, current.json.encode())

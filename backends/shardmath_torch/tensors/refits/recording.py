@@ -264,6 +264,7 @@ class _Recording:
         if describe(now[name]) != describe(target):
             into = torch.empty(target.shape, dtype=target.dtype, device="meta")
             write = watch.explain(now[name], into)
+            # Without pieces, no element of the checkpoint: constants.
             if write.pieces == ():
                 self.filled.add(name)
             return [write]
@@ -426,7 +427,7 @@ class _Recording:
         untouched: Collection[str],
         read: set[str] | None = None,
     ) -> Iterator[tuple[Mapping[str, Found], Mapping[str, Tensor]]]:
-        """Run the loader on the values of a run; give what it found in the targets, and what they are then.
+        """Run the loader on the values of a run; yield, by name, what each target held before, and the target after.
 
         Adds to `read` the targets without data that the loader reads before it writes them.
         """
