@@ -276,10 +276,11 @@ def _check_in_hand(
 def _is_held(demands: Demands, lines: Ints, streams: Streams) -> Bools:
     """Whether the sender of each stream is among the holders of its line."""
     holders = list(map(demands.held_by, lines.tolist()))
+    # Pairs (line, rank).
     held = lines.repeat(lengths(holders)), join(holders)
     sent = demands.blocks.owners_of(streams.block), streams.sender
-    known, asked = _code_pairs(held, sent)
-    return np.isin(asked, known)
+    held_codes, sent_codes = _code_pairs(held, sent)
+    return np.isin(sent_codes, held_codes)
 
 
 def _have_come(inbox: _Inbox, streams: Streams, begin: Ints) -> Bools:

@@ -224,12 +224,12 @@ def _list_special(kinds: Sequence[TypedElements]) -> list[str]:
 def _list_digits(dtype: torch.dtype, wanted: tuple[torch.dtype, ...]) -> Words:
     """The finite values of a type that remain distinct in each wanted type that can hold several of them."""
     words = list_finite(dtype)
-    for to in wanted:
+    for target_dtype in wanted:
         try:
-            images = cast(words, dtype, to)
+            images = cast(words, dtype, target_dtype)
         except (RuntimeError, TypeError):
             continue
-        finite = is_finite(images, to)
+        finite = is_finite(images, target_dtype)
         _, first_of_each = np.unique(images[finite], return_index=True)
         distinct = words[finite][first_of_each]
         # With one value left there are no digits, and no element can be in a target of that type.
