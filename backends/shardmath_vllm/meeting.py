@@ -218,6 +218,7 @@ def _plan(told: Told, texts: list[tuple[int, str | None]]) -> sm.Refit:
             recorded[place] = sm.storage.Recorded.from_json(text)
     sides = {name: sm.storage.RecordedSide(ranks) for name, ranks in engines.items()}
     rules = told.rules or None
+    # Without rules, weights are sent as they are, so engines hold the trainer's shapes and dtypes.
     served = told.served if rules else None
     planned = sm.refit(told.side, sides, told.shapes, served=served, rules=rules)
     sm.verify(planned.plan)

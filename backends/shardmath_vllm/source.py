@@ -168,6 +168,7 @@ def check_types(source: Source, bound: KnownSide, place: int) -> None:
     """
     natives = name_natives(source.tensors)
     for name, slot in bound.slots(place).items():
+        # A function of a tensor is not sent.
         if slot.function:
             continue
         native = slot.chunk, slot.native

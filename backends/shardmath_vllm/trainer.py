@@ -123,7 +123,7 @@ class Trainer:
             self._send(life)
 
     def _send(self, life: Life) -> None:
-        """Run all steps of an update."""
+        """Run all steps of an update: start it in the engines, move, take the engines' answers, and end it there."""
         try:
             life.call(self._begin)
             with self._calls.explain():

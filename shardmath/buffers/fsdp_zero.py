@@ -148,6 +148,7 @@ def _lay_chunks(
     draft: Draft, params: Sequence[Param], given_factor: int | None, ranks: int | None
 ) -> None:
     """One bucket of these parameters in chunks of the given factor, padded for the ranks that share it."""
+    # As in Megatron: only a factor that is given leaves parameters in forward order.
     if given_factor is None:
         params = sorted(params, key=_count_row, reverse=True)
     factor = given_factor or _find_factor(params)

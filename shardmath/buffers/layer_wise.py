@@ -206,8 +206,9 @@ class _Shards:
             shard_work, shard = self._idlest[0]
             heapq.heapreplace(self._idlest, (shard_work + cost, shard))
         else:
-            # It has no room from now on, so its entry in the heap of idlest shards is not needed.
+            # The shard has no room from now on, so its entry in the heap of idlest shards is not needed.
             shard = self._find_emptiest()
+        # Back onto the heap: those without room for this parameter, but for a smaller one.
         for entry in without_room:
             _, other = entry
             start = round_up(self.held[other], START)

@@ -85,6 +85,7 @@ def read_name(name: object) -> str:
     """Return `name`, the name of a parameter, as a plain str. Raises ParamLayoutError unless it is a str."""
     if not isinstance(name, str):
         raise ParamLayoutError(f"the name of a parameter is {shown(name)}; name parameters by str")
+    # An instance of a subclass of str becomes a plain str.
     return text(name, "the name of a parameter", ParamLayoutError)
 
 

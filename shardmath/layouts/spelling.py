@@ -326,9 +326,10 @@ def _apply(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
 def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
     """The reading "order": all Shard and StridedShard of a dimension as one stage, in the order of splits.
 
-    Right to left, each goes where the product of the sizes before it is its split factor (torch 2.13
-    `_StridedShard` decoding). Raises PlacementError if there is no such position.
+    Right to left, each is inserted where the product of the sizes of the mesh axes before it is its split factor
+    (torch 2.13 `_StridedShard` decoding). Raises PlacementError if there is no such position.
     """
+    # Without a StridedShard, both readings are the same.
     if not any(isinstance(placement, StridedShard) for _, placement in pairs):
         return _apply(pairs, mesh)
     order: list[_Axes] = []
@@ -346,6 +347,7 @@ def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
     digits = []
     for axes in order:
         sizes = _sizes(axes, mesh)
+        # As many chunks as the axes, flattened, have ranks.
         digits.append(Digit(Chunks(math.prod(sizes)), axes, sizes))
     return [tuple(digits)]
 

@@ -187,11 +187,11 @@ class Store:
         index = bisect.bisect_left(self.entries, key, key=_KEY)
         if index < len(self.entries) and self.entries[index][0] == key:
             return self.entries[index][1]
-        known = [f"{name!r} of rank {r}" for (name, r), _ in self.entries[:8]]
+        first_eight = [f"{known!r} of rank {r}" for (known, r), _ in self.entries[:8]]
         count = len(self.entries)
         raise StoreError(
             f"the store has no view of local tensor {local!r} of rank {rank}; add one to its {count}, "
-            f"which are of {', '.join(known) or 'nothing'}"
+            f"which are of {', '.join(first_eight) or 'nothing'}"
         )
 
 
@@ -297,11 +297,11 @@ def _find_clash(owner: NDArray[np.int32], elements: NDArray[np.int64]) -> int | 
 
 
 def _list_elements(place: Place, layout: Layout, rank: int) -> NDArray[np.int64]:
-    """The buffer elements of the local tensor's cells without holes, row-major."""
+    """The positions in the buffer of the local tensor's elements, row-major; holes are left out."""
     elements = np.array([place.offset])
-    indices = layout.indices(rank)
-    for index, step in zip(indices, place.strides, strict=True):
-        positions = np.flatnonzero(index >= 0)
+    indices_by_dim = layout.indices(rank)
+    for global_indices, step in zip(indices_by_dim, place.strides, strict=True):
+        positions = np.flatnonzero(global_indices >= 0)  # a hole has -1
         offsets = positions * step
         elements = np.add.outer(elements, offsets).ravel()
     return elements

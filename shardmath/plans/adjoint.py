@@ -246,8 +246,9 @@ def _make_dual(name: str, src: Windows, dst: Windows) -> _Dual:
 
 
 def _make_source(b: Layout, rule: Reduction) -> Layout:
-    """A destination window as a source of the adjoint: Partial along axes on which all receive the same."""
-    passing = _find_passing(rule, 1)
+    """A destination window as a source of the adjoint: Partial along axes on which all receive the same, and along
+    those on which addends pass through."""
+    passing = _find_passing(rule, side=1)
     return repartialed(b, passing.union(everybody(b, rule)))
 
 
@@ -279,9 +280,9 @@ def _check_through(name: str, a: Layout, dst: Sequence[Layout], rules: Sequence[
 
     In the adjoint `a` is one layout, with the same Partial axes for all of its elements.
     """
-    passing = _find_passing(rules[0], 0)
+    passing = _find_passing(rules[0], side=0)
     for b, rule in zip(dst, rules, strict=True):
-        if _find_passing(rule, 0) != passing:
+        if _find_passing(rule, side=0) != passing:
             raise PlanError(
                 f"{label(name)}: different addends of {a} pass through to {dst[0]} and to {b}, and no "
                 f"layout is Partial in both ways; make one plan per destination window, and its adjoint"
@@ -313,7 +314,8 @@ def flip_of(plan: Plan) -> Flip:
 
 
 def _list_entries(windows: Windows, rule: Reduction) -> list[Entry]:
-    """The entry of each window. If ranks are added up, each rank of each window is one addend."""
+    """The entry of each window: its operation, and the addend of each rank. If ranks are added up, each rank of each
+    window is one addend."""
     adds = len(windows) > 1 or _is_replicated(windows[0], rule)
     if not adds:
         ranks = sorted(windows[0].mesh.ranks)

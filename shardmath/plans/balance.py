@@ -118,23 +118,23 @@ def _cut_among_holders(
 def _snap_cuts(
     demands: Demands, batches: tuple[Batch, ...], length: Ints, line: Ints, at: Ints
 ) -> Ints:
-    """For each i, the last byte of the line `line[i]`, not after byte `at[i]`, where it may be cut; `length` has the
-    bytes of every line."""
+    """For each i, the last byte of line number `line[i]`, not after byte `at[i]`, where that line may be cut. `length`
+    has the number of bytes of every line."""
     if not len(at):
         return at
-    # Lines laid end to end make one ascending list of blocks, which is searched for all at once.
-    base = np.cumsum(length) - length
-    begin = demands.blocks.spread(base) + demands.start
-    place = base[line] + at
-    block = np.searchsorted(begin, place, "right") - 1
+    # Lines laid end to end make one ascending list of blocks, which is searched for all `at` at once.
+    base_of_line = np.cumsum(length) - length
+    base_of_block = demands.blocks.spread(base_of_line)
+    place = base_of_line[line] + at
+    block = np.searchsorted(base_of_block + demands.start, place, "right") - 1
     inside = at - demands.start[block]
-    is_end = at == length[line]  # `block` is then of another line
-    between = is_end | (inside == 0)
-    nbytes = demands.nbytes[block]
+    is_end = at == length[line]
+    # At the end of a line, the search finds a block of the next line: `inside` means nothing there.
+    may_cut = is_end | (inside == 0)
     # A block has its content once for each receiver.
-    content = np.where(between, 0, inside % nbytes)
-    snapped = make_grid(demands, batches).snapped(block, content)
-    out: Ints = np.where(between, at, at - content + snapped)
+    in_content = np.where(may_cut, 0, inside % demands.nbytes[block])
+    snapped = make_grid(demands, batches).snapped(block, in_content)
+    out: Ints = np.where(may_cut, at, at - in_content + snapped)
     return out
 
 

@@ -190,7 +190,7 @@ def _ask_for_all(
         hi=t.unit_size[unit],
         holders=np.concatenate(holders),
         receivers=np.concatenate(receivers),
-        near=zeros,
+        near=zeros,  # `_split_by_node` tells which are near
     )
 
 
@@ -358,8 +358,8 @@ def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], requests: _R
     per_element = [batch.template.src.itemsize * len(batch.names) for batch in batches]
     elements = requests.hi - requests.lo
     # Floats are not exact here, but cannot overflow.
-    of_batch = np.array(per_element, np.float64)
-    nbytes = elements * of_batch[requests.batch]
+    element_bytes_by_batch = np.array(per_element, np.float64)
+    nbytes = elements * element_bytes_by_batch[requests.batch]
     total = float(nbytes @ lengths(sets)[requests.receivers])
     if total > MOST_BYTES:
         what = f"the plan moves about {total:.3g} bytes, which is more than {MOST_BYTES}"
@@ -413,6 +413,7 @@ def list_receivers(demands: Demands, line: int, block: int) -> Ranks:
     """Return the ranks that need, and do not hold, the bytes of block number `block` among all blocks of `demands`. The
     block is part of line number `line` (bytes that the same ranks hold)."""
     asking = demands.asked_by(block)
+    # `count` leaves out the ranks that hold the bytes: here none of those that ask does.
     if demands.count[block] == len(asking):
         return asking
     held = demands.held_by(line)

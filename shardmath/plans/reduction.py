@@ -75,8 +75,9 @@ class Reduction:
         folded = _list_coordinates(src.mesh.ranks_along(self.folded))
         chosen = _list_coordinates(dst.mesh.ranks_along(self.chosen))
         matched = []
-        for axes, _ in self.matched:
-            groups = src.mesh.ranks_along(axes)
+        # The destination has the same ranks along its matched axes.
+        for src_axes, _ in self.matched:
+            groups = src.mesh.ranks_along(src_axes)
             ascending = tuple(map(sorted, groups))
             matched.append(ascending)
         # Lists of ranks cannot be in a key, but their text can.

@@ -277,7 +277,8 @@ def _list_members(overlays: Sequence[Overlay], source: bool, mesh: Mesh, wanted:
 def _find_members(
     overlays: tuple[Overlay, ...], source: bool, mesh: Mesh, wanted: bytes
 ) -> Members:
-    """The positions that hold each code, of which every overlay has one digit."""
+    """The positions that hold each wanted code. A code has a digit per overlay, the number of a set of parts: a
+    position that holds one of these parts in every dimension holds the code."""
     position = np.arange(mesh.size)
     code = np.zeros(mesh.size, np.int64)
     for over in overlays:
@@ -309,6 +310,7 @@ def _group_by_code(wanted: Ints, code: Ints, position: Ints) -> Members:
     """The positions of each wanted code, ascending; other codes are left out."""
     group = wanted.searchsorted(code)
     is_wanted = group < len(wanted)
+    # A code above all wanted ones has no group to compare it with.
     is_wanted[is_wanted] = wanted[group[is_wanted]] == code[is_wanted]
     group = group[is_wanted]
     position = position[is_wanted]

@@ -154,7 +154,7 @@ def _name_pieces(
     pieces: list[BoxPiece],
     relayed: bool,
 ) -> list[Transfer]:
-    """The pieces as transfers of each of these tensors."""
+    """The pieces as transfers of each of these tensors. A sender that relays sends from its destination tensors."""
     rule = batch.template.reduction
     entering = []
     for piece in pieces:
@@ -271,11 +271,11 @@ def _find_columns(t: Template, unit: int, position: int) -> Columns:
 
 
 def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: Mesh) -> int:
-    """The index in a key or goal of the part that the position holds."""
+    """The index in `parts`, a key or a goal, of the part that the rank at this position of the mesh holds."""
     if len(parts) == 1:
         return 0
-    part_of = held.by_rank(mesh)
-    return parts.index(int(part_of[position]))
+    part_of_position = held.by_rank(mesh)
+    return parts.index(int(part_of_position[position]))
 
 
 @memo(1 << 14)

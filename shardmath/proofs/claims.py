@@ -189,14 +189,14 @@ def _coordinates(mesh: Mesh, axes: Iterable[str]) -> dict[int, int]:
 def _check_transfer(tensor: _ClaimedTensor, t: Transfer) -> tuple[_Target, str]:
     """Prove one transfer by itself; return its target and the operation by which it must enter."""
     _check_sizes(tensor, t)
-    i = _check_end(tensor, 0, t.src_tensor, t.src_rank, t.src_slices, t)
-    j = _check_end(tensor, 1, t.dst_tensor, t.dst_rank, t.dst_slices, t)
-    src = tensor.src[i]
-    dst = tensor.dst[j]
-    rule = tensor.rules[i, j]
+    src_window = _check_end(tensor, 0, t.src_tensor, t.src_rank, t.src_slices, t)
+    dst_window = _check_end(tensor, 1, t.dst_tensor, t.dst_rank, t.dst_slices, t)
+    src = tensor.src[src_window]
+    dst = tensor.dst[dst_window]
+    rule = tensor.rules[src_window, dst_window]
     addend = _find_addend(src, dst, rule, t)
-    group = tensor.ranks[j].group[t.dst_rank]
-    target = _Target(t.tensor, j, group, addend)
+    group = tensor.ranks[dst_window].group[t.dst_rank]
+    target = _Target(t.tensor, dst_window, group, addend)
     return target, rule.op_of(addend)
 
 

@@ -59,6 +59,7 @@ def _prove(prog: Program) -> None:
     _check_bands(prog)
     misfit = find_misfit_of_bands(prog.legs)
     _require(not misfit, prog, misfit)
+    # The plan's own cuts do not matter: the streams, checked below, say who sends what.
     prove(replace(prog.plan, lines=_send_from_first(demands)))
     for bundle in list_bundles(prog.legs):
         streams = bundle.streams
@@ -236,14 +237,13 @@ def _check_once(prog: Program, inbox: _Inbox, streams: Streams, begin: Ints) -> 
     size = streams.hi - streams.lo
     begins = begin[order]
     ends = begins + size[order]
-    before = np.append(0, ends)
-    is_early = begins < before[:-1]
-    twice = np.zeros(len(order), bool)
-    twice[order] = is_early
-    _require_none(prog, streams, twice, "come twice")
+    previous_ends = np.append(0, ends)
+    overlaps = np.zeros(len(order), bool)
+    overlaps[order] = begins < previous_ends[:-1]
+    _require_none(prog, streams, overlaps, "come twice")
     # Each end must meet the next begin, and the last end the end of the inbox.
-    after = np.append(begins, inbox.base[-1])
-    gaps = before[after > before]
+    next_begins = np.append(begins, inbox.base[-1])
+    gaps = previous_ends[next_begins > previous_ends]
     for place in gaps.tolist():
         _raise_gap(prog, inbox, place)
 
@@ -278,10 +278,11 @@ def _check_in_hand(
 def _is_held(demands: Demands, lines: Ints, streams: Streams) -> Bools:
     """Whether the sender of each stream is among the holders of its line."""
     holders = list(map(demands.held_by, lines.tolist()))
+    # Pairs (line, rank).
     held = lines.repeat(lengths(holders)), join(holders)
     sent = demands.blocks.owners_of(streams.block), streams.sender
-    known, asked = _code_pairs(held, sent)
-    return np.isin(asked, known)
+    held_codes, sent_codes = _code_pairs(held, sent)
+    return np.isin(sent_codes, held_codes)
 
 
 def _have_come(inbox: _Inbox, streams: Streams, begin: Ints) -> Bools:

@@ -144,18 +144,18 @@ def _check_units(demands: Demands, batches: Sequence[Batch]) -> None:
 
 def _check_rows(demands: Demands, batches: Sequence[Batch]) -> None:
     """Check that rows have the bytes of their elements, lie end to end in blocks, and are of their addends."""
-    each, row_bytes = _measure_rows(demands, batches)
-    same = each == demands.each
-    _require_rows(demands, batches, same, "is not of the bytes of its elements")
+    bytes_in_tensor, row_bytes = _measure_rows(demands, batches)
+    has_bytes = bytes_in_tensor == demands.each
+    _require_rows(demands, batches, has_bytes, "is not of the bytes of its elements")
     rows = demands.rows
-    same = rows.begin(row_bytes) == demands.at
-    _require_rows(demands, batches, same, "does not follow the one before it")
-    same = rows.sums(row_bytes) == demands.nbytes
-    _require_blocks(demands, batches, same, "is not of the bytes of its rows")
-    addends = [unit_addends(batch.template) for batch in batches]
-    of_unit = pick(addends, demands.batch, demands.unit)
-    same = rows.spread(demands.addend) == of_unit
-    _require_rows(demands, batches, same, "is not of its block's addend")
+    follows = rows.begin(row_bytes) == demands.at
+    _require_rows(demands, batches, follows, "does not follow the one before it")
+    adds_up = rows.sums(row_bytes) == demands.nbytes
+    _require_blocks(demands, batches, adds_up, "is not of the bytes of its rows")
+    addends_by_batch = [unit_addends(batch.template) for batch in batches]
+    addend_of_unit = pick(addends_by_batch, demands.batch, demands.unit)
+    has_addend = rows.spread(demands.addend) == addend_of_unit
+    _require_rows(demands, batches, has_addend, "is not of its block's addend")
 
 
 def _measure_rows(demands: Demands, batches: Sequence[Batch]) -> tuple[Ints, Ints]:
@@ -300,6 +300,7 @@ def find_misfit_of_bands(legs: Legs) -> str:
     """
     demands = legs.lines
     bands = legs.bands
+    # A program cuts lines where its bands say, not where the plan does.
     _check_tables(replace(demands, cut_first=bands.cut_first, cuts=bands.cuts))
     _check_numbers_of_sets(demands)
     if not _fit_blocks(bands, demands.receivers):

@@ -173,10 +173,11 @@ def _list_segments(held: Partition) -> Ints:
 
 
 def _are_inside(segments: Ints, part: Ints, local: Ints, start: Ints, size: Ints) -> Bools:
-    """Whether a part holds, from position `local` on and in one segment, the positions from `start` on."""
+    """For each i, whether part `part[i]` holds, from its local position `local[i]` on and in one segment, the `size[i]`
+    positions from `start[i]` on."""
     if not len(segments):
         return np.zeros(len(part), bool)
-    owner, lo, g, n = segments.T
+    owner, lo, segment_start, n = segments.T
     # Each local position by its place among all of them, so that (part, place) is one small number
     # to search for.
     values = np.unique(np.concatenate((lo, local)))
@@ -187,7 +188,7 @@ def _are_inside(segments: Ints, part: Ints, local: Ints, start: Ints, size: Ints
     is_known = (segment >= 0) & (owner[segment] == part)
     offset = local - lo[segment]
     fits = offset + size <= n[segment]
-    same = g[segment] + offset == start
+    same = segment_start[segment] + offset == start
     out: Bools = is_known & fits & same
     return out
 

@@ -221,10 +221,10 @@ def _put(destination: Array, sent: _Sent) -> None:
     lying = Lying(0, 0, strides)
     receivers = Receivers({"": lying}, [sent.message])
     flat = destination.reshape(-1)
-    for row, which, cells in receivers.place(0, sent.elements):
-        assert row == 0
+    for storage, indices, cells in receivers.place(0, sent.elements):
+        assert storage == 0
         assert len(np.unique(cells)) == len(sent.elements)
-        flat[cells] = sent.values[which]
+        flat[cells] = sent.values[indices]
 
 
 def _list_changes(plan: Plan, before: dict[int, Array], after: dict[int, Array]) -> Iterator[_Sent]:

@@ -331,10 +331,10 @@ def _check_windows(src: Side, dst: Side, values: list[Array]) -> None:
 
 def _distribute_windows(ranks: Iterable[int], windows: Windows, values: list[Array]) -> Held:
     """The local arrays of the windows of a tensor, by rank."""
-    held = {}
-    for key, layout in windows.locals("w"):
-        held[key] = distribute(layout, values)
-    return _group_by_rank(ranks, held)
+    arrays_by_window = {}
+    for local_name, layout in windows.locals("w"):
+        arrays_by_window[local_name] = distribute(layout, values)
+    return _group_by_rank(ranks, arrays_by_window)
 
 
 def adjoint_is_transpose(src: Layout, dst: Layout) -> None:

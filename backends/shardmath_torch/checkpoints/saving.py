@@ -171,7 +171,7 @@ class SavePlanner(theirs.SavePlanner):
     def _make_item(
         self, name: str, shape: Sequence[int], offsets: Sequence[int], data: Tensor
     ) -> WriteItem:
-        """torch's write item for a box of tensor `name` with these data, which it keeps."""
+        """torch's write item for a box of tensor `name`; the planner keeps the box's `data` until they are written."""
         item = _describe_box(name, shape, offsets, data.shape, data.dtype)
         self._sources[item.index] = data
         return item

@@ -269,7 +269,8 @@ def _update_copy(folder: Place, index: str, save: str) -> None:
 
 
 def _write_copy(folder: Place, current: Sealed, save: str) -> bool:
-    """Write the copy. Returns False if another save cleared the draft away, as it may once this save does not count."""
+    """Write the copy of the index in `current`. Returns False if another save cleared the draft away, as it may once
+    this save does not count."""
     draft = folder / f"{OURS}{save}.json{UNFINISHED}"
     try:
         put(folder / INDEX, draft, current.json.encode())
@@ -368,11 +369,12 @@ def _to_contiguous(item: WriteItem, data: object, tally: Tally) -> Tensor:
         planned = f"its save was planned for {list(chunk.sizes)}"
         what = f"{item.index.fqn!r} has shape {list(plain.shape)}, but {planned}"
         raise CheckpointError(f"{what}; do not resize it before the save has ended")
-    is_whole = plain.untyped_storage().nbytes() == plain.nbytes
-    if plain.is_cpu and plain.is_contiguous() and is_whole:
+    fills_storage = plain.untyped_storage().nbytes() == plain.nbytes
+    if plain.is_cpu and plain.is_contiguous() and fills_storage:
         return plain
-    copied = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
-    return tally.copy(copied, plain, counts=False)
+    target = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
+    # Not counted as progress: `archive.write` counts these bytes when it writes them.
+    return tally.copy(target, plain, counts=False)
 
 
 # What was written, as a value

@@ -180,8 +180,9 @@ class Loading:
         for module in self._model.modules():
             if get_layerwise_info(module).can_load() and not is_deferred_attention_layer(module):
                 self._put_back(module)
-        late = [module for module in self._model.modules() if is_deferred_attention_layer(module)]
-        written = [module for module in late if not get_layerwise_info(module).can_load()]
+        deferred = [m for m in self._model.modules() if is_deferred_attention_layer(m)]
+        # `process` ends the loading of a module that was written to.
+        written = [module for module in deferred if not get_layerwise_info(module).can_load()]
         # The default dtype is as at the first load: attention makes its empty tensors of it.
         with set_default_torch_dtype(self._config.dtype):
             # What is left are attention layers, which vLLM processes last, except those that were written to.

@@ -248,7 +248,7 @@ def _merge(run: Sequence[BucketSpan]) -> BucketSpan:
     """The spans as one span, of one parameter or of several with their padding."""
     start = run[0].start
     end = run[-1].end
-    params = [span for span in run if span.several]
+    params = [span for span in run if span.several]  # not padding
     if not params:
         return make_gap(start, end)
     if len(run) == 1:

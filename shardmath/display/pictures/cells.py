@@ -100,14 +100,16 @@ def cells_of(layout: Layout, most: int = MOST_CELLS) -> Panels:
     finder = _HolderFinder(layout)
     panels = []
     leads = _list_leads(before, layout.mesh.size)
-    for lead, held in itertools.islice(leads, MOST_PANELS):
-        holders = finder.of_panel(held, rows, columns)
+    # `lead` has a stretch of each leading dimension, `is_holder` a flag per rank.
+    for lead, is_holder in itertools.islice(leads, MOST_PANELS):
+        holders = finder.of_panel(is_holder, rows, columns)
         panels.append(Panel(lead, rows.spans, columns.spans, holders))
     return Panels(tuple(panels), slices)
 
 
 def _make_strips(layout: Layout, drawn_by_dim: Sequence[list[_Owned]]) -> list[_Strip]:
-    """A strip for each dimension; tensors of fewer than two dimensions get strips of one position that all hold."""
+    """A strip for each dimension; tensors of fewer than two dimensions get strips of one position that all
+    ranks hold."""
     mesh = layout.mesh
     pairs = zip(drawn_by_dim, layout.dims, strict=True)
     strips = [_make_strip(stretches, dim, mesh) for stretches, dim in pairs]

@@ -284,7 +284,7 @@ def every(ranks: int, width: float, room: float) -> int:
     """Return the least power of two n for which labels at every n-th rank are at least `room` pixels apart. The drawing
     of all `ranks` ranks is `width` pixels wide.
 
-    Without room for two labels, it is the least one that is not below `ranks`.
+    Without room for two labels, n is the least power of two that is not below `ranks`.
     """
     step = 1
     while step < ranks and step * width / ranks < room:

@@ -347,7 +347,7 @@ def _legend(
 def _entry(holders: Holders, op: str | None, color: str, letters: int) -> Drawing:
     """A color and its holders, in at most `letters` characters."""
     full_text = write_holders(holders, op)
-    text = brief(full_text, letters - 3)
+    text = brief(full_text, letters - 3)  # the square takes the room of 3
     square = box(0, 3, 12, 12, full_text, fill=color)
     label = elements.words(18, LINE * 0.75, text)
     width = 18 + len(text) * LETTER

@@ -227,7 +227,8 @@ def _draw_axis(axis: _TimeAxis, height: float) -> Iterator[str]:
 
 
 def _find_step(seconds: float) -> float:
-    """1, 2 or 5 times a power of ten that divides the time into a few steps; 0.0 for no time."""
+    """The seconds between two lines of a time axis: 1, 2 or 5 times a power of ten, so that there are only a few lines.
+    0.0 if the axis has no `seconds`."""
     if not seconds:
         return 0.0
     least = seconds / (2 * FEW_TICKS)

@@ -101,7 +101,8 @@ def _align(clocks: Sequence[Clock]) -> dict[str, int]:
 
 
 def _gather_votes(clocks: Sequence[Clock]) -> dict[str, _Votes]:
-    """The votes of each machine; the first rank's machine comes first."""
+    """By machine and name of a vote, when each rank left the vote, in nanoseconds of the machine's clock. The first
+    rank's machine comes first."""
     machines: dict[str, dict[str, list[int]]] = {}
     for clock in sorted(clocks, key=lambda clock: clock.rank):
         votes = machines.setdefault(clock.machine, {})

@@ -93,11 +93,11 @@ def _draw_messages(
 ) -> Iterator[Span]:
     """The messages of the rank, at the rate of its links."""
     place = Place(rank, is_model=True)
-    for turn in rounds:
-        begin, _ = times[turn.step].tolist()
+    for round_ in rounds:
+        begin, _ = times[round_.step].tolist()
         # Seconds for which each link has been busy, by (to another node, outgoing).
         busy: dict[tuple[bool, bool], float] = {}
-        for message in (*turn.sends, *turn.receives):
+        for message in (*round_.sends, *round_.receives):
             is_far = where.node(message.src_rank) != where.node(message.dst_rank)
             link = is_far, message.src_rank == rank
             busy_s = busy.get(link, 0.0)

@@ -177,7 +177,7 @@ def _find_sweep_dimension(table: Ints) -> int:
 
 
 def _first_other_label(label: Ints) -> tuple[int, int] | None:
-    """The first box and one of another label: all boxes of no dimensions are the same element."""
+    """The numbers of the first box and of one with another label: all boxes without dimensions are one element."""
     other = np.flatnonzero(label != label[0])
     if not len(other):
         return None

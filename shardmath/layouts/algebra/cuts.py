@@ -262,8 +262,8 @@ def list_parts(cut: Interval, start: int, size: int) -> Iterator[tuple[int, int]
     """
     if isinstance(cut, Sizes):
         cut.count(size)  # raises if the sizes do not add up
-        starts = itertools.accumulate(cut.sizes, initial=start)
-        yield from zip(starts, cut.sizes, strict=False)
+        starts_and_end = itertools.accumulate(cut.sizes, initial=start)
+        yield from zip(starts_and_end, cut.sizes, strict=False)
         return
     for i in range(parts_to_visit(cut, size)):
         offset, length = cut.part(size, i)

@@ -89,6 +89,7 @@ def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
     while waiting:
         block = waiting.pop()
         count, cell_stride, element_stride = block
+        # The number of steps in one dimension of both tensors.
         inner = _find_inner(count, cell_stride, cells, cell)
         if inner is not None:
             inner = _find_inner(inner, element_stride, elements, element)
@@ -105,9 +106,9 @@ def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
 def _find_atom(block: Block, cells: _Numbers, elements: _Numbers) -> Atom:
     """The atom of a block whose steps stay in one dimension of both tensors."""
     count, cell_stride, element_stride = block
-    dim, step = _find_step(cell_stride, cells)
-    of, stride = _find_step(element_stride, elements)
-    return Atom(count, dim, step, of, stride)
+    stored_dim, step = _find_step(cell_stride, cells)
+    logical_dim, stride = _find_step(element_stride, elements)
+    return Atom(count, stored_dim, step, logical_dim, stride)
 
 
 def _split_block(block: Block, inner: int) -> tuple[Block, Block]:

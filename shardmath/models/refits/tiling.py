@@ -118,13 +118,11 @@ def _check_rank(
         starts = zip(
             sizes, _list_starts(slots[name]), _list_starts(slots[scales_name]), strict=True
         )
-        for d, (size, start, scale) in enumerate(starts):
-            if size is None or start == scale * size:
+        for d, (size, start, scale_start) in enumerate(starts):
+            if size is None or start == scale_start * size:
                 continue
             where = f"{engine}: {name!r} begins at {start} in dimension {d} of {slots[name].native!r} on rank {rank}"
-            why = (
-                f"its scales at {scale} of {slots[scales_name].native!r}, and a scale is of {size}"
-            )
+            why = f"its scales at {scale_start} of {slots[scales_name].native!r}, and a scale is of {size}"
             fix = "make the parts before it whole tiles, or store it separately"
             raise StoreError(f"{where}, {why}: its values would be read with other scales; {fix}")
 

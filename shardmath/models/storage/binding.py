@@ -237,7 +237,8 @@ class _Binder:
         for numbers in self._list_taken(row, by_component, stacked):
             names = [by_numbers[numbers] for by_numbers in by_component]
             block, layouts = maker.make(numbers, names)
-            if self._note(row, block, layouts):
+            is_new = self._note(row, block, layouts)
+            if is_new:
                 blocks.append(block)
         return blocks
 
@@ -247,8 +248,8 @@ class _Binder:
         by_component: Sequence[Mapping[_Numbers, Mapping[int, str]]],
         stacked: int | None,
     ) -> Iterator[_Numbers]:
-        """The numbers for which all components exist, and no row before has taken them. `by_component` has the names of
-        each component, by these numbers and then by its number in the stack."""
+        """The numbers in names, such as the layer's, for which all components exist, and no row before has taken them.
+        `by_component` has the names of each component, by these numbers and then by its number in the stack."""
         first, *rest = by_component
         for numbers, names in first.items():
             others = [other.get(numbers, {}) for other in rest]

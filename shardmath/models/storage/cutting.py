@@ -379,5 +379,6 @@ def _slice(pieces: Iterable[_Piece], lo: int, hi: int) -> Iterator[_Piece]:
         left = max(lo - passed, 0)
         right = min(hi - passed, n)
         if left < right:
+            # Holes are (-1, their number).
             yield (-1, right - left) if start < 0 else (start + left, start + right)
         passed += n

@@ -239,7 +239,7 @@ def _expand_dots(dims: list[Structure], ndim: int, row: Row) -> list[Structure]:
     if len(words) < ndim:
         what = f"'{row}' has {plural(words, 'dimension')}, its tensor {ndim}"
         raise StoreError(f"{what}; write one word per dimension, or '...' for those left out")
-    return words[:ndim]
+    return words[:ndim]  # a tensor with fewer dimensions uses the first words
 
 
 def _freeze(frame: Frame) -> tuple[_Sizes, _Sizes, bool]:
@@ -344,14 +344,14 @@ def _unify(lengths: Mapping[str, int]) -> dict[str, int]:
 
 def _lay_whole(lengths: Mapping[str, int]) -> tuple[_StoredDim, dict[str, Dimension]]:
     """A dimension that every rank has whole."""
-    (n,) = _unify(lengths).values()
+    (n,) = _unify(lengths).values()  # raises if the components differ
     segments = ((0, 0, n),) if n else ()
     whole = Runs(segments, n)
     dimension = fit(n, {}, [whole])
-    nowhere: _Point = ()
-    view = {nowhere: Trim(0, 1, n)}
+    only_point: _Point = ()  # the coordinate on no axes
+    view = {only_point: Trim(0, 1, n)}
     trims = dict.fromkeys(lengths, view)
-    return _StoredDim((), {nowhere: n}, trims), dict.fromkeys(lengths, dimension)
+    return _StoredDim((), {only_point: n}, trims), dict.fromkeys(lengths, dimension)
 
 
 def _extract(runs: Runs, start: int, stop: int) -> Runs:

@@ -62,7 +62,7 @@ class Owner(NamedTuple):
             return [name] * len(local)
         names = []
         for number in local:
-            # Both {e} and {ep e} stand for it.
+            # Both {e} and {ep e} stand for the expert's number.
             numbers[self.stack.index] = number
             numbers[spread.name] = number
             name = row.native.fill(numbers, star=star)

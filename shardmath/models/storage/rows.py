@@ -330,6 +330,7 @@ def _check_numbers(row: Row, line: str) -> None:
 
 def _check_spread(row: Row, line: str) -> None:
     """Raise NotationError for two spread indices: only one stack of a row can be spread in its name."""
+    # The words of an index before its name are axes, as in {ep e}.
     spread = [str(index) for index in row.native.indices if len(index.words) > 1]
     for other in spread:
         if other != spread[0]:

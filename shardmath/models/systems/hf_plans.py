@@ -130,7 +130,7 @@ def hf_parallel(
     _check_used(rules, shapes, unused)
     layouts = {}
     for name, (shape, dtype) in shapes.items():
-        # A parameter without a rule is replicated on the mesh of `plan`, the last.
+        # The last plan, on `mesh`, lays out a parameter without a rule too: replicated.
         chosen = next((each for each in applied if each.find(name)), applied[-1])
         layouts[name] = chosen.lay_out(name, tuple(shape), dtype)
     return layouts

@@ -51,7 +51,7 @@ def hugging_face(config: object, names: Iterable[str] = ()) -> Stored:
 
 
 def _is_among(row: Row, templates: set[str]) -> bool:
-    """Whether a tensor has the row's native name; True for an open row."""
+    """Whether one of these `templates` of tensors' names is the row's; True for an open row, which may take any."""
     if row.native.is_open:
         return True
     return any(row.native.template(star=star) in templates for star in STARS)

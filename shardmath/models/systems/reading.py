@@ -111,7 +111,7 @@ class _Reader:
         return numbers
 
     def _find_number(self, index: str, local: int) -> int | None:
-        """The global number of a local one; None if it does not exist."""
+        """The number in the model of number `local` on the rank; None if the model does not have it."""
         if index not in self.stored.indices:
             return local
         for number, spot in enumerate(self.stored.indices[index]):

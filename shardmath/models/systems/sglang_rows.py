@@ -86,6 +86,7 @@ def table(kind: str, form: SGLangForm) -> tuple[Row, ...]:
     `kind` is written in lower-case letters and digits only, without the suffix "text".
     """
     prefix = "model.layers.{l}."
+    # Attention is cut over the part of tp that its data and context parallelism leave: `atp`.
     of_kind = CUT.sub("atp", OWN_BY_KIND.get(kind, ""))
     text = f"{_write_ends(kind, form)}{of_kind}[{prefix} = {prefix}]{NORMS}"
     attention = CUT.sub("atp", ATTENTION).replace("fused_qkv_a_proj.", "fused_qkv_a_proj_with_mqa.")

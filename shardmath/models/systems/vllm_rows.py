@@ -287,7 +287,9 @@ def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales
         heads = [f"[{native}{name}. = {logical}{name}.]" for name in modules]
         # Join rows that are written over several lines above: a table has one line per row.
         joined = module_rows.replace(":\n    (", ": (")
-        text += "\n".join(heads) + joined + _write_scales(joined) * scales
+        text += "\n".join(heads) + joined
+        if scales:
+            text += _write_scales(joined)
     return text
 
 

@@ -357,4 +357,4 @@ def _are_apart(parts: list[Runs]) -> bool:
     for part in parts:
         for _, start, size in part.segments:
             spans.append((start, start + size))
-    return merge(spans) is not None
+    return merge(spans) is not None  # None if two spans overlap

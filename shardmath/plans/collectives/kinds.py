@@ -119,7 +119,7 @@ def _all_gather(
 def _all_to_all(
     before: CollectiveSide, after: CollectiveSide, groups: Iterable[Members]
 ) -> Found | None:
-    """Members share a box along one dimension, and then along another."""
+    """Members share a box along one dimension (gathered), and then along another (scattered)."""
     gathered: set[int] = set()
     scattered: set[int] = set()
     for group in groups:

@@ -180,7 +180,7 @@ def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Numbered
 
 
 def _place_members(sets: Collection[tuple[int, ...]], machine: Machine) -> tuple[Ints, Ints]:
-    """(set, the position of a rank of it) for all ranks of the sets, numbered in their order."""
+    """(number of a set, position of one of its ranks in the machine) for all ranks of all sets."""
     listed: list[int] = []
     sizes = []
     for ranks in sets:

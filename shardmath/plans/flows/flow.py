@@ -354,9 +354,9 @@ def _node_network(ranks: Network, kinds: list[_HolderKind], cap: int) -> Network
         node_sink = sink_of[kind.node]
         room.append(spare)
         reach.append([sink, node_sink] if spare else [sink])
+        # A sink takes level x weight - base bytes: a kind, without weight, takes `spare` at any level.
         base[sink] = -spare
         base_of_node[node_sink] += count * kind.base
-    # A kind takes exactly its room, whatever the level: it has no weight.
     weight = dict.fromkeys(base, 0) | dict.fromkeys(base_of_node, 1)
     return Network(first, ranks.nbytes + room, reach, weight, base | base_of_node)
 

@@ -118,14 +118,14 @@ def _make_empty_part(rank: int, plan: Plan, pace: Pace) -> RankProgram:
 
 
 def _drop_sends(rounds: tuple[Round, ...], gone: Collection[int]) -> tuple[Round, ...]:
-    """The rounds without messages to ranks that are gone."""
+    """The rounds without messages to ranks that are gone, and without rounds in which nothing else happens."""
     if not gone:
         return rounds
     kept = []
-    for before in rounds:
-        sends = [m for m in before.sends if m.dst_rank not in gone]
-        if sends or before.receives or before.keeps:
-            kept.append(Round(tuple(sends), before.receives, before.keeps))
+    for round_ in rounds:
+        sends = [m for m in round_.sends if m.dst_rank not in gone]
+        if sends or round_.receives or round_.keeps:
+            kept.append(Round(tuple(sends), round_.receives, round_.keeps))
     return tuple(kept)
 
 

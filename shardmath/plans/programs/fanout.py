@@ -54,10 +54,10 @@ def find_legs(
     sharing = per_node if by_node else 1
     bare = Legs(demands, no_bands, sharing)
     node_sizes = _count_by_node(demands, sharing)
-    shed = _choose_shed(demands, node_sizes) if relays else {}
-    if relays and not shed:
+    shed_by_block = _choose_shed(demands, node_sizes) if relays else {}
+    if relays and not shed_by_block:
         return
-    plots = _plot_blocks(demands, node_sizes, shed)
+    plots = _plot_blocks(demands, node_sizes, shed_by_block)
     legs = replace(bare, bands=_make_bands(plan, bare, node_sizes, plots))
     yield _cut_first_leg(plan, legs, node_sizes)
 

@@ -181,7 +181,17 @@ def run_straight(plan: Plan, topology: Topology | None = None) -> Program:
     _check_plan(plan, "give what plan(src, dst) returns")
     chosen = _choose_topology(plan, topology)
     assumes = _assumes_nodes(plan, topology)
-    return Program(plan, chosen, legs_as_cut(plan.lines), 1, 1, 1, 1, "", assumes)
+    return Program(
+        plan,
+        chosen,
+        legs_as_cut(plan.lines),
+        slots=1,
+        turns=1,
+        max_inflight_bytes=1,
+        max_ops_per_group=1,
+        digest="",
+        assumes_nodes=assumes,
+    )
 
 
 def _check_pieces(plan: Plan, demands: Demands, room: int) -> None:

@@ -204,6 +204,7 @@ def _keep_bundle(legs: Legs, number: int) -> Bundle:
     if kept is not None:
         return kept
     found = _find_bundle(legs, number)
+    # Bundles have about equally many streams.
     total = len(found.streams.block) * len(_divide_lines(legs))
     if total <= MOST_KEPT:
         legs._bundles[number] = found
@@ -250,7 +251,7 @@ def _leave_holders(legs: Legs, lines: Ints, entries: _Entries) -> _Roots:
     holder, item, lo, hi = _cut_items(legs, lines, items, line)
     begin = items.begin[item]
     entry = items.entry[item]
-    by_line = line[item]
+    line_of_stream = line[item]
     number = np.arange(len(item))
     streams = Streams(
         block=items.block[item],
@@ -259,11 +260,12 @@ def _leave_holders(legs: Legs, lines: Ints, entries: _Entries) -> _Roots:
         receiver=entries.rank[entry],
         lo=begin + lo,
         hi=begin + hi,
-        # Roots count from 0 within each line: the number less that of the line's first stream.
-        root=number - np.searchsorted(by_line, by_line),
+        # Roots count from 0 within each line: the number less the number of the line's first stream.
+        root=number - np.searchsorted(line_of_stream, line_of_stream),
     )
-    ends = np.append(entries.number, len(entries.rank))
-    first = np.searchsorted(entry, ends)
+    # Streams are in the order of entries; one more number gives the end of the last entry's streams.
+    bounds = np.append(entries.number, len(entries.rank))
+    first = np.searchsorted(entry, bounds)
     return _Roots(streams, first)
 
 

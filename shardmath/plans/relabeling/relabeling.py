@@ -123,11 +123,12 @@ def relabel(src: Side, dst: Side) -> Relabeling:
     """
     pairs = _count_pairs(src, dst)
     ranks = _list_ranks(pairs)
-    free = {}
+    # A pinned pair keeps its ranks' names, so it saves nothing.
+    unpinned_pairs = {}
     for pair, count in pairs.items():
         if not _is_pinned(*pair):
-            free[pair] = count
-    common = count_common(free, ranks)
+            unpinned_pairs[pair] = count
+    common = count_common(unpinned_pairs, ranks)
     allowed = _find_allowed(pairs, ranks)
     stay = np.arange(len(ranks))
     new = _assign(common, allowed)

@@ -286,8 +286,8 @@ def _pair_kinds(part: _RankPart, own: Floats) -> Iterator[tuple[Share, Floats]]:
 def _take_largest(amaxes: Floats, share: Share, slots: Floats) -> Floats:
     """The amaxes, raised to the largest of the received slots for blocks that the part cuts."""
     largest = amaxes.copy()
-    row = largest.reshape(-1)
-    np.maximum.at(row, share.targets, slots)
+    flat_view = largest.reshape(-1)
+    np.maximum.at(flat_view, share.targets, slots)
     return largest
 
 

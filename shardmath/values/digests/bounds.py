@@ -39,12 +39,12 @@ def find_bounds(box: Box, differ: Differ) -> Box:
     first = list(box)
     last = list(box)
     while True:
-        known = _span_between(first, last)
+        bounds = _span_between(first, last)
         slabs = _divide_ends(first, last)
-        differing = _filter_slabs(known, slabs, differ)
-        # Answers contradict each other, or no span is left to divide.
+        differing = _filter_slabs(bounds, slabs, differ)
+        # A span without a differing slab contradicts an earlier answer. Or no span is left to divide.
         if not all(differing.values()) or not differing:
-            return known
+            return bounds
         _narrow(first, differing, 0)
         _narrow(last, differing, -1)
 

@@ -120,7 +120,8 @@ def _make_patch(dims: Sequence[_Sets], numbers: Sequence[int], holders: Sequence
 
 
 def _list_sets(layout: Layout, of_part: Sequence[list[list[int]]]) -> list[list[list[int]]]:
-    """The sets of each rank by dimension, in mesh order, given the sets of each part."""
+    """By rank in mesh order and by dimension, the numbers of the rank's sets. `of_part` has the numbers of each part's
+    sets, by dimension."""
     by_rank: list[list[list[int]]] = [[] for _ in layout.mesh.ranks]
     for dim, sets in zip(layout.dims, of_part, strict=True):
         parts = partition(dim).by_rank(layout.mesh)

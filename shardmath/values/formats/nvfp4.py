@@ -67,8 +67,8 @@ class NVFP4(Format):
     def name(self) -> str:
         """The format's name for people: "NVFP4 1-D", or "NVFP4 2-D" for blocks of 16 x 16. If `tensor_amax`, the
         tensor's largest magnitude, is given, the name has it at the end: "NVFP4 1-D of 6.5"."""
-        known = "" if self.tensor_amax is None else f" of {self.tensor_amax:g}"
-        return f"NVFP4 {'2-D' if self.two_d else '1-D'}{known}"
+        amax = "" if self.tensor_amax is None else f" of {self.tensor_amax:g}"
+        return f"NVFP4 {'2-D' if self.two_d else '1-D'}{amax}"
 
     @property
     def element(self) -> Float:

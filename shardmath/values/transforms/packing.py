@@ -34,6 +34,7 @@ def find_cells(layout: Layout, rank: int) -> Cells:
 
 
 def _find_positions(runs: Runs) -> slice | NDArray[np.int64]:
+    """The local positions of a dimension that are not holes, by ascending global position."""
     segments = sorted(runs.segments, key=lambda segment: segment[1])
     if not segments:
         return slice(0, 0)

@@ -248,9 +248,10 @@ class Dequantize:
         what = f"{self.format.name} to {dst}"
         _check_numbers(dst, what)
         _check_data(self.format, src, dst.shape, what)
+        ends_with_data = True, False  # the source, not the destination
         if self.at == "destination":
-            return _list_parts(self.format, src.dtype, (True, False))
-        return _list_numbers(self.format, dst.dtype, (True, False))
+            return _list_parts(self.format, src.dtype, ends_with_data)
+        return _list_numbers(self.format, dst.dtype, ends_with_data)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
         """Return two flags: whether the tensor is sent exactly as the source holds it (the destination dequantizes),

@@ -173,7 +173,8 @@ def _keep_as_held(
     forms = [_form_of(name, layouts) for layouts in held]
     held_forms = ", ".join(map(str, forms))
     what = f"{label(name)}: {transform} does nothing at the {end}, which holds {held_forms}"
-    sent = [f"{part.dtype}{list(part.shape(forms[0], end))}" for part in components]
+    tensor_form = forms[0]
+    sent = [str(Form(part.shape(tensor_form, end), part.dtype)) for part in components]
     if sent != list(map(str, forms)):
         fix = f"give it a function at the {end}"
         raise PlanError(f"{what}, but moves {', '.join(sent)}; {fix}")

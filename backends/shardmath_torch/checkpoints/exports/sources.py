@@ -193,7 +193,8 @@ def _split_parts(
     tied: dict[str, str],
     parts: Sequence[SavedPart],
 ) -> ExportSource:
-    """The tensors to export, with each tensor that transformers saves in parts replaced by its parts."""
+    """The tensors to export: `parts`, of which a tensor that is saved whole is one, or without parts the module's
+    tensors."""
     if not parts:
         return ExportSource(tensors, read_windows(layouts, CheckpointError), tied, {})
     parts, tied = _tie_parts(parts, tied)

@@ -76,7 +76,7 @@ class DraftFile:
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
         self._file = folder / (name + UNFINISHED)
         self._stream = _create(self._file)
-        # By which the draft's file is known from another one that takes its name.
+        # Tells the draft's file from another one that takes its name.
         self._last_stat = os.fstat(self._stream.fileno())
         try:
             self._stream.write(_make_header(tensors, tied))

@@ -126,7 +126,8 @@ def _list_options(goals: Iterable[Goal]) -> list[Tensor]:
     for goal in goals:
         for key, value in goal.group.options.items():
             if key not in UNVALUED:
-                found += [held for held, _ in _zip_tensors(_name_option(key), value, None)]
+                pairs = _zip_tensors(_name_option(key), value, None)  # None: with no new values
+                found += [held for held, _ in pairs]
     return found
 
 
@@ -415,10 +416,11 @@ def restore(
     """Write the loaded `tensors` where `jobs` tell, restore the parameter groups in `goals` with the planned `options`,
     and drop optimizer state that the checkpoint lacks. The modules' `set_extra_state` methods are called last, since
     they can read the restored tensors."""
-    # Not DTensors on a mesh without this rank.
+    # A DTensor on a mesh without this rank is not loaded here.
     loaded = [job for job in jobs if job.here in tensors]
     with torch.no_grad():
         for job in loaded:
+            # Without a layout: an extra state.
             if job.layout is not None:
                 job.put(tensors[job.here])
         for current, value in options.copies:

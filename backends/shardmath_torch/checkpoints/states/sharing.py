@@ -94,17 +94,17 @@ def _find_apart(outside: _Found, states: Mapping[str, Mapping[Any, Any]]) -> _Fo
     """The tensors `outside`, and the state's tensors, by spot. Raises CheckpointError if one of the state is `outside`,
     or if one inside an item is in the state again."""
     found = dict(outside)
-    # A second tensor of one of these would be loaded as a separate tensor.
-    single = set(outside)
+    # Spots of which a second tensor would be loaded as a separate tensor: only two items may be one tensor.
+    unshareable = set(outside)
     for what, tensor, is_item in _list_tensors(states):
         spot = spot_of(tensor)
         if spot is None:
             continue
-        if spot in single or (spot in found and not is_item):
+        if spot in unshareable or (spot in found and not is_item):
             raise _explain_shared(what, found[spot][0])
         found.setdefault(spot, (what, tensor))
         if not is_item:
-            single.add(spot)
+            unshareable.add(spot)
     return found
 
 

@@ -149,7 +149,8 @@ def _report_state(
 def _report_names(
     model: Model, optimizer: Optimizers, firsts: Mapping[str, int | None]
 ) -> dict[str, Any]:
-    """Groups, as JSON, with the names of the parameters that this rank reports and no options."""
+    """Groups, as JSON, with the names of the parameters that this rank reports, and no options. `firsts` has the rank
+    that reports each parameter."""
     groups = [SavedGroup(tuple(group.parameters), {}) for group in find_groups(model, optimizer)]
     return {"entries": {}, "groups": write_groups(_keep_reported(groups, firsts))}
 

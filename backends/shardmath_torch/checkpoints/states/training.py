@@ -167,11 +167,12 @@ def _gather_state(model: Model, optimizer: Optimizers, elsewhere: Elsewhere) -> 
 
 def _make_index(model: Model, state: OptimizerState) -> Index:
     """The index of the state: names, kinds of extra states, groups and entries."""
-    firsts: dict[str, str] = {}
+    # A tensor is saved under its first name.
+    saved_names: dict[str, str] = {}
     for first, names in model.names.items():
-        firsts |= dict.fromkeys(names, first)
+        saved_names |= dict.fromkeys(names, first)
     kinds = {name: extra.kind for name, extra in model.extra.items()}
-    return Index(firsts, kinds, state.groups, state.entries)
+    return Index(saved_names, kinds, state.groups, state.entries)
 
 
 def save_state(

@@ -257,8 +257,10 @@ def _advise_giving(optimizer: Optimizer, apart: Sequence[Inner], listed: str) ->
 def _advise_twice(kind: str, listed: str, added: Sequence[str]) -> str:
     """The advice for an optimizer that has state in addition to the state of the listed inner ones."""
     rest = f"; keep {', '.join(map(repr, added))} as an option of a group" if added else ""
-    twice = f"save twice, and load twice, as {kind} has its own state too: [{listed}] of it under one path"
-    return f"{twice}, and under another {_advise_plain('optimizer').removeprefix('give ')}{rest}"
+    inner = f"save twice, and load twice, as {kind} has its own state too: [{listed}] of it under one path"
+    # "Give" is left out, as the sentence already says what to do.
+    outer = _advise_plain("optimizer").removeprefix("give ")
+    return f"{inner}, and under another {outer}{rest}"
 
 
 def _list_trained(optimizers: Iterable[Optimizer]) -> set[int]:

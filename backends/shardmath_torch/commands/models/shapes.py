@@ -330,6 +330,7 @@ def _split_stack(
     name: str, shape: tuple[int, ...], rule: Unstack
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """(end of the name, shape) of the parts of a stack. Raises ShardError if it does not divide evenly."""
+    # A rule without {e} only renames the tensor.
     if "{e}" not in rule.parts[0]:
         yield rule.parts[0], shape
         return

@@ -170,7 +170,8 @@ class FailureDetector:
         return first_failed, own_report
 
     def _exchange_reports(self, own_report: Report, reported: threading.Event) -> None:
-        """Write this rank's report, and read the others'. Runs in its own thread."""
+        """Write this rank's report, and read the others'. Runs in its own thread. Sets `reported` once the report is
+        written, or cannot be written."""
         try:
             if self.store is not None:
                 # A second connection: another thread may be waiting on the first, and lock it.

@@ -190,6 +190,7 @@ def _connect(store: Store, seat: Seat, seconds_left: float, label: str) -> dist.
 
     def make() -> dist.ProcessGroup:
         channel = make_channel(seat.backend, store, seat.rank, seat.size, seconds_left, label)
+        # A rank that cannot connect looks at these notes to find which ranks are silent.
         notes.add_line(store, TRIED, str(seat.rank))
         return channel
 

@@ -348,15 +348,15 @@ def _come(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
 def _attend(lead: Met, seat: Seat) -> Steps[tuple[bool, str]]:
     """Attend the meeting to its end; return whether it is full with this process, and if not, why."""
     log = yield from _add_to_log(lead.meeting, json.dumps(seat))
-    gives_up, off = False, ""
+    gives_up, why_off = False, ""
     if log.state == OPEN:
-        gives_up, off = yield from _wait(lead)
+        gives_up, why_off = yield from _wait(lead)
         log = _parse((yield Read(lead.meeting)))
     if log.state == OPEN:
         log = yield from _add_to_log(lead.meeting, f"{LEAVES}{seat.token}")
     if log.has(seat):
         return True, ""
-    why = off or _word_end(log, seat)
+    why = why_off or _word_end(log, seat)
     if gives_up or log.state == WRONG:
         # Without a reason, rank 0 is the one that is missing.
         raise ExchangeError(why or _word_ranks([range(1)], seat.size))

@@ -78,10 +78,11 @@ def _propose(party: Party, proposal: Event) -> Event:
     turns = party.turns
     is_sure = proposal is Event.COMMIT
     # All have promised, hence have read the previous record: one of them removes it.
-    former = turns.decided if is_sure and party.rank == party.ranks[0] else None
-    record = Record(compat.store_of(party.group), turns.nonce, turns.votes, former)
+    record_to_remove = turns.decided if is_sure and party.rank == party.ranks[0] else None
+    record = Record(compat.store_of(party.group), turns.nonce, turns.votes, record_to_remove)
     # A rank in doubt has waited for another rank already, and so waits less.
     verdict = record.ask(proposal, party.patience if is_sure else party.grace)
+    # LOSE: the store does not answer, so nothing is known to be decided.
     if verdict is not Event.LOSE:
         turns.decided = turns.votes
     return verdict

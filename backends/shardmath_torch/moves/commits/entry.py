@@ -79,6 +79,7 @@ def _note_end(party: Party, entries: Sequence[Entry]) -> None:
     verdict = party.turns.protocol.verdict
     for entry in entries:
         standing = entry.standing
+        # LOSE: the store, which has the ranks' decision, does not answer.
         standing.in_doubt = verdict is Event.LOSE
         # Committed, but memory could not be written, even by repetition.
         if verdict is Event.COMMIT and standing.version < entry.version:

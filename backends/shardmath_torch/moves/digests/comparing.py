@@ -86,7 +86,8 @@ def _bound(party: Party, box: Box, weighers: Sequence[_Weigher]) -> Box:
     """The smallest box in which all ranks' sum by the first weigher differs from their sum by the second."""
 
     def differ(boxes: list[Box]) -> list[bool]:
-        mine = weighers[0](boxes) + weighers[1](boxes)
+        first, second = weighers
+        mine = first(boxes) + second(boxes)
         counts = dict.fromkeys(party.ranks, len(mine))
         columns = zip(*gather_numbers(party, mine, counts).values(), strict=True)
         sums = [sum(column) % PRIME for column in columns]

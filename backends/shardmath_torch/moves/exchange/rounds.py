@@ -154,11 +154,12 @@ class Rounds:
         watch = self._watch
         folds: list[Fold] = []
         # Before waiting, since finding the places of many small pieces takes as long as the wire does.
-        unpackings = [
-            receive.find_unpacking and receive.find_unpacking() for receive, _ in arriving
-        ]
+        unpackings: list[Unpacking | None] = []
+        for receive, _ in arriving:
+            find = receive.find_unpacking
+            unpackings.append(None if find is None else find())
         if unpackings:
-            watch.lap(UNPACKED)
+            watch.lap(UNPACKED)  # counts the time of finding as unpacking
         for (receive, pending), unpack in zip(arriving, unpackings, strict=True):
             message = receive.message
             _wait(pending, message)

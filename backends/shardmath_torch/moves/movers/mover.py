@@ -234,6 +234,7 @@ class Mover(Leaving):
             what = f"the process group of {self._name} was {compat.word_gone(self._party.group)}"
             raise ExchangeError(f"{what}; make a new group, and compile the plan on it")
         block = block_of(self._party.group)
+        # If the group breaks, the error says what the destinations hold.
         with self._landing.telling(self._party.turns):
             difference = self._party.together(
                 lambda: self._move(call, block, watch),

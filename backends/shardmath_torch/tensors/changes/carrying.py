@@ -249,6 +249,7 @@ class Sparse:
         are_changes_enough = self._are_changes_enough
         self.forget()
         self._whole.let_go()
+        # True again after `forget`: else this rank alone would move all elements, instead of objecting.
         if are_changes_enough:
             self._are_changes_enough = True
             self._objection = "let_go() has dropped what this rank kept of the last move"

@@ -171,6 +171,7 @@ def _agree(
     """Vote on moving changes, and object to a plan by which they cannot be moved. Raises ExchangeError."""
     # The vote that rejects a bad timeout needs a valid one.
     limit = float(timeout) if is_time(timeout) else DEFAULT_TIMEOUT_S
+    # As a mover does: a part of the timeout is for the reports after a failure.
     grace = min(LONGEST_GRACE_S, limit / 5)
     party = join(compat.group_of(group), limit - grace, grace)
     claim = f"compile_changes(snapshots={snapshots!r})"

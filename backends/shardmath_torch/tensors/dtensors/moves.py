@@ -259,6 +259,7 @@ def _copy(plan: Plan) -> TensorMove:
         fits(want, given)
         for src_slices, dst_slices in boxes:
             assert out is not None, "a rank that copies is on both sides"
+            # The only tensor of a plan of two layouts is called "".
             out[dst_slices].copy_(given[""][src_slices])
 
     return copy

@@ -178,7 +178,7 @@ def _gives_layout(
     layout: Layout, dim: Dimension, factors: Mapping[str, int], reading: Reading
 ) -> bool:
     """Whether shards of these factors, in that reading, divide the dimension as the layout does."""
-    # Of a tensor that has only this dimension.
+    # The placements of a tensor that has only this dimension.
     spec: list[ours.Spec] = []
     for name in layout.mesh.shape:
         factor = factors.get(name)

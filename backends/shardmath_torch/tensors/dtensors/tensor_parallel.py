@@ -216,7 +216,7 @@ def _check_even(placement: Division, n: int, tp: str, parts: int) -> None:
 def _make_parameter(divided: _Divided, mesh: DeviceMesh, local: bool) -> nn.Parameter:
     """The parameter as a DTensor, with its attributes."""
     local_part = divided.parameter.detach() if local else _take_part(divided, mesh_of(mesh))
-    # Not in the caller's inference mode: a step could not update the parameter.
+    # In the mode of the given parameter, not the caller's: a step cannot update a parameter made in inference mode.
     with torch.inference_mode(divided.parameter.is_inference()), torch.no_grad():
         tensor = DTensor.from_local(
             local_part.contiguous(),

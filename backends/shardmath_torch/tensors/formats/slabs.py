@@ -136,29 +136,31 @@ def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
 
 def cut_slabs(blocks: Blocks, shape: tuple[int, ...], most: int) -> Iterator[Slab]:
     """Yield Slabs (boxes of at most `most` elements, of whole blocks or a part of one) that together cover a tensor of
-    `shape`.
+    `shape`. `blocks` has the block sizes.
     """
-    sizes = blocks.positions(shape)
-    steps = _choose_steps(sizes, shape, most)
-    spans = map(_cut_dimension, sizes, shape, steps)
-    return map(Slab, itertools.product(*spans))
+    block_sizes = blocks.positions(shape)
+    slab_shape = _choose_slab_shape(block_sizes, shape, most)
+    spans_by_dim = map(_cut_dimension, block_sizes, shape, slab_shape)
+    return map(Slab, itertools.product(*spans_by_dim))
 
 
-def _choose_steps(sizes: tuple[int, ...], shape: tuple[int, ...], most: int) -> list[int]:
+def _choose_slab_shape(
+    block_sizes: tuple[int, ...], shape: tuple[int, ...], most: int
+) -> list[int]:
     """The shape of a slab: as much of the last dimensions as fits, and one block of earlier dimensions."""
-    block_shape = list(map(min, sizes, shape))
+    block_shape = list(map(min, block_sizes, shape))
     is_cut = math.prod(block_shape) > most
-    steps: list[int] = []
+    slab_shape: list[int] = []  # from the last dimension on
     for d in reversed(range(len(shape))):
-        # Leaves room for one block of the earlier dimensions, unless even that is cut.
+        # Leaves room for one block of the earlier dimensions, unless even one block is cut.
         before = 1 if is_cut else math.prod(block_shape[:d])
-        room = most // max(1, before * math.prod(steps))
+        room = most // max(1, before * math.prod(slab_shape))
         step = min(shape[d], room)
         # Whole blocks, if one fits.
-        if step >= sizes[d]:
-            step -= step % sizes[d]
-        steps.insert(0, max(1, step))
-    return steps
+        if step >= block_sizes[d]:
+            step -= step % block_sizes[d]
+        slab_shape.insert(0, max(1, step))
+    return slab_shape
 
 
 def _cut_dimension(block: int, n: int, step: int) -> list[BlockSpan]:

@@ -164,6 +164,7 @@ class TypedElements:
         for run in range(self.digits):
             images, digits = _order_images(*self._digits, (run, self.place), real(dtype))
             positions = np.searchsorted(images, words[run])
+            # Words above all images are compared with the last image.
             positions = np.minimum(positions, self.base - 1)
             exists &= images[positions] == words[run]
             numbers += digits[positions] * self.base**run
@@ -223,12 +224,12 @@ def _list_special(kinds: Sequence[TypedElements]) -> list[str]:
 def _list_digits(dtype: torch.dtype, wanted: tuple[torch.dtype, ...]) -> Words:
     """The finite values of a type that remain distinct in each wanted type that can hold several of them."""
     words = list_finite(dtype)
-    for to in wanted:
+    for target_dtype in wanted:
         try:
-            images = cast(words, dtype, to)
+            images = cast(words, dtype, target_dtype)
         except (RuntimeError, TypeError):
             continue
-        finite = is_finite(images, to)
+        finite = is_finite(images, target_dtype)
         _, first_of_each = np.unique(images[finite], return_index=True)
         distinct = words[finite][first_of_each]
         # With one value left there are no digits, and no element can be in a target of that type.
@@ -247,8 +248,9 @@ def _permute(dtype: torch.dtype, wanted: tuple[torch.dtype, ...], seed: tuple[in
 def _order_images(
     dtype: torch.dtype, wanted: tuple[torch.dtype, ...], seed: tuple[int, int], to: torch.dtype
 ) -> tuple[Words, _Flat]:
-    """The values of digits after a cast, ascending, and the digit of each."""
-    images = cast(_permute(dtype, wanted, seed), dtype, to)
+    """The values that stand for digits, in a run, after a cast to the dtype `to`: ascending, and the digit of each."""
+    value_of_digit = _permute(dtype, wanted, seed)
+    images = cast(value_of_digit, dtype, to)
     digits = np.argsort(images, kind="stable")
     return images[digits], digits
 

@@ -53,8 +53,8 @@ class Before:
                 if isinstance(value, Tensor) and id(value) not in known:
                     known.add(id(value))
                     self._tensors.append(_TensorBefore(value))
-                    for attribute in _list_attributes(value):
-                        self._containers.append((attribute, _copy(attribute)))
+                    for attributes in _list_attributes(value):
+                        self._containers.append((attributes, _copy(attributes)))
         # By key of memory, its bytes and a copy of them.
         self._bytes: dict[int, tuple[Tensor, Tensor]] = {}
         # The bytes of memory when a loader began, if these are not the bytes to restore.
@@ -212,7 +212,7 @@ def _copy(container: _Container) -> Any:
 
 
 def _restore(container: _Container, before: Any) -> None:
-    """Restore the names and members of `before`, in their order."""
+    """Restore the names and members of `before`; in their order, if the container is a list or a dict."""
     if _is_same(container, before):
         return
     if isinstance(container, list):

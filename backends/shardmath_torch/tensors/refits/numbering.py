@@ -222,6 +222,7 @@ class _Guess:
         self.right = right
         self.fault: tuple[int, str] | None = None
         part = real(dtype)
+        # A cast may change the bits of a NaN.
         self._takes_any_nan = kind.dtype != dtype or part.itemsize <= FEW_BITS
 
     def check(self, run: Run, seen: Words) -> None:

@@ -264,6 +264,7 @@ class _Recording:
         if describe(now[name]) != describe(target):
             into = torch.empty(target.shape, dtype=target.dtype, device="meta")
             write = watch.explain(now[name], into)
+            # Without pieces, no element of the checkpoint: constants.
             if write.pieces == ():
                 self.filled.add(name)
             return [write]
@@ -427,7 +428,7 @@ class _Recording:
         untouched: Collection[str],
         read: set[str] | None = None,
     ) -> Iterator[tuple[Mapping[str, Found], Mapping[str, Tensor]]]:
-        """Run the loader on the values of a run; give what it found in the targets, and what they are then.
+        """Run the loader on the values of a run; yield, by name, what each target held before, and the target after.
 
         Adds to `read` the targets without data that the loader reads before it writes them.
         """
@@ -578,11 +579,12 @@ def _show_read(name: str) -> str:
 
 
 def _check_words(argument: str, given: object, known: Sequence[str]) -> None:
-    """Raise StoreError unless an argument has known words."""
+    """Raise StoreError unless the argument `given` is one of the `known` words, or a list or tuple of them that is not
+    empty."""
     words = list(given) if isinstance(given, list | tuple) else [given]
     if not words or any(word not in known for word in words):
-        ways = " or ".join(map(repr, known))
-        raise StoreError(f"{argument}={given!r} is unknown; pass {ways}")
+        choices = " or ".join(map(repr, known))
+        raise StoreError(f"{argument}={given!r} is unknown; pass {choices}")
 
 
 def _version_of(target: Tensor) -> int:

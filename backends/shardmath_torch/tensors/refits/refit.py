@@ -233,7 +233,8 @@ class Refit(Leaves):
         return replace(party, key=self.member.key)
 
     def _find_rebindable(self, planned: Planned) -> list[Watched] | None:
-        """The watched tensors that `planned` moves too; None if tensors must be given again."""
+        """The watched tensors that `planned` moves too; None if tensors must be given again. Drops all bound tensors of
+        a rank that leaves."""
         rank = self._party.rank
         if rank in planned.plan.left:
             # A rank that leaves moves nothing, and lets its tensors go.
@@ -243,7 +244,7 @@ class Refit(Leaves):
             return None
         if list_sides(self.planned, rank) != list_sides(planned, rank):
             return None
-        # Without bound tensors, those that an earlier replan kept.
+        # None are bound since an earlier replan, which kept some for the next one.
         return self._rebindable if self._watched is None else self._watched
 
     @property
@@ -502,14 +503,15 @@ class Refit(Leaves):
 def _check_written(
     computed: Collection[str], src: Tensors, received: Mapping[str, Natives]
 ) -> None:
-    """Raise ExchangeError if one of the `computed` tensors, of those `received` by engines, is in memory of another."""
+    """Raise ExchangeError if one of the tensors in `received`, by engine, that is `computed` shares memory with another
+    one or with a source."""
     written: dict[str, Tensor] = {}
     others: dict[str, Tensor] = {}
     for engine, natives in received.items():
         start = f"{engine} " if len(received) > 1 else ""
         for native, tensor in natives.items():
-            into = written if show_native(native) in computed else others
-            into[start + label(*native)] = to_local(tensor)
+            tensors = written if show_native(native) in computed else others
+            tensors[start + label(*native)] = to_local(tensor)
     check_written(written, src, others)
 
 

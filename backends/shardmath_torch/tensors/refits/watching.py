@@ -314,6 +314,7 @@ class Watch(TorchDispatchMode):
         for write in self.writes[key_of(target)] if target.numel() else ():
             if write.pieces is None:
                 return True
+            # Side 1: a position of the stored tensor.
             if any(overlap((cells, piece), 1) is not None for piece in write.pieces):
                 return True
         return False

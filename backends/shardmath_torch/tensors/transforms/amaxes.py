@@ -144,6 +144,7 @@ class _QuantizeStage(Stage):
             slots[key] = row.cpu().numpy()
         call = self._call
         format, amax = self._amaxes.settle(self._rank, call.amaxes, slots)
+        # Stays True if an error interrupts the writing, for `name_torn`.
         self._writes = True
         self._cast(format, amax)
         self._writes = False
