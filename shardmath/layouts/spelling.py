@@ -329,14 +329,14 @@ def _decode_order(pairs: _Pairs, mesh: Mesh) -> list[Stage]:
     Right to left, each is inserted where the product of the sizes of the mesh axes before it is its split factor
     (torch 2.13 `_StridedShard` decoding). Raises PlacementError if there is no such position.
     """
-    # Without a StridedShard, both readings are the same.
-    if not any(isinstance(placement, StridedShard) for _, placement in pairs):
+    # Without a StridedShard, both readings are the same. A subclass may split otherwise, so its type counts.
+    if not any(type(placement) is StridedShard for _, placement in pairs):
         return _apply(pairs, mesh)
     order: list[_Axes] = []
     for axes, placement in reversed(pairs):
-        if isinstance(placement, StridedShard):
+        if type(placement) is StridedShard:
             factor = placement.split_factor
-        elif isinstance(placement, Shard):
+        elif type(placement) is Shard:
             factor = 1
         else:
             raise PlacementError(

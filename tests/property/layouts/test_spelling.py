@@ -325,3 +325,24 @@ def test_axes_by_dimension_are_told_the_text(spec: tuple, text: str, fails) -> N
     what = f"spec {tuple(spec)} names mesh axes by dimension, as JAX's PartitionSpec; a tuple has one placement"
     message = f"{what} per mesh axis: write the text {text!r}"
     fails(lambda: Layout((8, 4), Mesh(dp=2, tp=2), spec), LayoutError, message)
+
+
+class Reversed(Shard):
+    """Chunks from the last rank to the first."""
+
+    def split(self, n: int, parts: int) -> tuple[Runs, ...]:
+        return super().split(n, parts)[::-1]
+
+
+def test_a_subclass_splits_as_it_says_in_both_readings() -> None:
+    """It is no Shard for the order of splits: beside a StridedShard it has no place in it."""
+    one = Layout((9,), MESH, (Reversed(0), Replicate()), reading="order")
+    assert one == Layout((9,), MESH, (Reversed(0), Replicate()), reading="placement")
+    assert (
+        one.indices(0)[0].tolist()
+        != Layout((9,), MESH, (Shard(0), Replicate())).indices(0)[0].tolist()
+    )
+    with pytest.raises(
+        PlacementError, match="reading='order' is for Shard and StridedShard, but Reversed"
+    ):
+        Layout((9,), MESH, (Reversed(0), StridedShard(0, 1)), reading="order")

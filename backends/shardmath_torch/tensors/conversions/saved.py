@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -130,7 +131,4 @@ def _lies_in(piece: Piece, box: Box, whole: _Shape) -> bool:
 
 def _list_strides(shape: Sequence[int]) -> list[int]:
     """The strides of a contiguous tensor of that shape, in elements."""
-    strides = [1]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * n)
-    return strides[::-1]
+    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
