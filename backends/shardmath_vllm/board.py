@@ -331,7 +331,7 @@ class Board:
         """Whether a place has read the result of the step `what`. Called at place 0."""
         if notes.read(self.store, f"{what}/heard/{place}") is not None:
             return True
-        # Once all have left, the store has nothing of the group, not even place 0's mark; they read before they left.
+        # The last place to leave clears the store, of place 0's mark too; and a place leaves only after it has read.
         return notes.read(self.store, f"{what}/heard/{self.place}") is None
 
 

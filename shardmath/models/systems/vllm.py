@@ -126,7 +126,8 @@ def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: i
         return "linear"
     if redundant:
         return "redundant"
-    # vLLM falls back to linear, with only a line in its log, if experts have no groups.
+    # vLLM falls back to linear, with only a line in its log, if experts have no groups, or if dp > 1, which takes
+    # all-to-all kernels.
     grouped = int(config.get("n_group", 1)) > 1
     return chosen if grouped and dp == 1 else "linear"
 

@@ -227,6 +227,7 @@ def _plot_content(size: int, nodes: int, straight: int) -> _Plot:
     # `fewer` * `nodes` bytes of what d + 1 classes take.
     d = classes * straight // copies
     d = min(d, classes - 1)
+    # Both terms are times `classes`, so that no division rounds before the last.
     missing = (d + 1) * copies - straight * classes
     fewer = missing // (classes * nodes)
     parts = []

@@ -112,7 +112,7 @@ class Transformed:
         are left out. If several tensors are sent for one source tensor, such as data and scales, only the name of the
         first must be in `wires`."""
         names = []
-        for name in self._list_tensors(self.held_src, 0):
+        for name in self._list_tensors(self.held_src, end=0):
             wired = self.wired.get(name)
             first = name if wired is None else _name_wires(name, wired)[0]
             if first in wires:

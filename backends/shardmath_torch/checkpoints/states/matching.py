@@ -237,6 +237,7 @@ def _explain_shared(
 ) -> str:
     """Why a parameter's state may belong to its whole group, as a clause; "" if it belongs to the parameter."""
     entries = state.get(name, {})
+    # The sizes of the parameter's own state: an optimizer may merge some of its dimensions, or reduce over some.
     products = _list_products(shape)
     has_tensors = False
     for key, entry in entries.items():

@@ -188,12 +188,12 @@ class _Recording:
 
     def _watch(self) -> set[str]:
         """Record by views; return the targets that these do not explain."""
-        watch, writes = self._run_watched(())
+        watch, writes = self._run_watched(spoiled=())
         self._check_repeated(watch, writes)
         unexplained = {
             name for name, own_writes in writes.items() if not self._take(name, own_writes)
         }
-        # A loader that stores nothing may have noticed that there is no data.
+        # A loader that neither copies nor fills with constants may have noticed that there is no data.
         if not any(writes.values()) and not watch.filled:
             self.recorded_by.clear()
             return set(writes)
