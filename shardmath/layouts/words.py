@@ -58,6 +58,7 @@ def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -
         )
     read_stages = tuple(_read_stage(reader, words) for words in stages)
     for number, words in enumerate(stages):
+        # A free name stands for whatever length is left.
         if not any(word.free for word in words):
             _check_exact(reader, divided(n, read_stages[:number]), words)
     return divided(n, read_stages)

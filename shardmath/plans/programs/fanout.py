@@ -371,6 +371,7 @@ def _snap_cuts(plan: Plan, legs: Legs) -> Ints:
     cuts = bands.cuts.copy()
     first = bands.cut_first[:-1]
     last = bands.cut_first[1:] - 1
+    # The first cut of a line is its begin, 0, and the last one its end.
     is_cut = (last - first > 1) & (cuts[last] > 0)
     for lines in bundle_lines(legs, np.flatnonzero(is_cut)):
         inner, line = ranges(first[lines] + 1, last[lines])
