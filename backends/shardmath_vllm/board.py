@@ -166,7 +166,7 @@ class Board:
             return vote is not None
 
         def word_faults() -> str:
-            # Before the votes are shown, since it reads them again: a rank says what failed there, and then leaves.
+            # Before the votes are listed: `_word_left` reads them again, since a rank may vote, and then leave.
             gone = self._word_left(range(self.size), has_voted)
             faults = [
                 f"place {place} could not {what}: {votes[place]}"

@@ -157,7 +157,7 @@ def _list_expert_numbers(
 
 
 def _list_numbers(config: Config, tp: int) -> dict[str, int]:
-    """The values of the numbers in other rows."""
+    """The values of the numbers in all rows except experts'."""
     vocab = int(config.get("vocab_size", 0))
     return {
         "vocab": -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,

@@ -82,6 +82,7 @@ def _permute(
         if Counter(have) != Counter(want):
             return None
         senders[group] = _match(have, want)
+    # No dimension is gathered or divided.
     return (), senders
 
 

@@ -283,12 +283,12 @@ class _Recording:
         unseen = []
         # Modes see one thread, but versions count the writes of all.
         if is_newer and key not in watch.noted:
-            unseen.append(Write(None, ("another thread",), carries=True))
+            unseen.append(Write(pieces=None, made=("another thread",), carries=True))
         if key in changed:
-            unseen.append(Write(None, ("a write past torch",), carries=True))
+            unseen.append(Write(pieces=None, made=("a write past torch",), carries=True))
+        # A buffer was filled, and no operation here has read it: another thread may have copied from it.
         if watch.unread and _count(writes) < memory.numel():
-            # Another thread may have copied out of a buffer.
-            unseen.append(Write(None, ("what filled a buffer",)))
+            unseen.append(Write(pieces=None, made=("what filled a buffer",)))
         return unseen
 
     def _take(self, name: str, writes: list[Write]) -> bool:

@@ -219,8 +219,8 @@ class Refit(Leaves):
             self._timeout = limit
             self._party = self._join(joined)
             self._rebindable = self._find_rebindable(planned)
-            only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
-            stays_bound = only_left and are_related(self.planned, planned)
+            none_is_back = set(planned.plan.left).issuperset(self.planned.plan.left)
+            stays_bound = none_is_back and are_related(self.planned, planned)
             self._watched = self._rebindable if stays_bound else None
             self._src = self._all_src.keep(planned.moved)
             self.planned = planned
