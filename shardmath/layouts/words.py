@@ -107,7 +107,7 @@ def _read_stage(reader: LayoutReader, words: list[WrittenDigit]) -> Stage:
 
 
 def _make_cut(reader: LayoutReader, word: WrittenDigit) -> Digit:
-    """The digit of a word left of the free name."""
+    """The digit of a word left of the free name: an integer, or axes."""
     sizes = _axis_sizes(reader, word)
     parts = word.number or math.prod(sizes)
     return Digit(_choose_cut(reader, word, parts), word.axes, sizes)

@@ -342,7 +342,8 @@ def _count_needed(t: Template) -> tuple[Ints, Ints]:
 
 
 def _check_count(plan: Plan, batches: Sequence[Batch], arriving: Ints) -> None:
-    """Check that as many elements arrive at each position, or at its group, as the position needs."""
+    """Check that as many elements arrive at each position as it needs; if the destination's addends are chosen, at all
+    positions of its group together."""
     t = batches[0].template
     group, needed = _count_needed(t)
     if t.reduction.chosen:
