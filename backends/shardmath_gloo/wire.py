@@ -159,7 +159,7 @@ class GlooWire:
             return data
         tail = self._send(_make_byte(), rank, self._patience, DATA)
         answer = self._receive(_make_byte(), rank, self._patience, ANSWER)
-        # The answer first, for the same reason.
+        # The answer first: a broken connection does not end a wait for data of which part has been sent.
         return _Long((answer, tail, data))
 
     def _receive(self, memory: Tensor, rank: int, patience: float, step: int) -> _Pending:
@@ -227,6 +227,7 @@ class GlooWire:
         def post(channel: Group) -> dist.Work:
             return channel.broadcast([memory], options)
 
+        # None, since all ranks take part.
         self._post(None, self._patience, post).wait()
 
     def abandon(self) -> None:

@@ -165,7 +165,8 @@ class NcclWire:
     def send(self, memory: Tensor, rank: int) -> _Batch:
         """Queue a send of the bytes of `memory` to `rank`; the next `start` launches it with all queued messages.
         Return the _Batch of these messages, which are waited for together."""
-        self._batch.ops.append(WireMessage(True, memory, self._places[rank]))
+        message = WireMessage(sends=True, memory=memory, place=self._places[rank])
+        self._batch.ops.append(message)
         return self._batch
 
     def start(self) -> None:

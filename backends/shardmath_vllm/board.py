@@ -166,7 +166,7 @@ class Board:
             return vote is not None
 
         def word_faults() -> str:
-            # Before the votes are shown, since it reads them again: a rank says what failed there, and then leaves.
+            # Before the votes are listed: `_word_left` reads them again, since a rank may vote, and then leave.
             gone = self._word_left(range(self.size), has_voted)
             faults = [
                 f"place {place} could not {what}: {votes[place]}"
@@ -332,7 +332,7 @@ class Board:
         """Whether a place has read the result of the step `what`. Called at place 0."""
         if notes.read(self.store, f"{what}/heard/{place}") is not None:
             return True
-        # Once all have left, the store has nothing of the group, not even place 0's mark; they read before they left.
+        # The last place to leave clears the store, of place 0's mark too; and a place leaves only after it has read.
         return notes.read(self.store, f"{what}/heard/{self.place}") is None
 
 

@@ -149,8 +149,10 @@ class Life:
             if fault:
                 self.update = self.update.after(Step.REFUSE)
                 raise ExchangeError(fault)
+            # All ranks are in this update now, and none reads messages about earlier ones.
             self._forget()
             act()
+            # A vote without further work: it ends once all ranks have moved.
             together(self._link.group, self._name("end"), lambda: None)
             self.update = self.update.after(Step.ARRIVE)
 

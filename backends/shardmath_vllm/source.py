@@ -146,7 +146,7 @@ def watch_modules(source: Source) -> list[Watched]:
     """Return a Watched for each tensor of `source`, for later checks: its memory, and which of the source's modules
     hold it.
     """
-    watched = watch("the trainer's", None, name_natives(source.tensors))
+    watched = watch("the trainer's", given=None, natives=name_natives(source.tensors))
     find_owners(watched, [part for module in source.modules for part in module.modules()])
     return watched
 

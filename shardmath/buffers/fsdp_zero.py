@@ -69,7 +69,7 @@ def flat_parameter(
         forward_dtype = kinds[0] if kinds else "uint8"
     size = dtypes.itemsize(forward_dtype)
     start = ALIGNED_BYTES // size if read_flag(use_orig_params, "use_orig_params") else 1
-    return _lay_one_bucket(listed, listed, start=start, divisor=ranks, ranks=ranks)
+    return _lay_one_bucket(listed, order=listed, start=start, divisor=ranks, ranks=ranks)
 
 
 def zero(

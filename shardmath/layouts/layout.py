@@ -261,8 +261,9 @@ def _check_arguments(mesh: object, spec: object, reading: object) -> None:
         )
     if known(reading, ("placement", "order")) is None:
         raise LayoutError(f"reading={shown(reading)} is not known; use 'placement' or 'order'")
-    placements = isinstance(spec, str | Sequence | Mapping)
-    if not placements or isinstance(spec, bytes | bytearray | memoryview | range):
+    is_spec = isinstance(spec, str | Sequence | Mapping)
+    # Sequences, but not of placements.
+    if not is_spec or isinstance(spec, bytes | bytearray | memoryview | range):
         raise LayoutError(
             f"spec is {shown(spec)}; "
             f"give text, one placement per mesh axis, or a mapping from axis to placement"

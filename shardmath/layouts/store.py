@@ -157,8 +157,8 @@ class Store:
         else:
             given = listed(entries, "entries", StoreError)
         ordered = sorted(map(_read_entry, given), key=_KEY)
-        for (key, _), (after, _) in itertools.pairwise(ordered):
-            if key == after:
+        for (key, _), (next_key, _) in itertools.pairwise(ordered):
+            if key == next_key:
                 raise StoreError(
                     f"local tensor {key[0]!r} of rank {key[1]} has two views; give it one"
                 )

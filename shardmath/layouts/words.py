@@ -58,6 +58,7 @@ def make_field(reader: LayoutReader, n: int, stages: list[list[WrittenDigit]]) -
         )
     read_stages = tuple(_read_stage(reader, words) for words in stages)
     for number, words in enumerate(stages):
+        # A free name stands for whatever length is left.
         if not any(word.free for word in words):
             _check_exact(reader, divided(n, read_stages[:number]), words)
     return divided(n, read_stages)
@@ -106,7 +107,7 @@ def _read_stage(reader: LayoutReader, words: list[WrittenDigit]) -> Stage:
 
 
 def _make_cut(reader: LayoutReader, word: WrittenDigit) -> Digit:
-    """The digit of a word left of the free name."""
+    """The digit of a word left of the free name: an integer, or axes."""
     sizes = _axis_sizes(reader, word)
     parts = word.number or math.prod(sizes)
     return Digit(_choose_cut(reader, word, parts), word.axes, sizes)

@@ -195,8 +195,8 @@ def _ask_for_all(
 
 
 def _ask_for_one_each(batch_number: int, batch: Batch, sets: Sets) -> _Requests:
-    """The requests of a batch of which one destination addend may receive: the addend of which most ranks
-    hold the unit already, or all addends, a stripe each.
+    """The requests of a batch whose elements each go to one addend of the destination: to the addend of which
+    most ranks hold the unit already; if no rank does, each addend gets a stripe of the unit.
 
     Replicas of an addend have to stay equal, so the choice depends only on the unit.
     """
@@ -261,10 +261,10 @@ def _split_by_node(requests: _Requests, sets: Sets, topology: Topology) -> _Requ
     # Each pair of sets as one number, so that it is split once.
     count = len(sets.number)
     codes = requests.holders * count + requests.receivers
-    pairs, pair = np.unique(codes, return_inverse=True)
-    parts, first = _split_pairs(pairs // count, pairs % count, sets, topology.node)
+    pairs, pair_of_row = np.unique(codes, return_inverse=True)
+    parts, first_part = _split_pairs(pairs // count, pairs % count, sets, topology.node)
     # Every row is repeated for each part of its pair.
-    part, row = ranges(first[pair], first[pair + 1])
+    part, row = ranges(first_part[pair_of_row], first_part[pair_of_row + 1])
     holders, receivers, near = parts[part].T
     rows = requests.take(row)
     return rows._replace(holders=holders, receivers=receivers, near=near)

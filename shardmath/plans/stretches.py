@@ -106,21 +106,21 @@ def _send_of_block(
     demands: Demands, line: int, block: int, rank: int, lo: int, hi: int
 ) -> Iterator[Stretch]:
     """The stretches of a block in the bytes lo..hi-1 of the line, receiver by receiver."""
-    each = int(demands.nbytes[block])
+    nbytes = int(demands.nbytes[block])
     start = int(demands.start[block])
+    # On the line the block's bytes are repeated, once per receiver; from here, lo and hi count from the block's start.
     lo = max(lo - start, 0)
-    hi = min(hi - start, each * int(demands.count[block]))
+    hi = min(hi - start, nbytes * int(demands.count[block]))
     if lo >= hi:
         return
-    # On the line the block's bytes are repeated, once per receiver; lo and hi count from the first.
-    asking = list_receivers(demands, line, block)
-    first = lo // each
-    last = (hi - 1) // each
-    for receiver in range(first, last + 1):
-        copy = receiver * each
-        begin = max(lo - copy, 0)
-        end = min(hi - copy, each)
-        yield Stretch(block, rank, asking[receiver], begin, end)
+    receivers = list_receivers(demands, line, block)
+    first = lo // nbytes
+    last = (hi - 1) // nbytes
+    for i in range(first, last + 1):
+        copy_start = i * nbytes
+        begin = max(lo - copy_start, 0)
+        end = min(hi - copy_start, nbytes)
+        yield Stretch(block, rank, receivers[i], begin, end)
 
 
 def list_received(demands: Demands, rank: int) -> Iterator[Stretch]:

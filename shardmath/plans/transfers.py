@@ -311,11 +311,12 @@ def _find_starts(
 ) -> _Starts:
     """The starts of the box of these rows."""
     starts = _Starts([], [], [])
-    for over, row, src, dst in zip(listed, rows, sending, receiving, strict=True):
-        source = over.dst if relayed else over.src
+    for overlay, row, src, dst in zip(listed, rows, sending, receiving, strict=True):
+        # A relay sends from its destination tensor.
+        source = overlay.dst if relayed else overlay.src
         starts.src.append(source[row][src])
-        starts.dst.append(over.dst[row][dst])
-        starts.tensor.append(over.start[row])
+        starts.dst.append(overlay.dst[row][dst])
+        starts.tensor.append(overlay.start[row])
     return starts
 
 

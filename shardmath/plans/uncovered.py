@@ -252,11 +252,12 @@ def _is_full(over: Overlay) -> bool:
 
 
 def _count_covered(over: Overlay) -> list[int]:
-    """By part of the destination, the number of its positions that are in rows."""
+    """By part of the destination, the number of its positions that some part of the source has."""
     covered = [0] * len(over.target.parts)
     pairs = zip(over.pair_goal.tolist(), over.pair_size.tolist(), strict=True)
     for goal, size in pairs:
-        for part in over.goals[goal]:
+        holding_parts = over.goals[goal]
+        for part in holding_parts:
             covered[part] += size
     return covered
 

@@ -99,14 +99,14 @@ class _Addends(NamedTuple):
 
 def _number_addends(mesh: Mesh, rule: Reduction) -> _Addends:
     """The groups and addends of the ranks of a mesh."""
-    others = [axis for axis in mesh.shape if axis not in rule.chosen]
-    passing = [axis for _, axes in rule.matched for axis in axes]
+    other_axes = [axis for axis in mesh.shape if axis not in rule.chosen]
+    matched_axes = [axis for _, axes in rule.matched for axis in axes]
     # Empty if there is no choice, in which case no receiver has to be noted.
     chosen = _coordinates(mesh, rule.chosen) if rule.chosen else {}
     return _Addends(
-        group=_coordinates(mesh, others),
+        group=_coordinates(mesh, other_axes),
         chosen=chosen,
-        through=_coordinates(mesh, passing),
+        through=_coordinates(mesh, matched_axes),
     )
 
 
@@ -136,7 +136,9 @@ class _ClaimedTensor:
             # All source windows have the same Partial axes, so the first one tells how addends arrive.
             rule = self.rules[0, j]
             self.ranks.append(_number_addends(b.mesh, rule))
+        # The (box, chosen addend) of transfers, each dict an ordered set.
         self.choices: dict[_Choosing, dict[tuple[Box, int], None]] = {}
+        # By side, window and rank.
         self.held: dict[tuple[int, int, int], tuple[Runs, ...]] = {}
 
     def runs(self, side: int, window: int, rank: int) -> tuple[Runs, ...]:

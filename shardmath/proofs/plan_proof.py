@@ -181,12 +181,12 @@ def _element_of(plan: Plan, row: int) -> tuple[int, ...]:
 def _check_once(plan: Plan, places: Places) -> None:
     """Check that no receiver gets an element from two rows, and that all its receivers have one addend."""
     demands = plan.lines
-    _, asking = _list_sets_of_rows(demands)
+    _, receiver_sets = _list_sets_of_rows(demands)
     # In this order, the rows of one unit are adjacent and ascend by their elements.
-    order = np.lexsort((asking, demands.lo, demands.unit, demands.batch))
+    order = np.lexsort((receiver_sets, demands.lo, demands.unit, demands.batch))
     first = _find_groups(plan, order)
-    for rows in _group_rows(plan, order, first, asking):
-        _check_apart(plan, places, rows, asking[rows].tolist())
+    for rows in _group_rows(plan, order, first, receiver_sets):
+        _check_apart(plan, places, rows, receiver_sets[rows].tolist())
 
 
 def _find_groups(plan: Plan, order: Ints) -> Ints:
@@ -342,7 +342,8 @@ def _count_needed(t: Template) -> tuple[Ints, Ints]:
 
 
 def _check_count(plan: Plan, batches: Sequence[Batch], arriving: Ints) -> None:
-    """Check that as many elements arrive at each position, or at its group, as the position needs."""
+    """Check that as many elements arrive at each position as it needs; if the destination's addends are chosen, at all
+    positions of its group together."""
     t = batches[0].template
     group, needed = _count_needed(t)
     if t.reduction.chosen:

@@ -61,6 +61,7 @@ def _check_kind(value: object, kind: Any, what: str, checked_ids: set[int]) -> N
     Tables in `checked_ids` are skipped: tensors share them.
     """
     origin = get_origin(kind) or kind
+    # isinstance takes a union such as int | None as it is, but not tuple[int, ...].
     expected = kind if origin is UnionType else origin
     if not isinstance(value, expected):
         name = getattr(expected, "__name__", expected)

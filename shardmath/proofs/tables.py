@@ -164,9 +164,9 @@ def _measure_rows(demands: Demands, batches: Sequence[Batch]) -> tuple[Ints, Int
     itemsize = np.array(itemsizes, np.int64)
     tensors = lengths(batch.names for batch in batches)
     elements = demands.hi - demands.lo
-    each = elements * itemsize[demands.batch]
-    row_bytes = each * tensors[demands.batch]
-    return each, row_bytes
+    tensor_bytes = elements * itemsize[demands.batch]
+    row_bytes = tensor_bytes * tensors[demands.batch]
+    return tensor_bytes, row_bytes
 
 
 def _check_blocks(demands: Demands, batches: Sequence[Batch]) -> None:

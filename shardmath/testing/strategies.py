@@ -275,9 +275,9 @@ def _draw_stored(draw: Draw, n: int) -> Runs:
     cut = draw(st.integers(0, n))
     halves = [(0, cut), (cut, n)]
     first, second = draw(st.permutations(halves))
-    before = draw(_holes)
-    between = draw(_holes)
-    return from_ranges([before, first, between, second])
+    holes_before = draw(_holes)
+    holes_between = draw(_holes)
+    return from_ranges([holes_before, first, holes_between, second])
 
 
 def shapes(most: int = 9) -> st.SearchStrategy[tuple[int, ...]]:

@@ -184,7 +184,8 @@ def _raise_failure(
     rank, _ = share_of(group)
     if rank in failed.failures:
         local_error, _ = failed.failures[rank]
-        if not isinstance(local_error, _ReportedError):  # Ctrl-C between two calls of ours
+        # A reported error is in `raised` already; another is a Ctrl-C between two calls of ours.
+        if not isinstance(local_error, _ReportedError):
             raised.append(local_error)
     if raised and not isinstance(raised[-1], Exception):
         # All ranks know of this interrupt, so the group stays usable.
@@ -232,8 +233,8 @@ def load(
         own_marks = job.reader.touched
         rank, count = share_of(group)
         # No marks if no checksums are checked.
-        packed = [] if own_marks is None else gather_all("load", own_marks, count, group)
-        return on_all("load", lambda: _fill(job, device, packed, rank), group)
+        all_marks = [] if own_marks is None else gather_all("load", own_marks, count, group)
+        return on_all("load", lambda: _fill(job, device, all_marks, rank), group)
 
 
 class _LoadJob(NamedTuple):
@@ -261,11 +262,11 @@ def _prepare_load(
     _check_device(device)
     rank = compat.rank_or_0()
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    wanted, stored = _find_wanted(checkpoint, layouts, names or {}, rank)
-    planner = LoadPlanner(wanted, names=stored)
+    wanted, stored_names = _find_wanted(checkpoint, layouts, names or {}, rank)
+    planner = LoadPlanner(wanted, names=stored_names)
     share = share_of(group)
     reader = Reader(
-        checkpoint, names=stored.values(), share=share, progress=progress, verify=verify
+        checkpoint, names=stored_names.values(), share=share, progress=progress, verify=verify
     )
     metadata = reader.read_metadata()
     tensors = planner.make_room()

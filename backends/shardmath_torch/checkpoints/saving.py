@@ -133,7 +133,7 @@ class SavePlanner(theirs.SavePlanner):
                 tensors[name] = data
         source, _ = wanted(disk_plan, self._rank)
         local_tensors = by_key(source, tensors)
-        fits(source, local_tensors)
+        fits(source, local_tensors)  # or it raises
         items = list(self._list_boxes(disk_plan, local_tensors))
         items += self._list_empty(disk_plan)
         return SavePlan(items, planner_data=self._make_report(disk_plan, blob_names))

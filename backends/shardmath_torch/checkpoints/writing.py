@@ -145,14 +145,14 @@ class Writer(storage.StorageWriter):
         shardmath.json."""
         running = self._claim
         assert running is not None, "a save has begun"
-        wrote = [result for of_rank in results for result in of_rank]
+        all_results = [result for of_rank in results for result in of_rank]
         with _raise_as_ours(self._folder, lambda: _word_state(self._folder, running.save)):
-            for name in sorted({result.storage_data.file for result in wrote}):
+            for name in sorted({result.storage_data.file for result in all_results}):
                 _finish_file(self._folder, name)
             sync(self._folder)
-            checkpoint = _describe(self._folder, metadata, wrote)
+            checkpoint = _describe(self._folder, metadata, all_results)
             index = to_json(checkpoint, running.save)
-            pickled = _pickle(metadata, wrote)
+            pickled = _pickle(metadata, all_results)
             content = Sealed(pickled, index, running.save)
             make_count(running, seal(content))
         self._claim = None

@@ -344,17 +344,17 @@ def _join_group(order: _ChildOrder[A, R], rank: int) -> None:
 
 
 def _make_report(pipe: Connection) -> Report:
-    """`report` for one child: it sends at once if the phase changes, else every REPORT_EVERY seconds."""
-    last = Progress()
-    sent = 0.0
+    """`report` for one child: it sends at once if the phase changes or is done, else every REPORT_EVERY seconds."""
+    last_progress = Progress()
+    sent_at_s = 0.0
 
     def report(phase: str, done: float, total: float) -> None:
-        nonlocal last, sent
+        nonlocal last_progress, sent_at_s
         now = time.monotonic()
-        due = now - sent > REPORT_EVERY
-        if due or phase != last.phase or done >= total:
-            last = Progress(phase, done, total)
-            sent = now
+        is_due = now - sent_at_s > REPORT_EVERY
+        if is_due or phase != last_progress.phase or done >= total:
+            last_progress = Progress(phase, done, total)
+            sent_at_s = now
             pipe.send(("progress", phase, done, total))
 
     return report

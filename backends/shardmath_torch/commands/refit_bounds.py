@@ -104,6 +104,7 @@ def _group_holders(layout: Layout) -> dict[Held, Holders]:
 
 def _sort_runs(runs: Runs, n: int) -> Runs:
     """The runs in global order, so that they are equal for ranks with the same positions in another order."""
+    # Each local start becomes the global one.
     segments = [(start, start, length) for _, start, length in runs.segments]
     return Runs(segments, n)
 

@@ -43,7 +43,7 @@ def repacks_anew(module: nn.Module) -> Iterator[None]:
 
     def make_and_keep(weight: Tensor, scales: Tensor, *others: Any, **named: Any) -> Any:
         kernel: Any = make(weight, scales, *others, **named)
-        kernel.kept = scales
+        kernel.kept = scales  # the kernel points to their memory
         return kernel
 
     ops.create_onednn_scaled_mm = make_and_keep

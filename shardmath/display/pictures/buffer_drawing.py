@@ -285,11 +285,13 @@ def _label(span: BucketSpan, wide: float) -> str:
 
 
 def _list_labels(span: BucketSpan) -> Iterator[str]:
-    """The possible labels of a box, the longest first: ends of its name, or the number of parameters."""
-    if span.several > 1:
-        yield f"{span.several:,} parameters"
-        yield f"{span.several:,}"
-    if span.several == 1:
+    """The possible labels of a box, the longest first: ends of its name, or the number of parameters; none for
+    padding."""
+    params = span.several
+    if params > 1:
+        yield f"{params:,} parameters"
+        yield f"{params:,}"
+    if params == 1:
         parts = span.name.removesuffix(".weight").split(".")
         yield ".".join(parts)
         for i in range(1, len(parts)):

@@ -118,10 +118,12 @@ def _make_strips(layout: Layout, drawn_by_dim: Sequence[list[_Owned]]) -> list[_
 
 
 def _keep_drawn(by_dim: Sequence[list[_Owned]], slices: int, most: int) -> list[list[_Owned]]:
-    """The stretches of each dimension that are drawn, so that there are at most `most` cells."""
+    """The stretches of each dimension that are drawn, so that there are at most `most` cells; `slices` is the number of
+    the tensor's two-dimensional slices."""
     kept = [stretches[:MOST_PANELS] for stretches in by_dim[:-2]]
-    drawn = min(slices, MOST_PANELS)
-    panels = max(drawn, 1)
+    drawn_slices = min(slices, MOST_PANELS)
+    # An empty tensor may have no slices.
+    panels = max(drawn_slices, 1)
     room = max(most // panels, 1)
     last_two = by_dim[-2:]
     limits = [room]

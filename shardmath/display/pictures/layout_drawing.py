@@ -288,12 +288,13 @@ class _PanelDrawer:
         room = (MOST_SPARSE + 1) * LETTER
         if columns.total < room or rows.total < LINE:
             return
-        down = every(len(rows.at), rows.total, LINE)
-        across = every(len(columns.at), columns.total, room)
-        self.step = down * across
+        group_rows = every(len(rows.at), rows.total, LINE)
+        group_columns = every(len(columns.at), columns.total, room)
+        self.step = group_rows * group_columns
         for place in self._cell_boxes():
             # The middle box of each group, so that no number extends beyond the panel.
-            if place.row % down == down // 2 and place.column % across == across // 2:
+            is_middle_row = place.row % group_rows == group_rows // 2
+            if is_middle_row and place.column % group_columns == group_columns // 2:
                 yield from self._label(place, left, MOST_SPARSE, hides=True)
 
     def _label(

@@ -203,9 +203,9 @@ def _draw_heat(moved: TrafficMatrix, where: Topology | None) -> Drawing:
 def _draw_boxes(moved: TrafficMatrix, where: Topology | None) -> Drawing:
     """A box for each pair of sender and receiver, with their names."""
     few = max(moved.sent.shape) <= FEW
-    high, wide = (24.0, 54.0) if few else (18.0, 18.0)
-    rows = _place_groups(moved.senders, high)
-    columns = _place_groups(moved.receivers, wide)
+    row_height, column_width = (24.0, 54.0) if few else (18.0, 18.0)
+    rows = _place_groups(moved.senders, row_height)
+    columns = _place_groups(moved.receivers, column_width)
     letters = _measure_names(rows) + 1
     left = letters * LETTER
     top = TOP + _column_names_height(columns)

@@ -38,8 +38,8 @@ def merge(traces: Iterable[Trace]) -> Trace:
     given = list(traces)
     clocks = [_find_clock(trace) for trace in given]
     _check_ranks(clocks)
-    ahead = _align(clocks)
-    begins = [clock.began_ns - ahead[clock.machine] for clock in clocks]
+    ahead_ns = _align(clocks)
+    begins = [clock.began_ns - ahead_ns[clock.machine] for clock in clocks]
     # Subtract as integers: a float of seconds since 1970 has no room for nanoseconds.
     first = min(begins, default=0)
     spans: list[Span] = []

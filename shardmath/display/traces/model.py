@@ -79,13 +79,14 @@ def _list_ranks(given: Iterable[int]) -> list[int]:
 def _draw_rounds(
     rank: int, rounds: Sequence[Round], times: _Times, where: Topology
 ) -> Iterator[Span]:
-    """The rounds in which the rank sends or receives, with the size of the nodes, which may be assumed."""
+    """A span for each round in which the rank sends or receives; it tells the ranks per node, since a topology may only
+    assume them."""
     place = Place(rank, is_model=True)
     about = {"ranks per node": where.ranks_per_node}
-    for turn in rounds:
-        if turn.sends or turn.receives:
-            begin, end = times[turn.step].tolist()
-            yield Span(place, "rounds", name_step(turn.step), begin, end - begin, about)
+    for round_ in rounds:
+        if round_.sends or round_.receives:
+            begin, end = times[round_.step].tolist()
+            yield Span(place, "rounds", name_step(round_.step), begin, end - begin, about)
 
 
 def _draw_messages(

@@ -212,15 +212,15 @@ class Mesh:
         Raises MeshError unless the sizes multiply to the size of the axis.
         """
         n = self.axis_size(name)
-        into = dict(_check_axis(part, size) for part, size in parts.items())
-        product = math.prod(into.values())
+        new_axes = dict(_check_axis(part, size) for part, size in parts.items())
+        product = math.prod(new_axes.values())
         if product != n:
-            sizes = " ".join(f"{part}={size}" for part, size in into.items()) or "of no axes"
+            sizes = " ".join(f"{part}={size}" for part, size in new_axes.items()) or "of no axes"
             what = f"mesh axis {name!r} has size {n}, but the product of its parts {sizes} is {product}"
             raise MeshError(f"{what}; give parts whose product is {n}")
         axes: list[tuple[str, int]] = []
         for axis in self.axes:
-            axes += into.items() if axis[0] == name else [axis]
+            axes += new_axes.items() if axis[0] == name else [axis]
         return _make_mesh(tuple(axes), self.ranks)
 
     def merge(self, names: Iterable[str], into: str) -> Mesh:

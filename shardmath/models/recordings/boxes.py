@@ -140,18 +140,20 @@ def _find_step(stride: int, shape: _Numbers) -> tuple[int, int]:
 
 
 def _find_inner(count: int, stride: int, shape: _Numbers, start: _Numbers) -> int | None:
-    """The number of steps in one dimension before the next begins; None if no such number divides `count`."""
+    """Of `count` steps of a flat stride, the number that stay in one dimension before they go on in the next; None if
+    no such number divides `count`."""
     dim, step = _find_step(stride, shape)
     if not step:
         return None
     n = shape[dim]
-    if start[dim] + (count - 1) * step < n:
+    fits_in_dim = start[dim] + (count - 1) * step < n
+    if fits_in_dim:
         return count
     # Steps continue in the next dimension only if they fill this one from its beginning.
     inner, rest = divmod(n, step)
     if rest or start[dim] >= step or count % inner:
         return None
-    # Split into blocks of one step, a block would stay as it is.
+    # Of blocks of one step, the outer block would be the whole block again.
     return inner if inner > 1 else None
 
 

@@ -88,9 +88,9 @@ class _Groups:
 
 def _group_neighbors(cells: _Flat, elements: _Flat) -> _Groups:
     """Stretches of successive elements in successive cells."""
-    across = np.diff(cells) == 1
-    along = np.diff(elements) == 1
-    ends = np.flatnonzero(~(across & along))
+    are_next_cells = np.diff(cells) == 1
+    are_next_elements = np.diff(elements) == 1
+    ends = np.flatnonzero(~(are_next_cells & are_next_elements))
     starts = np.concatenate([[0], ends + 1])
     counts = np.diff(np.append(starts, len(cells)))
     shapes: list[tuple[Block, ...]] = [((count, 1, 1),) for count in counts.tolist()]

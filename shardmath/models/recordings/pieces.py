@@ -103,6 +103,7 @@ def overlap(pieces: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
     A piece that has a position twice is returned twice.
     """
     for cluster in _cluster(pieces, side):
+        # A nested piece has no position twice.
         if len(cluster) == 1 and _is_nested(cluster[0], side):
             continue
         pair = _find_overlap(cluster, side)

@@ -53,11 +53,11 @@ class RecordedView:
         self.missing = _pair_rest(stored_dims, len(stored), len(shape))
         # The view has the stored dimensions in ascending order: the logical dimension along each.
         self.order = tuple(sorted(stored_dims, key=stored_dims.__getitem__))
-        all_runs = [self._find_runs(of, stored_dims[of]) for of in range(len(shape))]
+        all_runs = [self._find_runs(d, stored_dims[d]) for d in range(len(shape))]
         _check_product(all_runs, self.boxes)
         trimmed = [trim(runs) for runs in all_runs]
         self.runs = tuple(runs for _, runs in trimmed)
-        self._spans = {stored_dims[of]: view.span for of, (view, _) in enumerate(trimmed)}
+        self._spans = {stored_dims[d]: view.span for d, (view, _) in enumerate(trimmed)}
 
     def cut(self, ndim: int) -> tuple[int | slice, ...]:
         """Return the index tuple that selects the view from the stored tensor. Before indexing, the stored tensor must
@@ -146,16 +146,17 @@ def _list_moving(starts: Sequence[_Shape], paired: Iterable[int]) -> list[int]:
 
 
 def _pair_rest(stored_dims: dict[int, int], stored: int, logical: int) -> int:
-    """Pair the remaining logical dimensions, each of one position; return how many dimensions this adds."""
-    free = [d for d in range(stored) if d not in stored_dims.values()]
+    """Pair the remaining logical dimensions, each of one position, with the `stored` dimensions that are left; return
+    how many dimensions of 1 have to be added behind these."""
+    free = [dim for dim in range(stored) if dim not in stored_dims.values()]
     missing = 0
-    for of in reversed(range(logical)):
-        if of in stored_dims:
+    for d in reversed(range(logical)):
+        if d in stored_dims:
             continue
         if free:
-            stored_dims[of] = free.pop()
+            stored_dims[d] = free.pop()
         else:
-            stored_dims[of] = stored + missing
+            stored_dims[d] = stored + missing
             missing += 1
     return missing
 

@@ -58,8 +58,8 @@ class Held:
     @property
     def names(self) -> set[str]:
         """The names of the logical (checkpoint) tensors that the stored tensors in `self.blocks` contain."""
-        by_component = itertools.chain.from_iterable(block.names for block in self.blocks)
-        return set(itertools.chain.from_iterable(by_component))
+        lists_of_names = itertools.chain.from_iterable(block.names for block in self.blocks)
+        return set(itertools.chain.from_iterable(lists_of_names))
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,10 +116,10 @@ class _GroupLayer:
         Each stage cuts what the last left.
         """
         for stage in group.stages:
-            self.before = self._lay_terms(stage, ())
+            self.before = self._lay_terms(stage, cuts=())
         pieces = self.before or []
         try:
-            # A hole (-1, n) is the integer n there.
+            # `from_ranges` takes a hole as its length n; among pieces it is (-1, n).
             return from_ranges(stop if start < 0 else (start, stop) for start, stop in pieces)
         except RunsError as error:
             message = self._explain_repeat(group, pieces) or f"'{group}': {error}"
@@ -247,7 +247,8 @@ class _GroupLayer:
     def _lay_leaf(
         self, leaf: Word, right: tuple[Word, ...], cuts: tuple[_WordCut, ...]
     ) -> list[_Piece]:
-        """The pieces of the component that the cuts leave."""
+        """The pieces that the cuts leave of the component `leaf`, which is cut between blocks: the words `right` of it
+        in the term are the numbers in a block, and perhaps an axis that deals out the blocks."""
         pieces = self._list_pieces(leaf)
         grain = self._find_grain(right)
         length = sum(map(_count, pieces))

@@ -217,7 +217,7 @@ def _read_head(line: str) -> _Head:
     cursor.expect("[", "write [NATIVE = LOGICAL]")
     rest = cursor.text[cursor.at :]
     inside, _, _ = rest.partition("]")
-    # The last = is the one between the names: a place stands behind the bracket.
+    # The last = divides the names: a place, which has another one, comes after the bracket.
     native, _, logical = inside.rpartition("=")
     cursor.at += len(inside)
     cursor.expect("]", "close the head")

@@ -59,7 +59,7 @@ class _Reader:
         instance."""
         conditional = [row for row in self.stored.rows if row.needs or row.lacks]
         reserved = {row.native.template(star=star) for row in conditional for star in STARS}
-        # Until conditions are known, the open row at the end must not take what a conditional row may need.
+        # Until conditions are known, an open row (... = ...) must not take what a conditional row may need.
         for row in self.stored.rows:
             if row not in conditional:
                 self._read_row(row, reserved)

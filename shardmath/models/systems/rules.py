@@ -171,6 +171,7 @@ def _make_layout(
     side: Side, rule: Rule | None, name: str, shape: tuple[int, ...], dtype: str
 ) -> Layout:
     """The layout that the rule gives the tensor. Raises NotationError if the rule does not fit the tensor."""
+    # A scalar has no dimension that the rule could divide.
     text = rule.layout if rule and shape else "..."
     try:
         return Layout(shape, side.mesh, text, dtype=dtype)

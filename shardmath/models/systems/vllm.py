@@ -126,7 +126,8 @@ def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: i
         return "linear"
     if redundant:
         return "redundant"
-    # vLLM falls back to linear, with only a line in its log, if experts have no groups.
+    # vLLM falls back to linear, with only a line in its log, if experts have no groups, or if dp > 1, which takes
+    # all-to-all kernels.
     grouped = int(config.get("n_group", 1)) > 1
     return chosen if grouped and dp == 1 else "linear"
 
@@ -156,7 +157,7 @@ def _list_expert_numbers(
 
 
 def _list_numbers(config: Config, tp: int) -> dict[str, int]:
-    """The values of the numbers in other rows."""
+    """The values of the numbers in all rows except experts'."""
     vocab = int(config.get("vocab_size", 0))
     return {
         "vocab": -(-vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,

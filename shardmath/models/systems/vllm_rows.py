@@ -259,7 +259,7 @@ def draft_table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
 
 
 def _write_ends(kind: str) -> str:
-    """The rows of the first and last modules."""
+    """The rows of the first and last modules; modules that are on every pipeline stage lose their place, as @pp=0."""
     lines = ENDS.splitlines(keepends=True)
     for i, line in enumerate(lines):
         for name in everywhere(kind):

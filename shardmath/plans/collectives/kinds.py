@@ -64,7 +64,7 @@ def _broadcast(
 
 
 def _find_member(side: CollectiveSide, group: Members) -> int:
-    """The place in the group of the first rank of the side's mesh, 0 if none is."""
+    """The place in the group of the first member that is on the side's mesh; 0 if no member is."""
     for i, member in enumerate(group):
         if side.buffers[member] is not None:
             return i
@@ -82,6 +82,7 @@ def _permute(
         if Counter(have) != Counter(want):
             return None
         senders[group] = _match(have, want)
+    # No dimension is gathered or divided.
     return (), senders
 
 

@@ -174,9 +174,9 @@ def _number_sets(given: Sequence[tuple[int, ...]], machine: Machine) -> Numbered
     for key, ranks in by_id.items():
         number_of_id[key] = number.setdefault(ranks, len(number))
     numbers = [number_of_id[id(ranks)] for ranks in given]
-    of = np.array(numbers, np.int64)
+    number_of_block = np.array(numbers, np.int64)
     owner, member = _place_members(number, machine)
-    return NumberedSets(of, len(number), owner, member)
+    return NumberedSets(number_of_block, len(number), owner, member)
 
 
 def _place_members(sets: Collection[tuple[int, ...]], machine: Machine) -> tuple[Ints, Ints]:

@@ -116,11 +116,12 @@ def _list_families(table: BlockTable, machine: Machine) -> Iterator[Ints]:
 def _list_units(machine: Machine) -> Iterator[tuple[Ints, Fraction]]:
     """(unit of each rank, rate of a rank's links out of its unit) with nodes as units, then with ranks."""
     yield machine.node, machine.inter
-    link = machine.intra
-    if len(machine.size) > 1:
-        link += machine.inter
+    rate = machine.intra
+    has_several_nodes = len(machine.size) > 1
+    if has_several_nodes:
+        rate += machine.inter
     each_rank = np.arange(len(machine.ranks))
-    yield each_rank, link
+    yield each_rank, rate
 
 
 def _find_crowded(table: BlockTable, unit: Ints, link: Fraction, worst: Fraction) -> Ints | None:
@@ -134,6 +135,7 @@ def _find_crowded(table: BlockTable, unit: Ints, link: Fraction, worst: Fraction
     any union of units whose links add up, and the answer is None.
     """
     lengths, holders = _gather_demands(table, unit)
+    # The bytes of each unit in an even spread.
     load = np.zeros(len(unit), np.int64)
     for nbytes, ranks in zip(lengths, holders, strict=True):
         share = -(-nbytes // len(ranks))

@@ -170,7 +170,7 @@ class _HolderKind(NamedTuple):
 def _find_kinds(
     total: dict[Holders, int], nodes: Mapping[int, int] | None = None
 ) -> list[_HolderKind]:
-    """The kinds, by lowest rank."""
+    """The kinds of holders, by lowest rank; `total` has the bytes that each set of ranks holds."""
     kinds: dict[tuple[int, int, tuple[int, ...]], _HolderKind] = {}
     for rank, lines in _list_lines_by_rank(total).items():
         node = nodes[rank] if nodes else 0

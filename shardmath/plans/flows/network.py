@@ -289,14 +289,14 @@ def _find_layers(network: Network, flow: _Flow, starts: list[int]) -> tuple[dict
 
 
 def _enter_layer(layers: dict[int, int], depth: int, ahead: Iterable[Iterable[int]]) -> list[int]:
-    """Put the nodes ahead that are in no layer yet into this one; return them."""
-    out = []
-    for row in ahead:
-        for node in row:
+    """Put those nodes of `ahead` that are in no layer yet into layer `depth`; return them."""
+    entered = []
+    for nodes in ahead:
+        for node in nodes:
             if node not in layers:
                 layers[node] = depth
-                out.append(node)
-    return out
+                entered.append(node)
+    return entered
 
 
 def _find_path(
@@ -310,7 +310,8 @@ def _find_path(
     while path:
         node = path[-1]
         ahead = arcs.get(node)
-        if node >= network.first:
+        is_sink = node >= network.first
+        if is_sink:
             if flow.spare[node]:
                 return path
             # A push may have emptied the sink's share of a line: that way back is gone.

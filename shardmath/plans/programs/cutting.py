@@ -115,7 +115,7 @@ def cut_transfers(transfers: Iterable[Transfer], pace: Pace) -> list[Message]:
         turn = distance // pace.peers_at_once
         for slot, pieces in enumerate(_cut_stream(stream, pace.message_bytes)):
             step = phase, slot, turn
-            message = make_message(step, src, dst, 1, pieces)
+            message = make_message(step, src, dst, leg=1, pieces=pieces)
             messages.append(message)
     messages.sort(key=lambda m: m[:3])  # step, sender, receiver
     return messages

@@ -227,6 +227,7 @@ def _plot_content(size: int, nodes: int, straight: int) -> _Plot:
     # `fewer` * `nodes` bytes of what d + 1 classes take.
     d = classes * straight // copies
     d = min(d, classes - 1)
+    # Both terms are times `classes`, so that no division rounds before the last.
     missing = (d + 1) * copies - straight * classes
     fewer = missing // (classes * nodes)
     parts = []
@@ -371,6 +372,7 @@ def _snap_cuts(plan: Plan, legs: Legs) -> Ints:
     cuts = bands.cuts.copy()
     first = bands.cut_first[:-1]
     last = bands.cut_first[1:] - 1
+    # The first cut of a line is its begin, 0, and the last one its end.
     is_cut = (last - first > 1) & (cuts[last] > 0)
     for lines in bundle_lines(legs, np.flatnonzero(is_cut)):
         inner, line = ranges(first[lines] + 1, last[lines])

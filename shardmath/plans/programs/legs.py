@@ -203,9 +203,9 @@ def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
 
 def _find_sharing(demands: Demands, sharing: int, blocks: Ints, lines: Ints) -> Ints:
     """By block, given its line, how many neighboring ranks share the bytes that enter; 1 if none do."""
-    # A later addend is folded on top of the first, and cannot be relayed from there.
+    # A receiver folds a later addend on top of the first, and then has no bytes of it to relay.
     alone = demands.near[lines] | (demands.addend[blocks] > 0)
-    # A node may be larger than any number of ranks.
+    # The ranks per node may be any integer, even one beyond int64.
     return np.where(alone, 1, min(sharing, MOST_SHARING))
 
 

@@ -192,7 +192,7 @@ def sum_round_loads(prog: Program) -> Loads:
 
 
 def _sum_rounds(prog: Program) -> Loads:
-    """Bytes by phase, slot, turn, rank and link, slice by slice of lines that are not alike."""
+    """Bytes by phase, slot, turn, rank and link, slice by slice; of large lines that are alike, one is counted."""
     ranks = np.array(prog.ranks, np.int64)
     phases = _count_phases(prog)
     # The last slot's slices are relayed in the slots after it.
@@ -204,11 +204,11 @@ def _sum_rounds(prog: Program) -> Loads:
     slot_offset = width * np.arange(prog.slots)
     counted: _Counted = {}
     for bundle in list_bundles(prog.legs):
-        small, large = _divide_by_size(bundle, prog.slots)
-        codes = _code_ends(prog, small, ranks, shape)
-        for place, nbytes in _list_ends(prog, small, codes, slot_offset):
+        streams_of_small, large_lines = _divide_by_size(bundle, prog.slots)
+        codes = _code_ends(prog, streams_of_small, ranks, shape)
+        for place, nbytes in _list_ends(prog, streams_of_small, codes, slot_offset):
             np.add.at(loads, place, nbytes)
-        for line in large:
+        for line in large_lines:
             streams = list_streams(prog.legs, line)
             codes = _code_ends(prog, streams, ranks, shape)
             for in_first_slot, by_slot in _count_line(prog, line, streams, codes, counted):
@@ -293,7 +293,7 @@ def _count_ends(prog: Program, streams: Streams, ends: list[tuple[Ints, Ints]]) 
 
 
 def _count_slices(slices: Slices, slots: int, which: Ints, ends: int) -> Ints:
-    """Bytes by end and slot of slices, given the end of each stream."""
+    """The bytes of these slices by end (as in `_Counted`) and slot; `which` has the number of each stream's end."""
     table = np.zeros((ends, slots), np.int64)
     place = which[slices.stream], slices.slot
     np.add.at(table, place, slices.hi - slices.lo)
@@ -306,9 +306,10 @@ def _code_ends(
     """The places of the first slots of streams in a table of this shape: as sent, and as received."""
     sender, receiver = _find_places(ranks, streams)
     phase = prog.legs.lines.addend[streams.block]
-    places = sender + receiver
-    turn = turn_of(places, streams.leg, len(ranks)) % prog.turns
+    sum_of_places = sender + receiver
+    turn = turn_of(sum_of_places, streams.leg, len(ranks)) % prog.turns
     slot = streams.leg - 1
+    # Links 0 and 1 are bytes sent and received inside a node, links 2 and 3 between nodes.
     out_link = 2 * _is_far(prog, streams.sender, streams.receiver)
     in_link = out_link + 1
     sent = phase, slot, turn, sender, out_link

@@ -151,6 +151,7 @@ def _list_legs(plan: Plan, demands: Demands, topology: Topology, fanout: str) ->
     """The legs to choose from."""
     per_node = topology.ranks_per_node
     for by_node, relays in WAYS[fanout]:
+        # The plan has balanced its lines for its own topology already.
         if fanout == "none" and topology == plan.topology:
             yield legs_as_cut(plan.lines)
         else:

@@ -112,11 +112,11 @@ def _spell(plan: Plan, ends: _PartEnds, tensor: Ints, pieces: list[BoxPiece]) ->
 
 def _list_names(batches: Sequence[Batch], batch: Ints, tensor: Ints) -> list[str]:
     """The name of tensor number `tensor[i]` of batch number `batch[i]`, for all i."""
-    names = [numbered.names for numbered in batches]
-    every = list(itertools.chain.from_iterable(names))
-    by_batch = Offsets.of_counts(lengths(names))
-    number = by_batch.first[batch] + tensor
-    return [every[i] for i in number.tolist()]
+    names_by_batch = [b.names for b in batches]
+    all_names = list(itertools.chain.from_iterable(names_by_batch))
+    offsets = Offsets.of_counts(lengths(names_by_batch))
+    positions = offsets.first[batch] + tensor
+    return [all_names[i] for i in positions.tolist()]
 
 
 def _list_local_names(plan: Plan, ends: _PartEnds, names: list[str]) -> tuple[list[str], list[str]]:

@@ -102,11 +102,11 @@ def _cut_by_row(grid: Grid, given: Stretches) -> _ByRow:
     first = np.searchsorted(grid.begin, begin, "right") - 1
     last = np.searchsorted(grid.begin, end, "left")
     row, stretch = ranges(first, last)
-    begins = grid.begin[row]
-    after = np.append(grid.begin[1:], grid.base[-1])
-    lo = np.maximum(begin[stretch], begins)
-    hi = np.minimum(end[stretch], after[row])
-    return _ByRow(stretch, row, lo - begins, hi - begins)
+    row_begin = grid.begin[row]
+    row_ends = np.append(grid.begin[1:], grid.base[-1])
+    lo = np.maximum(begin[stretch], row_begin)
+    hi = np.minimum(end[stretch], row_ends[row])
+    return _ByRow(stretch, row, lo - row_begin, hi - row_begin)
 
 
 class _ByTensor(NamedTuple):

@@ -36,8 +36,8 @@ def count_common(pairs: Mapping[Pair, int], ranks: Ints) -> Ints:
     `ranks[j]` at the destination both hold. `pairs` maps (source layout, destination layout) to the number of tensors
     that have these layouts."""
     common = np.zeros((len(ranks), len(ranks)), np.int64)
-    for shared in _compare(pairs, ranks):
-        _add(common, shared)
+    for bytes_by_class in _compare(pairs, ranks):
+        _add(common, bytes_by_class)
     return common
 
 

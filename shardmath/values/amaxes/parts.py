@@ -70,6 +70,7 @@ def read_part(held: Sequence[Runs]) -> PartStretches:
     dims: list[Stretches] = []
     for runs in held:
         spans = tuple(list_stretches(runs))
+        # No positions are an empty stretch at 0, for which `is_empty` looks.
         dims.append(spans or ((0, 0),))
     return PartStretches(tuple(dims))
 
@@ -157,7 +158,8 @@ def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> Touche
 
 
 def _list_touched(spans: Stretches, size: int | None) -> Ints:
-    """The numbers of a dimension's blocks that the stretches touch, ascending."""
+    """The numbers of the blocks that the stretches touch, ascending, in a dimension cut into blocks of this size
+    (None: one block)."""
     if size is None:
         return np.zeros(1, np.int64)
     ranges = []

@@ -105,7 +105,8 @@ def _assign_slots(sent: Sequence[Ints], total: int) -> tuple[list[Ints], Ints]:
     last_part = np.zeros(total, np.int64)
     np.minimum.at(first_part, block, part)
     np.maximum.at(last_part, block, part)
-    # Blocks that the same parts touch agree on first and last part. Other blocks may agree by chance: one more stretch.
+    # Blocks that the same parts touch get adjacent slots, which a part then receives as one stretch: they have the same
+    # first and last part. (Other blocks may have these, too, and only make stretches shorter.)
     order = np.lexsort((block, part, last_part[block], first_part[block]))
     # argsort inverts a permutation.
     slot = np.argsort(order)

@@ -58,8 +58,8 @@ class ChangedWindow:
             return places + self.first
         cells = np.full(len(places), self.first)
         sizes = tuple(size for size, _ in self.steps)
-        along = unravel(places, sizes)
-        for coordinate, (_, step) in zip(along, self.steps, strict=True):
+        coordinates = unravel(places, sizes)
+        for coordinate, (_, step) in zip(coordinates, self.steps, strict=True):
             cells += coordinate * step
         return cells
 

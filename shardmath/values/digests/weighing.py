@@ -199,6 +199,7 @@ def _weigh_row(
     """The weights of a row's words, split in two: the lower part, and the higher part, in units of 2^31."""
     row = np.ones(1, np.int64)
     factors = [_weigh_axis(seed, axis) for axis in axes]
+    # The weights of all words of an element, and up to the next power of two: numbers of as many bits, from bit 0.
     factors.append(table(seed, WORDS, 0, (words - 1).bit_length()))
     for factor in factors:
         row = multiply(row[:, None], factor).ravel()

@@ -109,11 +109,11 @@ class NVFP4(Format):
     def _quantize(self, values: Floats, window: Window, amax: Floats) -> tuple[Array, ...]:
         _check_pairs(window)
         self._check_known(window)
-        g = self._make_scales(amax)
-        scales = encode(E4M3, amax / (MOST * g))
-        factors = window.spread(decode(E4M3, scales) * g)
+        global_scale = self._make_scales(amax)
+        scales = encode(E4M3, amax / (MOST * global_scale))
+        factors = window.spread(decode(E4M3, scales) * global_scale)
         codes = encode(E2M1, self._scale_down(values, factors))
-        return pack_pairs(codes), scales, g
+        return pack_pairs(codes), scales, global_scale
 
     def _check_known(self, window: Window) -> None:
         """Raise FormatError for a part of a tensor whose amax is not known."""

@@ -96,10 +96,12 @@ class Component:
             object.__setattr__(self, "at_destination", _read_grain(name, self.at_destination))
 
     def __str__(self) -> str:
-        blocks = _write_grain(self.grain)
-        there = self.at_destination
-        other = "" if there is None else f" to {_write_grain(there) or 1}"
-        suffix = f" per {blocks or 1}{other}" if blocks + other else ""
+        # A grain of single positions is "", written as 1 next to another grain.
+        grain = _write_grain(self.grain)
+        to_other = ""
+        if self.at_destination is not None:
+            to_other = f" to {_write_grain(self.at_destination) or 1}"
+        suffix = f" per {grain or 1}{to_other}" if grain + to_other else ""
         if self.spread != (1, 1):
             suffix += f", {max(self.spread)} at a time"
         return f"{self.name} {self.dtype}{suffix}"

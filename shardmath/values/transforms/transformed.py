@@ -112,7 +112,7 @@ class Transformed:
         are left out. If several tensors are sent for one source tensor, such as data and scales, only the name of the
         first must be in `wires`."""
         names = []
-        for name in self._list_tensors(self.held_src, 0):
+        for name in self._list_tensors(self.held_src, end=0):
             wired = self.wired.get(name)
             first = name if wired is None else _name_wires(name, wired)[0]
             if first in wires:
@@ -189,16 +189,15 @@ def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transfo
     received: dict[str, LayoutOrWindows] = {}
     for name, held in src_tensors.items():
         names = [name]
-        ends = held, dst_tensors[name]
+        src_windows, dst_windows = held, dst_tensors[name]
         if name in wired:
             wires = wired[name]
             names = _name_wires(name, wires)
-            ends = wires.sent, wires.received
+            src_windows, dst_windows = wires.sent, wires.received
             # Names of transformed tensors count too, although they do not travel: readers would confuse the two.
             _check_names(name, names, (src_tensors, sent))
-        first, last = ends
-        sent.update(zip(names, first, strict=True))
-        received.update(zip(names, last, strict=True))
+        sent.update(zip(names, src_windows, strict=True))
+        received.update(zip(names, dst_windows, strict=True))
     held_src, held_dst = map(dict, key_by_name(src, dst))
     return Transformed(held_src, held_dst, sent, received, wired, isinstance(src, Mapping))
 

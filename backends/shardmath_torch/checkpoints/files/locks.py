@@ -63,7 +63,7 @@ def locked(file: Path, what: str) -> Iterator[None]:
     """Hold a lock on `file` during the `with` block; creates the file if it is missing, and removes it at the end.
     `what` names the work in messages, such as "export to out".
 
-    Raises CheckpointError if another process holds it, or the file cannot be a lock; OSError as the system does.
+    Raises CheckpointError if another process holds the lock, or the file cannot be one; OSError as the system does.
     """
     handle = keep(_open(file))
     try:
@@ -71,7 +71,7 @@ def locked(file: Path, what: str) -> Iterator[None]:
         try:
             yield
         finally:
-            # A lock file that cannot be removed is taken over by the next process.
+            # Not in a child forked in the block. A file that cannot be removed is taken over by the next process.
             with contextlib.suppress(OSError):
                 if is_held(handle) and _is_open_as(file, handle):
                     file.unlink()

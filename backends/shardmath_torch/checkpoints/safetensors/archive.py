@@ -178,8 +178,9 @@ def _encode_header(
 def _make_offsets(
     tensors: Named, keys: Mapping[str, str], frames: Sequence[str]
 ) -> dict[str, object]:
-    """The offsets of each tensor in its global one, for torch's reader of shards, which needs frames', too: 0."""
+    """The offsets of each tensor in its global one, for torch's reader of shards, which needs 0 for frames, too."""
     offsets: dict[str, object] = {}
+    # A frame lies before each tensor, and one behind the last.
     for frame, (name, (index, _)) in zip(frames[:-1], tensors.items(), strict=True):
         offsets[frame] = {SAVED: [0]}
         if index is not None:

@@ -263,9 +263,9 @@ def commit(folder: Path, files: Mapping[str, File], tied: Mapping[str, str]) -> 
 
 
 def _rename(folder: Path, names: Mapping[str, str]) -> None:
-    """Rename the drafts, and flush that to disk before an index names the files."""
-    for name, numbered in names.items():
-        os.replace(folder / (name + UNFINISHED), folder / numbered)
+    """Rename the drafts of these files to new names, and flush that to disk before an index has the names."""
+    for name, new_name in names.items():
+        os.replace(folder / (name + UNFINISHED), folder / new_name)
     sync(folder)
 
 

@@ -173,8 +173,8 @@ def _compare(
     if torch.equal(ours, theirs):
         return ours.numel()
     first = int((ours != theirs).nonzero()[0]) // stored.itemsize
-    within = np.unravel_index(first, stored.shape)
-    index = [part.start + int(i) for part, i in zip(glob, within, strict=True)]
+    local_index = np.unravel_index(first, stored.shape)
+    index = [part.start + int(i) for part, i in zip(glob, local_index, strict=True)]
     actual = arrived.reshape(-1)[first].item()
     expected = stored.reshape(-1)[first].item()
     what = f"{name!r} differs from the file on rank {rank} at {index}"

@@ -110,8 +110,8 @@ def _list_missing_parts(names: Iterable[str]) -> list[str]:
         part = PART.fullmatch(name)
         if part is not None:
             # A name may say that there are 999,999,999 files: count only until a few are missing.
-            every = (f"{part[1]}-{i:05d}-of-{part[2]}" for i in range(1, int(part[2]) + 1))
-            files = (f"{stem}.safetensors" for stem in every)
+            stems = (f"{part[1]}-{i:05d}-of-{part[2]}" for i in range(1, int(part[2]) + 1))
+            files = (f"{stem}.safetensors" for stem in stems)
             missing = (file for file in files if file not in present)
             return list(itertools.islice(missing, MOST_SHOWN))
     return []

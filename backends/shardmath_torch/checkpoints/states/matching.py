@@ -237,6 +237,7 @@ def _explain_shared(
 ) -> str:
     """Why a parameter's state may belong to its whole group, as a clause; "" if it belongs to the parameter."""
     entries = state.get(name, {})
+    # The sizes of the parameter's own state: an optimizer may merge some of its dimensions, or reduce over some.
     products = _list_products(shape)
     has_tensors = False
     for key, entry in entries.items():
@@ -430,6 +431,7 @@ def _fit_tensor(what: str, held: Tensor, value: int | float | Tensor) -> Tensor:
     fitted = given.to(held.dtype)
     if fitted.numel() != held.numel():
         raise _make_error(what, held, given.tolist())
+    # A number such as lr=0.1 is rounded to float32, as the optimizer rounds it; a saved tensor must stay as it is.
     is_number = isinstance(value, float)
     if not _is_unchanged(fitted, given) and not (is_number and _is_nearest(fitted, given)):
         raise _make_error(what, held, given.tolist())

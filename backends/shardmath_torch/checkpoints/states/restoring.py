@@ -367,7 +367,8 @@ def _takes_values(held: object, filled: frozenset[MemorySpot]) -> TypeGuard[Tens
 def _copy_defaults(
     goals: Sequence[Goal], filled_tensors: Sequence[Tensor]
 ) -> list[tuple[dict[str, Any], str, object]]:
-    """Assignments that keep optimizers' defaults: those on memory that is filled are replaced by copies."""
+    """Assignments (dict, key, value) that keep the values of optimizers' defaults: a default in memory that is filled,
+    or that overlaps such memory, is replaced by a copy."""
     assignments: list[tuple[dict[str, Any], str, object]] = []
     filled_spots = set(spots_of(filled_tensors))
     for defaults in _list_defaults(goals):

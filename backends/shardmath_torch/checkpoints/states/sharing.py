@@ -109,8 +109,8 @@ def _find_apart(outside: _Found, states: Mapping[str, Mapping[Any, Any]]) -> _Fo
 
 
 def _list_tensors(states: Mapping[str, Mapping[Any, Any]]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the tensors of the state, with words for each, and whether it is an item itself rather than inside one; an
-    item of several keys is searched once."""
+    """Yield (words for the item, tensor, whether the tensor is the item rather than inside it) for all tensors in items
+    of the state; an item of several keys is searched once."""
     searched: dict[int, object] = {}
     for name, state in states.items():
         for key, value in state.items():

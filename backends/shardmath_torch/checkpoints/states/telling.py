@@ -158,7 +158,7 @@ def _report_names(
 def _keep_reported(
     groups: Iterable[SavedGroup], firsts: Mapping[str, int | None]
 ) -> list[SavedGroup]:
-    """The groups, reduced to the parameters that this rank reports."""
+    """The groups, reduced to the parameters that this rank reports; `firsts` has the first rank that holds each."""
     kept = []
     for group in groups:
         names = tuple(name for name in group.parameters if _is_reporter(name, firsts))

@@ -238,9 +238,9 @@ def _leave(store: Store, met: Met, rank: int, size: int) -> None:
     """Note that this rank leaves; the last rank removes the group's notes. Waits at most LEAVING_S."""
 
     def act() -> None:
-        # On any error the store is lost. Not over another connection, which torch would try to make for long.
+        # On any error the store is lost; to connect to it again, torch might try for long.
         with suppress(Exception):
-            # Until 0.0, since no step of leaving is a pause.
+            # The time limit, 0.0, is only for pauses, and leaving has none.
             carry_out(rendezvous.leave(met, rank, size), store, 0.0)
 
     threads.start(act).join(LEAVING_S)

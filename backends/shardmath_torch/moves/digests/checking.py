@@ -72,7 +72,7 @@ class Check:
     def __init__(self, plan: Movable, rank: int, src: Tensors, dst: Tensors) -> None:
         self._src = DigestSide(plan.src, rank, src)
         self._dst = DigestSide(plan.dst, rank, dst)
-        # Of the source before the move, then of the source and the destination after it.
+        # Shares of the digests: of the source before the move, then of the source and the destination after it.
         self._shares: list[int] = []
 
     def begin(self) -> None:

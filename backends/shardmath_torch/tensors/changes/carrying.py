@@ -222,9 +222,9 @@ class Sparse:
             self._objection = f"snapshots could not be made: {word_objection(error)}"
 
     def _carry_changes(self, changes: Sorted, ends: Ends, watch: Stopwatch) -> Arrived:
-        assert self._walker is not None, "it has sorted the changes"
+        assert self._walker is not None, "the walker has sorted the changes"
         counts = self._walker.exchange_counts(changes, watch)
-        watch.lap(laps.ARRIVED)
+        watch.lap(laps.ARRIVED)  # the counts of all senders
         if not self.is_beside:
             mark_written(ends.dst.values())
         puts = self._walker.walk(changes, counts, ends, watch)

@@ -121,7 +121,7 @@ class _DeferredPlacing:
 
         The message is copied whole.
         """
-        # Both are kept until their views are found: staging knows endpoints by identity.
+        # Both stay alive until `copy` has run: views are cached by the id of their endpoint.
         staged_source, staged_target = _to_staged(source), _to_staged(target)
 
         def copy() -> list[Fold]:
@@ -157,13 +157,13 @@ class Walker:
         self._device = find_device(src, dst)
         src_strides = {key: tensor.stride() for key, tensor in src.items()}
         dst_strides = {key: tensor.stride() for key, tensor in dst.items()}
-        bound = bind(part.rounds, src_strides, dst_strides)
-        self._steps = list(_number(bound))
-        self._needed_bytes = count_staging_bytes(bound)
+        bound_rounds = bind(part.rounds, src_strides, dst_strides)
+        self._steps = list(_number(bound_rounds))
+        self._needed_bytes = count_staging_bytes(bound_rounds)
         self._staging = staging_of(task.group, self._device)
-        sends = [message for each in part.rounds for message in each.sends]
-        receives = [message for each in part.rounds for message in each.receives]
-        keeps = [message for each in part.rounds for message in each.keeps]
+        sends = [message for round_ in part.rounds for message in round_.sends]
+        receives = [message for round_ in part.rounds for message in round_.receives]
+        keeps = [message for round_ in part.rounds for message in round_.keeps]
         shapes = {key: tuple(tensor.shape) for key, tensor in src.items()}
         self.outgoing = Outgoing(shapes, sends, keeps)
         self._receives = Incoming(dst, receives)
@@ -220,11 +220,11 @@ class Walker:
             views = MoveViews(ends.src, ends.dst, Staged(block.memory))
             placing = _DeferredPlacing(views) if ends.is_beside else _ImmediatePlacing(views)
             call = _WalkCall(given, counts, parcels, views, placing)
-            for numbered in self._steps:
-                receives = self._list_receives(numbered, call)
-                sends = self._list_sends(numbered, call)
-                keeps = self._list_keeps(numbered, call)
-                rounds.run(numbered.step, receives, sends, keeps)
+            for round_ in self._steps:
+                receives = self._list_receives(round_, call)
+                sends = self._list_sends(round_, call)
+                keeps = self._list_keeps(round_, call)
+                rounds.run(round_.step, receives, sends, keeps)
             rounds.finish()
         return placing.puts
 

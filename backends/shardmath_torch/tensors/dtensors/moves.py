@@ -154,11 +154,11 @@ class Moves:
         """Compile the move. Its size is from the plan, so that all ranks cache the same moves."""
         moved = plan(key.src, key.dst)
         nbytes = weigh_plan(moved)
-        copies = _is_local(moved) and not key.voted
-        if copies:
-            return _CachedMove(_copy(moved), nbytes, copies)
+        only_copies = _is_local(moved) and not key.voted
+        if only_copies:
+            return _CachedMove(_copy(moved), nbytes, copies=True)
         mover = compile(moved, group=self._group)
-        return _CachedMove(_Compiled(mover), nbytes, copies)
+        return _CachedMove(_Compiled(mover), nbytes, copies=False)
 
     def use(
         self,

@@ -213,12 +213,12 @@ def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:
 
 
 def _remember(module: nn.Module) -> None:
-    """Register a placed module, and the labels of its fused weights."""
+    """Register a placed module, and for each label of its fused weights whether it is right."""
     for placed in _record_of(module).values():
         placement = label(placed.placement)
         if isinstance(placement, theirs._StridedShard):
             key = placed.axis, int(placement.split_factor)
-            # Unlike Packed, whose components differ, a StridedShard is labeled by itself.
+            # The label is a StridedShard: right for one, but not for Packed, whose components differ in size.
             is_right = isinstance(placed.placement, ours.StridedShard)
             _labels[key] = _labels.get(key, True) and is_right
     _placed_modules.add(module)

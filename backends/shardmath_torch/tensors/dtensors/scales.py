@@ -83,6 +83,7 @@ def _check_covered(name: str, layout: Layout, weight_mesh: DeviceMesh) -> None:
 def _reduce(mesh: DeviceMesh, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The largest absolute value of each tensor over the ranks of the mesh."""
     mine = [_find_largest(tensor) for tensor in tensors.values()]
+    # The bits of floats of one sign have the order of the floats, with NaN above all, which a MAX of floats may drop.
     words = _view_as_words(torch.stack(mine))
     for group in mesh.get_all_groups():
         dist.all_reduce(words, op=dist.ReduceOp.MAX, group=group)

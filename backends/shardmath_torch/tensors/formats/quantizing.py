@@ -300,13 +300,16 @@ def _find_shape(format: Format, given: tuple[Tensor, ...]) -> tuple[int, ...]:
 def _choose_amaxes(format: Format, values: Tensor, given: Tensor | None) -> Tensor | None:
     """The amaxes of all blocks, if they are known or needed before the first slab; None if slabs measure theirs."""
     shape = tuple(values.shape)
-    count = format.scale_shape(shape)
+    scale_shape = format.scale_shape(shape)
     if given is not None:
-        return _read_amax(given, count, values.device)
+        return _read_amax(given, scale_shape, values.device)
     if isinstance(format, FP8) and format.tensor_amax is not None:
-        return torch.full(count, format.tensor_amax, dtype=torch.float32, device=values.device)
-    is_whole = values.numel() > 0 and fits(format.blocks, shape, choose_most(values.device))
-    if is_whole and not isinstance(format, NVFP4):
+        return torch.full(
+            scale_shape, format.tensor_amax, dtype=torch.float32, device=values.device
+        )
+    has_whole_blocks = values.numel() > 0 and fits(format.blocks, shape, choose_most(values.device))
+    # All scales of NVFP4 depend on the largest of all amaxes.
+    if has_whole_blocks and not isinstance(format, NVFP4):
         return None
     return amax_of(format, values)
 

@@ -124,7 +124,7 @@ def _make_exact_scales(amax: Tensor, most: float) -> Tensor:
 
 
 def _make_power_of_two_scales(amax: Tensor, most: float) -> Tensor:
-    """The scales that are powers of two: the inverse of the exact scale is rounded down to one."""
+    """The scales that are powers of two: the inverse of the exact scale is rounded down to a power of two."""
     inverse = amax.new_full((), most).div(amax).clamp_(max=1 / LEAST)
     power = inverse.view(torch.int32) & FIELD
     # The inverse of a power of two with exponent field f has the field 254 - f.

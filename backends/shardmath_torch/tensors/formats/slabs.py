@@ -130,7 +130,8 @@ def fits(blocks: Blocks, shape: tuple[int, ...], most: int) -> bool:
     """Whether no block of a tensor of `shape` has more than `most` elements, so that `cut_slabs` cuts no block apart.
     `blocks` has the block sizes.
     """
-    sizes = map(min, blocks.positions(shape), shape)
+    block_shape = blocks.positions(shape)
+    sizes = map(min, block_shape, shape)
     return math.prod(sizes) <= most
 
 

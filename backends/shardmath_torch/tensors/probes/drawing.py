@@ -148,6 +148,7 @@ class TypedElements:
         if self.dtype.is_complex and not dtype.is_complex:
             return False
         try:
+            # Runs permute the same values, so the first run tells for all. Images ascend: equal ones are adjacent.
             images, _ = _order_images(*self._digits, (0, self.place), real(dtype))
         except (RuntimeError, TypeError):
             # torch has no such cast.

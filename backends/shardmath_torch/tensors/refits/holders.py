@@ -163,6 +163,7 @@ def _list_modules() -> list[nn.Module]:
     # run any code.
     kinds = _list_kinds()
     objects: list[object] = []
+    # Yields nothing, as `extend` returns None, but fills `objects` when it is asked for its first item.
     fill: Iterator[None] = filter(None, map(objects.extend, starmap(gc.get_objects, [()])))
     is_module = map(kinds.__contains__, map(id, map(type, objects)))
     # The iterator is made beforehand: to make one could start a garbage collection, whose finalizers let threads run.

@@ -188,12 +188,12 @@ class _Recording:
 
     def _watch(self) -> set[str]:
         """Record by views; return the targets that these do not explain."""
-        watch, writes = self._run_watched(())
+        watch, writes = self._run_watched(spoiled=())
         self._check_repeated(watch, writes)
         unexplained = {
             name for name, own_writes in writes.items() if not self._take(name, own_writes)
         }
-        # A loader that stores nothing may have noticed that there is no data.
+        # A loader that neither copies nor fills with constants may have noticed that there is no data.
         if not any(writes.values()) and not watch.filled:
             self.recorded_by.clear()
             return set(writes)
@@ -284,12 +284,12 @@ class _Recording:
         unseen = []
         # Modes see one thread, but versions count the writes of all.
         if is_newer and key not in watch.noted:
-            unseen.append(Write(None, ("another thread",), carries=True))
+            unseen.append(Write(pieces=None, made=("another thread",), carries=True))
         if key in changed:
-            unseen.append(Write(None, ("a write past torch",), carries=True))
+            unseen.append(Write(pieces=None, made=("a write past torch",), carries=True))
+        # A buffer was filled, and no operation here has read it: another thread may have copied from it.
         if watch.unread and _count(writes) < memory.numel():
-            # Another thread may have copied out of a buffer.
-            unseen.append(Write(None, ("what filled a buffer",)))
+            unseen.append(Write(pieces=None, made=("what filled a buffer",)))
         return unseen
 
     def _take(self, name: str, writes: list[Write]) -> bool:

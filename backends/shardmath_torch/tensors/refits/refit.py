@@ -219,8 +219,8 @@ class Refit(Leaves):
             self._timeout = limit
             self._party = self._join(joined)
             self._rebindable = self._find_rebindable(planned)
-            only_left = set(planned.plan.left).issuperset(self.planned.plan.left)
-            stays_bound = only_left and are_related(self.planned, planned)
+            none_is_back = set(planned.plan.left).issuperset(self.planned.plan.left)
+            stays_bound = none_is_back and are_related(self.planned, planned)
             self._watched = self._rebindable if stays_bound else None
             self._src = self._all_src.keep(planned.moved)
             self.planned = planned
@@ -408,8 +408,10 @@ class Refit(Leaves):
             what = f"a function computes {computed[0].name} from a whole received tensor"
             why = "with changes=True and commit='all' only its changed elements arrive"
             raise ExchangeError(f"{what}, but {why}; make the Refit without one of the two")
-        # Values computed beside the stored tensors are put into them after all tensors were sent.
-        src = {} if self.member.is_beside else {label(*n): to_local(t) for n, t in sent.items()}
+        # If bytes arrive next to the stored tensors, values are too, and are put in place after all tensors were sent.
+        src = {}
+        if not self.member.is_beside:
+            src = {label(*native): to_local(tensor) for native, tensor in sent.items()}
         _check_written({each.name for each in computed}, src, received)
 
     def _watch(

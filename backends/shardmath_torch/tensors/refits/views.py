@@ -177,7 +177,7 @@ def bind_views(
         raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
     for native in stored:
         check_memory(show_native(native), plain(locals_[native]))
-    # An engine's (C, 1, k) is viewed as the (C, k) of rows.
+    # An engine may store the (C, k) of rows as (C, 1, k), the weight of a convolution.
     reshaped = {native: locals_[native].detach().view(shape) for native, shape in stored.items()}
     tensors = {}
     computed = []

@@ -349,8 +349,8 @@ class Watch(TorchDispatchMode):
         return before.copied(source, result, "" if func in COPIES else self._name(call, source))
 
     def _is_alone(self, call: _Call, followed: Sequence[Tensor]) -> bool:
-        """Whether the operation has one followed tensor (in known memory), and no target without data that was not
-        written before.
+        """Whether the operation takes one followed tensor (in known memory), and no target (without data) before
+        anything was written into it.
         """
         for tensor in list_tensors((call.args, call.kwargs)):
             key = key_of(tensor)

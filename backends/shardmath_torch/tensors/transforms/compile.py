@@ -280,6 +280,7 @@ class TransformedMover(Mover):
 
 def _run_worker(worker: Worker, tensors: Tensors, what: str) -> None:
     """Run the worker. Raises ExchangeError, which names the tensor, if the user's function raises."""
+    # A worker that holds its tensors is passed none.
     arguments = [] if worker.holds else [tensors[key].detach() for key, _ in worker.job.held]
     try:
         worker.run(*arguments)

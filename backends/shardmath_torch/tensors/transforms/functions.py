@@ -171,7 +171,8 @@ def _find_on_tensors(transform: Transform, end: int) -> Callable[..., object] | 
 
 
 def _to_tensors(arrays: Any, out: _Values, who: str) -> list[Tensor]:
-    """The arrays as tensors with the dtypes of `out`. Raises ExchangeError for another number of them."""
+    """The arrays as tensors with the dtypes of `out`. Raises ExchangeError for another number of them, in a text that
+    begins with `who`, such as "Cast makes"."""
     if len(arrays) != len(out):
         wanted = ", ".join(map(describe, out))
         what = f"{who} {plural(arrays, 'array')}, not {len(out)}"
