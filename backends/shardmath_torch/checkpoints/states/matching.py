@@ -10,7 +10,8 @@
    same holds for numbers if only one parameter of a group has any.
 4. An option that is a list with an item per parameter, such as their names, fits only a group of the same parameters in
    the same order, or one that has an equal list.
-5. A number goes into the tensor that an optimizer has in its place; if that tensor would round it, that raises.
+5. A number goes into the tensor that an optimizer has in its place. If that tensor would change it by more than
+   float32 rounds, that raises.
 
 >>> fit_option("'lr'", torch.tensor(7.0), 0.1)
 tensor(0.1000)
