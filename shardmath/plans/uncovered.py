@@ -266,11 +266,11 @@ def _count_given(t: Template) -> Ints:
     mesh = t.dst.mesh
     given = np.ones(mesh.size, np.int64)
     for over in t.overlays:
-        covered = np.array(_count_covered(over), np.int64)
-        if len(covered) == 1:
-            given *= covered[0]
+        covered_of_part = np.array(_count_covered(over), np.int64)
+        if len(covered_of_part) == 1:
+            given *= covered_of_part[0]
         else:
-            given *= covered[over.target.by_rank(mesh)]
+            given *= covered_of_part[over.target.by_rank(mesh)]
     return given
 
 

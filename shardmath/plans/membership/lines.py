@@ -90,10 +90,10 @@ def _drop_empty(owned: Offsets) -> Ints:
 
 def _keep_rows(demands: Demands, stays: Bools) -> Demands:
     """The demands with only the rows that stay; the other rows' blocks are already removed."""
-    rows = _pick_owned(demands.row_first, stays)
+    rows_of_block = _pick_owned(demands.row_first, stays)
     return replace(
         demands,
-        row_first=_drop_empty(rows),
+        row_first=_drop_empty(rows_of_block),
         batch=demands.batch[stays],
         unit=demands.unit[stays],
         lo=demands.lo[stays],
