@@ -289,7 +289,8 @@ class _Binder:
             raise StoreError(f"{what}; write the condition without this index") from None
 
     def _note(self, row: Row, block: OwnedTensor, layouts: Layouts) -> bool:
-        """Note the layouts; False for an `also` row whose ranks all have the tensors already."""
+        """Note the layouts of the block's tensors; return False if `row` is an `also` row whose ranks all have the
+        tensors already, by another row."""
         by_name = dict(zip(itertools.chain(*block.names), itertools.chain(*layouts), strict=True))
         if row.also:
             by_name = self._join_copies(row, by_name)
