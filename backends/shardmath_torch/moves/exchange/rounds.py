@@ -153,9 +153,11 @@ class Rounds:
         """Wait for the messages, copy their pieces to their places, and return those to be folded."""
         watch = self._watch
         folds: list[Fold] = []
-        # Before waiting, since finding the places of many small pieces takes as long as the wire does.
+        # Before waiting, since finding the places of many small pieces takes as long as the wire does. None for
+        # messages that are received in place.
         unpackings = [
-            receive.find_unpacking and receive.find_unpacking() for receive, _ in arriving
+            None if receive.find_unpacking is None else receive.find_unpacking()
+            for receive, _ in arriving
         ]
         if unpackings:
             watch.lap(UNPACKED)
