@@ -59,7 +59,9 @@ def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
 def list_sharing(windows: tuple[Layout, ...]) -> list[tuple[int, int]]:
     """List the pairs (i, j), i < j, of windows that hold an element in common."""
     pairs = []
-    for j, i in np.argwhere(_meet_earlier(windows)).tolist():
+    # The only windows that can share an element are those whose hulls meet.
+    hulls_meet = _meet_earlier(windows)
+    for j, i in np.argwhere(hulls_meet).tolist():
         if _find_common(windows[i], windows[j]) is not None:
             pairs.append((i, j))
     return pairs

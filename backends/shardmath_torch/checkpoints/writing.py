@@ -264,6 +264,7 @@ def _update_copy(folder: Place, index: str, save: str) -> None:
         counting = find_counting(folder)
         if counting is None or counting == written:
             return
+        # None if no sealed file is there by now: the next round finds out what counts.
         if counting != current.save:
             current = _read_sealed(folder) or current
         written = current.save if _write_copy(folder, current, save) else None

@@ -359,10 +359,10 @@ def _is_distinct(row: Row, stored: Stored) -> bool:
         # Two numbers without text between them: 1 and 11 read as 11 and 1.
         return False
     words_in_name = {word for index in row.native.indices for word in index.words}
-    indices = {index.name for index in row.logical.indices}
-    indices.difference_update(stack_names(row).values())
+    unstacked = {index.name for index in row.logical.indices}
+    unstacked.difference_update(stack_names(row).values())
     # A declared index stands in names by its local number, which other numbers of the index may have too.
-    return indices <= words_in_name and indices.isdisjoint(stored.indices)
+    return unstacked <= words_in_name and unstacked.isdisjoint(stored.indices)
 
 
 def _find_shared(bound: Bound, group: Sequence[Held]) -> str:

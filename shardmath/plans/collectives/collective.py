@@ -243,7 +243,7 @@ def _fit(
 
 
 def _list_groupings(meshes: Iterable[Mesh]) -> list[tuple[Mesh, Axes]]:
-    """Sets of axes, smaller groups first, then those of the first ranks, of whichever mesh."""
+    """Sets of axes, each with its mesh, by the size of their groups, and if that is equal, by the groups' ranks."""
     found: list[tuple[Mesh, Axes]] = []
     for mesh in meshes:
         axes = [name for name, n in mesh.axes if n > 1]

@@ -410,6 +410,7 @@ def _word_end(log: _Log, seat: Seat) -> str:
 
 
 def _word_absent(log: _Log, seat: Seat) -> str:
+    """Words for the ranks that have not come to the meeting."""
     # Processes that left count as present: they may have given up just before this one.
     present = {0, *(other.rank for other in log.list_seats())}
     absent = _find_gaps(present, seat.size)
