@@ -107,8 +107,8 @@ class Board:
         """Run the last step of an update, named `what`, by calling `act` on the first rank. That rank then waits until
         the trainer's other ranks have read the result, or until `find_failure()` returns an error.
 
-        `find_failure()` returns at place 0 why one will not, "" if all will (the default: `str()` is ""). Raises
-        ExchangeError there if one does not in time, or has left.
+        `find_failure()` is called at place 0, and returns why a rank will not read the result, "" if all will (the
+        default: `str()` is ""). Raises ExchangeError at place 0 if a rank does not read it in time, or has left.
         """
         self.relay(what, act)
         self._confirm(what)
@@ -242,7 +242,7 @@ class Board:
     def _word_left(self, places: Iterable[int], has_answered: Callable[[int], bool]) -> str:
         """Words for the ranks among `places` that left the group without an answer; "" if none did."""
         left = sorted(self._find_left() & set(places))
-        # Only now: a rank may answer, and then leave.
+        # Answers are looked for after departures, since a rank may answer and then leave.
         silent = [place for place in left if not has_answered(place)]
         if not silent:
             return ""

@@ -90,7 +90,8 @@ def _make(native: Native, arrived: Mapping[str, Tensor]) -> Tensor:
 
 
 def _take(piece: Piece, arrived: Mapping[str, Tensor]) -> Tensor:
-    """The elements of a piece, as a view of its arrived tensor."""
+    """The elements of a piece, as a view of its arrived tensor, or of a contiguous copy."""
+    # Pieces count elements in row-major order.
     source = arrived[piece.tensor].contiguous()
     counts = [count for count, _, _ in piece.blocks]
     element_strides = [stride for _, _, stride in piece.blocks]

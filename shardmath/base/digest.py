@@ -34,7 +34,7 @@ T = TypeVar("T", bound=_Digested)
 def digest(value: object) -> str:
     """The SHA-256 digest of `repr(value)`, as 64 hexadecimal digits.
 
-    `value` is made of numbers, text, Runs and tuples.
+    `value` is made of numbers, text, Runs, tuples and lists.
     """
     from hashlib import sha256  # OpenSSL takes 5 ms to load, and `import shardmath` should not
 

@@ -123,10 +123,11 @@ class _FormerNameFinder(MetaPathFinder):
             head, dot, _ = head.rpartition(".")
             if not dot:
                 return None
-        now = self._names[head] + name[len(head) :]
+        present_name = self._names[head] + name[len(head) :]
+        # One warning per former name is enough: a module inside of it does not warn again.
         if name == head:
-            warnings.warn(f"{name} is {now}", DeprecationWarning, stacklevel=2)
-        return ModuleSpec(name, _PresentLoader(now), is_package=True)
+            warnings.warn(f"{name} is {present_name}", DeprecationWarning, stacklevel=2)
+        return ModuleSpec(name, _PresentLoader(present_name), is_package=True)
 
 
 class _PresentLoader(Loader):

@@ -64,7 +64,7 @@ def _one(dtype: str) -> complex:
 
 
 def _refuse_arithmetic(dtype: str) -> str:
-    """Why a type has no sum and no product."""
+    """Why a type has no sum and no product, as words that follow the operation's name; "" if it has both."""
     if is_bool(dtype):
         return " has no agreed meaning; use max for any, min for all, or cast to an integer type"
     if dtype in NO_ARITHMETIC:

@@ -192,6 +192,7 @@ def _find_factor(params: Sequence[Param]) -> int:
     for param in params:
         row = _count_row(param)
         is_large = param.numel >= factor and row != factor
+        # A large parameter fits if a chunk is whole rows of it, and the parameter is whole chunks.
         if is_large and (factor % row or param.numel % factor):
             factor = math.lcm(factor, row)
     return factor

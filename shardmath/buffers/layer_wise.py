@@ -166,6 +166,7 @@ def _estimate_cost(param: Param) -> int:
     """Multiplications of a Newton-Schulz step, up to a factor; the size of a parameter that is not a matrix."""
     if len(param.shape) != 2:
         return param.numel
+    # The rows of all ranks that hold parts of the matrix.
     rows = param.shape[0] * param.gtp_remat_size
     columns = param.shape[1]
     return max(rows, columns) * min(rows, columns) ** 2

@@ -86,7 +86,7 @@ def sliced(layout: Layout, box: Box) -> Layout:
     """Return the layout of a slice of the tensor, as a separate tensor of the slice's shape. `box` has a (start, stop)
     per dimension; local tensors keep their shapes, with padding (holes) outside the slice.
 
-    A box is one (start, stop) per dimension. Raises LayoutError for a box that is not inside the tensor.
+    Raises LayoutError for a box that is not inside the tensor.
     """
     box = _read_box(layout, box)
     dims = []

@@ -103,6 +103,7 @@ def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
     the positions for each combination of coordinates on `axes`, in row-major order."""
     used, parts = _drop_axes(dict(axes), list(held))
     if not used:
+        # All ranks hold the same positions, without any cut.
         (runs,) = parts
         return Dimension(n, (Field(len(runs)),), runs)
     for dimension in _list_candidates(n, used, parts):
@@ -111,6 +112,7 @@ def fit(n: int, axes: Mapping[str, int], held: Sequence[Runs]) -> Dimension:
         candidate_parts = list(cells(dimension)) if in_order else _list_parts(dimension, used)
         if candidate_parts == parts:
             return dimension
+    # No rule that people would write fits: list what each rank holds.
     table = Table(0, tuple(parts))
     return _divide_flattened(n, table, used)
 

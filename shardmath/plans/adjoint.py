@@ -333,7 +333,7 @@ def _list_entries(windows: Windows, rule: Reduction) -> list[Entry]:
 
 def _is_replicated(layout: Layout, rule: Reduction) -> bool:
     """Whether several destination cells may hold one element."""
-    axes = everybody(layout, rule)
-    if any(layout.mesh.axis_size(axis) > 1 for axis in axes):
+    equal_axes = everybody(layout, rule)  # along these, all ranks receive the same
+    if any(layout.mesh.axis_size(axis) > 1 for axis in equal_axes):
         return True
     return any(map(overlapping, layout.dims))

@@ -271,17 +271,17 @@ class Grid:
 def make_grid(demands: Demands, batches: tuple[Batch, ...]) -> Grid:
     """Make the Grid that finds where messages can be cut, for all bytes in the table `demands`. `batches` are the
     groups of tensors in `demands`, with their layouts."""
-    blocks = Offsets.of_counts(demands.nbytes)
-    base = blocks.first
-    block_begin = demands.rows.spread(base[:-1])
+    bytes_of_block = Offsets.of_counts(demands.nbytes)
+    base = bytes_of_block.first
+    base_of_row = demands.rows.spread(base[:-1])
     itemsizes = [batch.template.src.itemsize for batch in batches]
-    itemsize = np.array(itemsizes, np.int64)
+    itemsize_of_batch = np.array(itemsizes, np.int64)
     return Grid(
         demands=demands,
         batches=batches,
         base=base,
-        begin=block_begin + demands.at,
-        item=itemsize[demands.batch],
+        begin=base_of_row + demands.at,
+        item=itemsize_of_batch[demands.batch],
         rows=_look_up_units(demands, batches, unit_rows),
     )
 

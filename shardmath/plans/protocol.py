@@ -157,10 +157,10 @@ class Protocol:
         """Move to the state that `event` leads to, and return it. Raises ExchangeError if it cannot happen now."""
         allowed = self.table[self.state]
         if event not in allowed:
-            others = [other.value for other in allowed]
-            may = ", ".join(others[:-1]) + " or " * (len(others) > 1) + others[-1]
+            verbs = [possible.value for possible in allowed]
+            choices = ", ".join(verbs[:-1]) + " or " * (len(verbs) > 1) + verbs[-1]
             what = f"a rank that is {self.state.value} cannot {event.value}"
-            raise ExchangeError(f"{what}; it has to {may}")
+            raise ExchangeError(f"{what}; it has to {choices}")
         if event in (Event.VOTE, Event.PROMISE):
             self.verdict = None
         if event in VERDICTS:

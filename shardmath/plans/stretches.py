@@ -58,8 +58,8 @@ def row_at(demands: Demands, block: int, at: int) -> int:
 
 def _last_not_after(places: Ints, first: np.int64, end: np.int64, at: int) -> int:
     """The last of the items first..end-1 whose place is not after `at`; places ascend."""
-    before = np.searchsorted(places[first:end], at, "right")
-    return int(first + before) - 1
+    count = np.searchsorted(places[first:end], at, "right")
+    return int(first + count) - 1
 
 
 def list_all_receivers(demands: Demands, blocks: Ints) -> list[Ranks]:

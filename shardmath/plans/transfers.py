@@ -106,10 +106,10 @@ def spell_transfers(
     """Yield, tensor by tensor, the transfers that carry `stretch`, a range of bytes in `demands` that goes from one
     rank to another. `relayed` means that the sender forwards bytes that it has received.
 
-    A relay sends what it has received, folded in already.
+    A relay sends what it has received from its place in the destination, where it is folded in already.
     """
     rows = _list_rows(demands)
-    for row, first, end in _find_rows(rows, stretch):
+    for row, first_byte, end_byte in _find_rows(rows, stretch):
         batch = plan.batches[rows.batch[row]]
         t = batch.template
         itemsize = t.src.itemsize
@@ -119,7 +119,7 @@ def spell_transfers(
         sender = sending_mesh.position(stretch.sender)
         receiver = batch.dst.position(stretch.receiver)
         # A row has the same elements of each tensor of the batch, one tensor after the other.
-        for i, k, lo_byte, hi_byte in _divide_by_tensor(first, end, rows.each[row]):
+        for i, k, lo_byte, hi_byte in _divide_by_tensor(first_byte, end_byte, rows.each[row]):
             lo = first_element + lo_byte // itemsize
             hi = first_element + hi_byte // itemsize
             pieces = expand(t, unit, sender, receiver, lo, hi, relayed=relayed)

@@ -59,7 +59,9 @@ def check_disjoint(name: str, windows: tuple[Layout, ...]) -> None:
 def list_sharing(windows: tuple[Layout, ...]) -> list[tuple[int, int]]:
     """List the pairs (i, j), i < j, of windows that hold an element in common."""
     pairs = []
-    for j, i in np.argwhere(_meet_earlier(windows)).tolist():
+    # The only windows that can share an element are those whose hulls meet.
+    hulls_meet = _meet_earlier(windows)
+    for j, i in np.argwhere(hulls_meet).tolist():
         if _find_common(windows[i], windows[j]) is not None:
             pairs.append((i, j))
     return pairs
@@ -267,11 +269,11 @@ def _count_given(t: Template) -> Ints:
     mesh = t.dst.mesh
     given = np.ones(mesh.size, np.int64)
     for over in t.overlays:
-        covered = np.array(_count_covered(over), np.int64)
-        if len(covered) == 1:
-            given *= covered[0]
+        covered_of_part = np.array(_count_covered(over), np.int64)
+        if len(covered_of_part) == 1:
+            given *= covered_of_part[0]
         else:
-            given *= covered[over.target.by_rank(mesh)]
+            given *= covered_of_part[over.target.by_rank(mesh)]
     return given
 
 

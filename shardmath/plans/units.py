@@ -86,10 +86,10 @@ def _find_largest(t: Template) -> _Largest:
     size = boxes.copy()
     # The rows of a box are its slices along the first dimension that is longer than 1: their number is its length.
     rows = boxes.copy()
-    for over, pair in zip(t.overlays, t.unit_pairs.T, strict=True):
+    for over, pair_of_unit in zip(t.overlays, t.unit_pairs.T, strict=True):
         count, longest = _measure_pairs(over)
-        boxes *= count[pair]
-        length = longest[pair]
+        boxes *= count[pair_of_unit]
+        length = longest[pair_of_unit]
         rows = np.where(rows == 1, length, rows)
         size *= length
     row = size // np.maximum(rows, 1)
@@ -103,7 +103,7 @@ def _measure_pairs(over: Overlay) -> tuple[Ints, Ints]:
     end = over.first[1:]
     count = end - begin
     if not len(count):
-        return count, count
+        return count, count  # there are no pairs to measure
     largest = np.maximum.reduceat(over.size, begin)
     return count, largest
 

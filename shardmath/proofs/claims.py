@@ -154,15 +154,16 @@ class _ClaimedTensor:
         """Record which of the destination's partial values `t` is added to, unless the layouts leave no choice; a whole
         tensor can be added to any of several partial sums. `target` names the destination layout, and the source's
         partial value."""
-        ranks = self.ranks[target.window]
-        if not ranks.chosen:
+        addends = self.ranks[target.window]
+        if not addends.chosen:
             return
-        key = target.window, ranks.through[t.dst_rank], target.addend
+        passing_addend = addends.through[t.dst_rank]
+        key = target.window, passing_addend, target.addend
         # A dict as an ordered set: replicas mostly repeat each other.
         choice = self.choices.setdefault(key, {})
         box = from_slices(t.global_slices)
-        addend = ranks.chosen[t.dst_rank]
-        choice[box, addend] = None
+        chosen_addend = addends.chosen[t.dst_rank]
+        choice[box, chosen_addend] = None
 
 
 def _list_rules(src: Windows, dst: Windows) -> dict[tuple[int, int], Reduction]:
@@ -309,14 +310,15 @@ def _check_complete(tensor: _ClaimedTensor, boxes: _Boxes) -> None:
 
 def _check_window(tensor: _ClaimedTensor, window: int, boxes: _Boxes) -> None:
     """Check that each replica of a window receives each addend of each element once."""
-    # The first rank stands for its group: in reverse order it is the last that the dict keeps.
-    number = tensor.ranks[window].group
+    group_of_rank = tensor.ranks[window].group
     layout = tensor.dst[window]
     ranks = layout.mesh.ranks
-    first = {number[rank]: rank for rank in reversed(ranks)}
+    # The first rank stands for its group: in reverse order it is the last that the dict keeps.
+    first_of_group = {group_of_rank[rank]: rank for rank in reversed(ranks)}
+    # All source windows have the same Partial axes, so the first one has the number of addends.
     addends = tensor.rules[0, window].addends
-    for group, rank in first.items():
-        runs = tensor.runs(1, window, rank)
+    for group, rank in first_of_group.items():
+        runs = tensor.runs(1, window, rank)  # of side 1, the destination
         for addend in range(addends):
             target = _Target(tensor.name, window, group, addend)
             arrived = boxes.get(target, [])

@@ -92,16 +92,17 @@ def _list_distinct_rows(plan: Plan, sets: Ints, *, source: bool) -> list[Ints]:
     Rows need the same check if the same set of ranks of the same mesh must have the same parts. Each array
     holds the rows of one template and mesh.
     """
-    number: dict[tuple[Template, Mesh], int] = {}
+    # An end is the source's or the destination's mesh, with a template; ends are numbered as they are found.
+    number_of_end: dict[tuple[Template, Mesh], int] = {}
     numbers = []
     for batch in plan.batches:
         mesh = batch.src if source else batch.dst
         key = batch.template, mesh
-        numbers.append(number.setdefault(key, len(number)))
+        numbers.append(number_of_end.setdefault(key, len(number_of_end)))
     end_of_batch = np.array(numbers, np.int64)
     end = end_of_batch[plan.lines.batch]
     # Units of a template that are the same parts at this end have one code.
-    codes = [find_end(t, source).code for t, _ in number]
+    codes = [find_end(t, source).code for t, _ in number_of_end]
     code = pick(codes, end, plan.lines.unit)
     # In this order, rows that need the same check are adjacent; the first of each is taken.
     order = np.lexsort((sets, code, end))
@@ -163,13 +164,13 @@ def _element_of(plan: Plan, row: int) -> tuple[int, ...]:
     at = int(plan.lines.lo[row])
     boxes, sizes, ends = unit_boxes(t, unit)
     box = bisect.bisect_right(ends, at)
-    rows = boxes[box]
+    overlay_rows = boxes[box]  # one per dimension, where the box begins
     shape = sizes[box]
-    before = ends[box - 1] if box else 0
+    box_begin = ends[box - 1] if box else 0
     # A unit without dimensions has one element, and unravel_index refuses an empty shape.
-    inside = np.unravel_index(at - before, shape) if shape else ()
+    inside = np.unravel_index(at - box_begin, shape) if shape else ()
     element = []
-    for over, r, i in zip(t.overlays, rows, inside, strict=True):
+    for over, r, i in zip(t.overlays, overlay_rows, inside, strict=True):
         start = int(over.start[r])
         element.append(start + int(i))
     return tuple(element[t.hidden :])

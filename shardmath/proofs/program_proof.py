@@ -267,6 +267,7 @@ def _check_in_hand(
     is_relayed = streams.leg != 1
     held = _is_held(demands, lines, streams)
     _require_none(prog, streams, ~is_relayed & ~held, "leave a rank that does not hold them")
+    # A relay has the later addends of an element only folded into the first one.
     is_added = demands.addend[streams.block] > 0
     what = "are relayed where another addend is already"
     _require_none(prog, streams, is_relayed & is_added, what)
@@ -286,7 +287,8 @@ def _is_held(demands: Demands, lines: Ints, streams: Streams) -> Bools:
 
 
 def _have_come(inbox: _Inbox, streams: Streams, begin: Ints) -> Bools:
-    """Whether the bytes of each stream came to its sender as the same stream of an earlier leg."""
+    """Whether the bytes of each stream came to its sender as the same stream of an earlier leg. `begin` has the place
+    in the inbox at which each stream begins."""
     out = np.zeros(len(begin), bool)
     # Only a rank that asks for the block itself can relay it.
     request, known = inbox.find(streams.block, streams.sender)

@@ -116,9 +116,9 @@ def _check_known(column: Ints, count: int) -> None:
 
 
 def _check_numbers(demands: Demands, batches: Sequence[Batch]) -> None:
-    """Check that sets have ascending ranks, and that sets, batches and units exist."""
+    """Check that each set has ranks, which ascend, and that sets, batches and units exist."""
     for ranks in demands.sets:
-        ascending = ranks and all(map(operator.lt, ranks, ranks[1:]))
+        ascending = bool(ranks) and all(map(operator.lt, ranks, ranks[1:]))
         require(ascending, f"ranks {ranks[:8]} are not ascending")
     _check_numbers_of_sets(demands)
     _check_known(demands.batch, len(batches))
@@ -199,9 +199,9 @@ def _check_cuts(demands: Demands, length: Ints) -> None:
     """Check that every holder has a share, and that the shares together are the line."""
     cuts = demands.cuts
     lines = Offsets(demands.cut_first)
-    holders = lengths(demands.sets)[demands.holders]
-    expected = holders + 1
-    shared = lines.counts() == expected
+    # Each share is between two cuts, so a line has one cut more than holders.
+    holder_counts = lengths(demands.sets)[demands.holders]
+    shared = lines.counts() == holder_counts + 1
     _require_lines(demands, shared, "is not cut among them")
     begin = cuts[lines.first[:-1]]
     end = cuts[lines.first[1:] - 1]

@@ -46,6 +46,7 @@ def check_template(t: Template, known: set[int]) -> None:
     complete = count == len(expected)
     require(complete, f"{what} has {plural(count, 'dimension')}, not {len(expected)}")
     for d, over in enumerate(t.overlays):
+        # Hidden dimensions, of addends, come first, and have negative numbers.
         where = f"{what}: dimension {d - t.hidden}"
         source, target = expected[d]
         same = _is_same(over.source, source) and _is_same(over.target, target)

@@ -406,9 +406,8 @@ def check_rule(
     forward order: for example, no two parameters overlap. Each bucket must be divisible into `shards` shards, and
     parameters must begin at multiples of `start`.
 
-    `shards` is the number of shards of every bucket, by default `data_parallel_world_size` if given;
-    parameters begin at multiples of `start`. Other keyword arguments go to `rule`. Raises AssertionError, which names
-    the case.
+    `shards` is `data_parallel_world_size` by default, if that is given. Other keyword arguments go to `rule`. Raises
+    AssertionError, which names the case.
     """
     given = options.get("data_parallel_world_size") if shards is None else shards
     count = None if given is None else read_positive(given, "shards")

@@ -142,19 +142,20 @@ def _check_way(way: str, message: Message, rank: int, *, goes: bool) -> None:
 
 
 def _check_pieces(rank: int, message: Message) -> None:
-    """Raise PlanError unless the message is made of its pieces, and has their ends."""
+    """Raise PlanError unless all pieces of the message go from its sender to its receiver, and its sizes are as
+    `make_message` computes them from the pieces."""
     where = f"rank {rank}, step {message.step}: the message {message}"
     for piece in message.pieces:
         if (piece.src_rank, piece.dst_rank) != (message.src_rank, message.dst_rank):
             what = f"{where} has the piece {piece}"
             ends = f"rank {message.src_rank} to rank {message.dst_rank}"
             raise PlanError(f"{what}; give the message only pieces from {ends}")
-    counted = make_message(
+    expected = make_message(
         message.step, message.src_rank, message.dst_rank, message.leg, message.pieces
     )
-    if message != counted:
-        what = f"{where} has {message.nbytes} B from {message.starts} on, its pieces {counted.nbytes} B"
-        raise PlanError(f"{what} from {counted.starts} on; make it with make_message")
+    if message != expected:
+        what = f"{where} has {message.nbytes} B from {message.starts} on, its pieces {expected.nbytes} B"
+        raise PlanError(f"{what} from {expected.starts} on; make it with make_message")
 
 
 def _match_ends(
@@ -208,8 +209,8 @@ def _raise_deadlock(
     path: list[int] = []
     while rank not in path:
         path.append(rank)
-        peers = waits[rank, reached[rank]]
-        rank = next(peer for peer, n in peers.items() if reached[peer] < n)
+        round_by_peer = waits[rank, reached[rank]]
+        rank = next(peer for peer, number in round_by_peer.items() if reached[peer] < number)
     start = path.index(rank)
     circle = [*path[start:], rank]
     waiting = []

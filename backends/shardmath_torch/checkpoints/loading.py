@@ -211,6 +211,6 @@ def _intersect(local: Slices, held: Slices, table: _BoxTable) -> Iterator[tuple[
     origins = table.starts[meets]
     low = low[meets]
     high = high[meets]
-    into = low - start + local_start
-    columns = origins, into, low - origins, high - low
+    local_offsets = low - start + local_start
+    columns = origins, local_offsets, low - origins, high - low
     return zip(*(column.tolist() for column in columns), strict=True)

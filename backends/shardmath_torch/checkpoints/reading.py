@@ -197,7 +197,7 @@ class Reader(storage.StorageReader):
             assert isinstance(stream, io.FileIO), "an unbuffered file is a FileIO"
             for read in reads:
                 target = planner.resolve_tensor(read.item)
-                source = _view(memory, file, read.strided, 0)
+                source = _view(memory, file, read.strided, 0)  # all of the file, from byte 0 on
                 if _has_same_bytes(source, target):
                     _read_straight(stream, read, target, unchecked[read.box], self._tally)
                 else:

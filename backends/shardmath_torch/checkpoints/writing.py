@@ -127,6 +127,7 @@ class Writer(storage.StorageWriter):
         finished Future with one WriteResult per part, which tells the file, the offset in it and the length in
         bytes."""
         results: list[storage.WriteResult] = []
+        # The prefix of file names that `prepare_global_plan` made: OURS, the save, and this rank's number.
         self._save = plan.storage_data.removeprefix(OURS)[:DIGITS]
         self._tally.begin(count_bytes(plan.items))
         for i, items in enumerate(_divide_into_files(plan.items)):
@@ -263,6 +264,7 @@ def _update_copy(folder: Place, index: str, save: str) -> None:
         counting = find_counting(folder)
         if counting is None or counting == written:
             return
+        # None if no sealed file is there by now: the next round finds out what counts.
         if counting != current.save:
             current = _read_sealed(folder) or current
         written = current.save if _write_copy(folder, current, save) else None

@@ -213,11 +213,11 @@ _Rules: TypeAlias = tuple[Rule | None, Rule | None]
 
 def _group_by_rules(weights: Weights, src: Side, dst: Side) -> dict[_Rules, list[str]]:
     """The names of tensors by the rules that match them."""
-    before = src.matches(weights.entries)
-    after = dst.matches(weights.entries)
+    src_rules = src.matches(weights.entries)
+    dst_rules = dst.matches(weights.entries)
     groups: dict[_Rules, list[str]] = {}
     for name in weights.entries:
-        groups.setdefault((before[name], after[name]), []).append(name)
+        groups.setdefault((src_rules[name], dst_rules[name]), []).append(name)
     return groups
 
 

@@ -40,7 +40,8 @@ def list_gathered(keeper: Any) -> list[Tensor]:
 def give_shards_back(group: Any) -> None:
     """Put the shards back as parameters of the group's modules, and free gathered parameters, as FSDP2 itself does.
 
-    Not by its `reshard`, which does nothing during a forward: after one that failed, it would never do anything.
+    FSDP2's own `reshard` is not called, since it does nothing during a forward, and to FSDP2 a forward that failed
+    never ends.
     """
     # A prefetched gather used the earlier values of the shards.
     group.wait_for_unshard()

@@ -55,8 +55,10 @@ def repacks_anew(module: nn.Module) -> Iterator[None]:
 
 def _refill_emptied(module: nn.Module) -> None:
     """Replace weights that attention has left empty by whole ones, into which vLLM's reload can copy."""
+    # vLLM sets this attribute on a projection whose weight latent attention has packed.
     if not getattr(module, "_cpu_skip_gemm_dispatch", False):
         return
+    # The pair of parameters and buffers with which the module runs; empty before a reload has begun.
     kernel_tensors = get_layerwise_info(module).kernel_tensors
     running = kernel_tensors[0] if kernel_tensors else {}
     for name, tensor in running.items():

@@ -209,7 +209,7 @@ def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[BucketSpan, float, float
     scale = room / bucket.numel
     groups = _count_groups(bucket.ranks, room)
     for span in _list_drawn(bucket, scale, groups):
-        paint = HATCHED
+        paint = HATCHED  # for padding, in which there are no parameters
         if span.several == 1:
             paint = BLUES[turn % 2]
             turn += 1

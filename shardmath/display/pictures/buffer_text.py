@@ -191,13 +191,13 @@ def _filled_below(layout: PerBufferParamLayout) -> Callable[[Ints], Ints]:
 
 def _count_padding(layout: PerBufferParamLayout, ranks: int) -> tuple[list[int], Ints]:
     """The padding elements of each bucket, and of each rank."""
-    below = _filled_below(layout)
+    count_filled_below = _filled_below(layout)
     by_bucket = []
     by_rank = np.zeros(ranks, np.int64)
     for start, end in layout.bucket_indices:
         size = (end - start) // ranks
         borders = start + size * np.arange(ranks + 1, dtype=np.int64)
-        padding = size - np.diff(below(borders))
+        padding = size - np.diff(count_filled_below(borders))
         by_bucket.append(int(padding.sum()))
         by_rank += padding
     return by_bucket, by_rank

@@ -432,7 +432,8 @@ def _local_tensor(layout: Layout, rank: int) -> Drawing:
 
 
 def _scale_rows(before: Sequence[Runs]) -> tuple[Scale, list[tuple[str, ...]]]:
-    """The rows of boxes, and each row's positions of the dimension before the last; one row if there is none."""
+    """Where the rows of boxes are drawn, and the text of each row's positions. `before` has the Runs of the dimension
+    before the last; without one there is one row."""
     if not before:
         return scale_stretches([(0, 1)], HIGH / 2), [()]
     (rows,) = before

@@ -138,6 +138,7 @@ class _TrafficSums:
             first, stop = demands.first[line : line + 2].tolist()
             receiver_count = demands.count[first:stop].sum()
             blocks = range(first, stop)
+            # Receivers are counted by group only if one holder sends them everything.
             if len(holders) > 1 or receiver_count <= MANY:
                 streams = _pair_line(demands, line, blocks)
                 self.add(*streams)

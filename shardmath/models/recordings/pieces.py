@@ -113,7 +113,7 @@ def overlap(pieces: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
 
 
 def _find_overlap(cluster: Sequence[Piece], side: int) -> tuple[Piece, Piece] | None:
-    """The first two pieces that share a number; None if no two do."""
+    """The first two pieces that share a cell (side 1) or an element (side 2); None if no two do."""
     numbers = np.concatenate([_list_numbers(piece, side) for piece in cluster])
     sizes = [piece.size for piece in cluster]
     owners = np.repeat(np.arange(len(cluster)), sizes)
@@ -148,7 +148,9 @@ def _list_numbers(piece: Piece, side: int) -> _Flat:
 
 
 def _is_nested(piece: Piece, side: int) -> bool:
-    """Whether every block's stride is beyond all that is inside it, so that no number comes twice."""
+    """Whether every block's stride is beyond all that is inside it, so that no cell (side 1) or no element (side 2)
+    comes twice."""
+    # A block is (count, stride of cells, stride of elements), so `side` is the index of a stride.
     steps = [(abs(block[side]), block[0]) for block in piece.blocks]
     reached = 0
     for stride, count in sorted(steps):

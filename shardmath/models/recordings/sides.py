@@ -214,9 +214,9 @@ class _ViewFinder:
 
     def find(self, name: str, shape: _Shape, holders: Sequence[_Holder]) -> RecordedView:
         """Return the view in which a rank stores the logical tensor `name`, of shape `shape`. `holders` are the tensors
-        on that rank that store elements of `name`; raises StoreError if there are several.
+        on that rank that store elements of `name`.
 
-        Raises StoreError if there are several, or if it is not one view.
+        Raises StoreError if there are several holders, or if the elements are not one view of the holder.
         """
         first, *others = holders
         stored = first.native

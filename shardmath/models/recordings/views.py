@@ -69,13 +69,13 @@ class RecordedView:
             cut[dim] = span
         return tuple(cut)
 
-    def _find_runs(self, of: int, dim: int) -> Runs:
-        """The positions of logical dimension `of` along stored dimension `dim`."""
+    def _find_runs(self, logical_dim: int, dim: int) -> Runs:
+        """The positions of a logical dimension along stored dimension `dim`."""
         # A dimension of 1 that the stored tensor lacks.
         if dim >= len(self.stored):
-            return Runs(((0, self.boxes[0].element[of], 1),), 1)
+            return Runs(((0, self.boxes[0].element[logical_dim], 1),), 1)
         # Boxes of a product share their stretches of each dimension.
-        stretches = dict.fromkeys(_take_stretch(box, dim, of) for box in self.boxes)
+        stretches = dict.fromkeys(_take_stretch(box, dim, logical_dim) for box in self.boxes)
         segments = []
         for stretch in stretches:
             segments += _list_segments(*stretch)

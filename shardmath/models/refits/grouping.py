@@ -60,14 +60,14 @@ def _join_rank(
     engine: KnownSide, rank: int, group_of: Mapping[str, int], parents: list[int]
 ) -> None:
     """Join the groups that have tensors in one module of the rank."""
-    modules: dict[object, int] = {}
+    group_of_module: dict[object, int] = {}
     for name, slot in engine.slots(rank).items():
         # Companions, such as scales, move with their tensors.
         if name not in group_of:
             continue
         module = slot.chunk, slot.native.rpartition(".")[0]
         group = _find_root(parents, group_of[name])
-        other = _find_root(parents, modules.setdefault(module, group))
+        other = _find_root(parents, group_of_module.setdefault(module, group))
         parents[max(group, other)] = min(group, other)
 
 

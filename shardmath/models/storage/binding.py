@@ -290,7 +290,8 @@ class _Binder:
             raise StoreError(f"{what}; write the condition without this index") from None
 
     def _note(self, row: Row, block: OwnedTensor, layouts: Layouts) -> bool:
-        """Note the layouts; False for an `also` row whose ranks all have the tensors already."""
+        """Note the layouts of the block's tensors; return False if `row` is an `also` row whose ranks all have the
+        tensors already, by another row."""
         by_name = dict(zip(itertools.chain(*block.names), itertools.chain(*layouts), strict=True))
         if row.also:
             by_name = self._join_copies(row, by_name)
@@ -359,10 +360,10 @@ def _is_distinct(row: Row, stored: Stored) -> bool:
         # Two numbers without text between them: 1 and 11 read as 11 and 1.
         return False
     words_in_name = {word for index in row.native.indices for word in index.words}
-    indices = {index.name for index in row.logical.indices}
-    indices.difference_update(stack_names(row).values())
+    unstacked = {index.name for index in row.logical.indices}
+    unstacked.difference_update(stack_names(row).values())
     # A declared index stands in names by its local number, which other numbers of the index may have too.
-    return indices <= words_in_name and indices.isdisjoint(stored.indices)
+    return unstacked <= words_in_name and unstacked.isdisjoint(stored.indices)
 
 
 def _find_shared(bound: Bound, group: Sequence[Held]) -> str:

@@ -151,7 +151,7 @@ def _is_head(line: str) -> bool:
 
 
 class _Line:
-    """A line with the position up to which it is cursor."""
+    """A line of a storage table, and the position up to which it has been read."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -121,6 +121,7 @@ def _pad_vocab(config: Config, parts: int) -> int:
     """Stored rows of a vocabulary over this number of ranks."""
     vocab = int(config.get("vocab_size", 0))
     padded = _round_up(vocab, VOCAB_MULTIPLE)
+    # SGLang takes a larger multiple only if ranks could not divide the padded rows evenly.
     return _round_up(vocab, VOCAB_MULTIPLE * parts) if padded % parts else padded
 
 

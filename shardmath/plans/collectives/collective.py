@@ -156,10 +156,10 @@ def recognize(src: Layout, dst: Layout) -> Collective | None:
 
 def _find_addends(src: Layout, rule: Reduction) -> dict[int, int]:
     """The addend that each rank of the source holds, of those that pass through."""
-    through: list[str] = []
+    passing_axes: list[str] = []
     for axes, _ in rule.matched:
-        through += axes
-    addends = src.mesh.coordinate(through).tolist()
+        passing_axes += axes
+    addends = src.mesh.coordinate(passing_axes).tolist()
     return dict(zip(src.mesh.ranks, addends, strict=True))
 
 
@@ -226,6 +226,7 @@ def _fit(
         members = move.members(groups)
         distinct = dict.fromkeys(members.values())
         fit = FITS[kind](move.before, move.after, distinct)
+        # Whether groups fit does not depend on the order of their ranks.
         if fit is None:
             return None
         dims, places = fit
@@ -233,7 +234,8 @@ def _fit(
         found = _describe(collective, move, places)
         if found.contiguous:
             return found
-        first = first or found
+        if first is None:
+            first = found
     return first
 
 
@@ -241,7 +243,7 @@ def _fit(
 
 
 def _list_groupings(meshes: Iterable[Mesh]) -> list[tuple[Mesh, Axes]]:
-    """Sets of axes, smaller groups first, then those of the first ranks, of whichever mesh."""
+    """Sets of axes, each with its mesh, by the size of their groups, and if that is equal, by the groups' ranks."""
     found: list[tuple[Mesh, Axes]] = []
     for mesh in meshes:
         axes = [name for name, n in mesh.axes if n > 1]
@@ -302,7 +304,7 @@ def _list_buffers(
 
 
 def _split_dims(found: Collective) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions along which buffers are joined before, and after."""
+    """The dimensions along which the buffers of a group are joined: before the collective, and after it."""
     if found.kind == "all_gather":
         return found.dims, ()
     if found.kind == "reduce_scatter":

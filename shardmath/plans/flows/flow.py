@@ -249,10 +249,11 @@ def _divide_lines(total: dict[Holders, int]) -> list[dict[int, int]]:
 
 
 def _divide_kind(row: list[tuple[int, int]], ranks: list[int], sent: list[dict[int, int]]) -> None:
-    """Divide the bytes that a kind takes of its lines evenly among its ranks; adds them to `sent`."""
+    """Divide the bytes that a kind of ranks sends evenly among its `ranks`, and add them to `sent`, by line and rank.
+    `row` has (line, bytes) for each line of which the kind sends some."""
     sizes = [nbytes for _, nbytes in row]
-    even = _even_parts(sum(sizes), len(ranks))
-    for i, j, nbytes in _wrap_around(sizes, even):
+    bytes_of_rank = _even_parts(sum(sizes), len(ranks))
+    for i, j, nbytes in _wrap_around(sizes, bytes_of_rank):
         line, _ = row[i]
         rank = ranks[j]
         sent[line][rank] = nbytes

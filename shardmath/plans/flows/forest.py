@@ -134,19 +134,20 @@ def _step(arcs: list[int], sent: Sent, node: int, previous: int) -> int | None:
 
 
 def _cancel(sent: Sent, cycle: list[int]) -> None:
-    """Move the least amount of every other edge of the cycle to the edges between."""
+    """Take the least amount on every other edge of the cycle, which is of lines and sinks in turn, from all of these
+    edges, and add it to the edges between them."""
     first, second = cycle[:2]
-    if first > second:  # begin with a line
+    if first > second:  # begin with a line: lines have lower numbers than sinks
         cycle = [*cycle[1:], first]
     lines = cycle[::2]
     sinks = cycle[1::2]
-    after = lines[1:] + lines[:1]  # the line after each sink
+    next_lines = lines[1:] + lines[:1]  # the line after each sink
     rows = [sent[sink] for sink in sinks]
-    amounts = [row[line] for line, row in zip(after, rows, strict=True)]
+    amounts = [row[line] for line, row in zip(next_lines, rows, strict=True)]
     amount = min(amounts)
-    for before, row, line in zip(lines, rows, after, strict=True):
-        row[before] += amount
-        take(row, line, amount)
+    for line, row, next_line in zip(lines, rows, next_lines, strict=True):
+        row[line] += amount
+        take(row, next_line, amount)
 
 
 def _round(forest: list[Edge], scale: int) -> Iterator[Edge]:

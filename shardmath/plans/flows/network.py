@@ -200,17 +200,17 @@ def _start_greedily(network: Network, part: Subnetwork, nbytes: int, weight: int
     # A part whose sinks weigh nothing is not scaled.
     scale = weight or 1
     flow = _empty_flow(network, part, nbytes, scale)
-    most = flow.spare.__getitem__
+    spare_of_sink = flow.spare.__getitem__
     longest_first = sorted(part.lines, key=network.nbytes.__getitem__, reverse=True)
     for line in longest_first:
         size = network.nbytes[line] * scale
         sinks = network.reach[line]
-        sink = max(sinks, key=most)
+        sink = max(sinks, key=spare_of_sink)
         if size <= flow.spare[sink]:
             flow.spare[sink] -= size
             flow.sent[sink][line] = size
         else:
-            _spill(flow, line, size, sorted(sinks, key=most, reverse=True))
+            _spill(flow, line, size, sorted(sinks, key=spare_of_sink, reverse=True))
     return flow
 
 

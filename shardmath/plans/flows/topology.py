@@ -87,8 +87,10 @@ MOST_RANKS = 1 << 24
 
 
 def _check_number(name: str, value: object, *, zero: bool) -> float:
-    """`value` as a float, so that 50e9 and 50_000_000_000 are one topology, and -0.0 is 0.0."""
+    """`value` as a float, so that 50e9 and 50_000_000_000 are one topology, and -0.0 is 0.0. Raises PlanError for
+    values that are not numbers, and for numbers that are not a rate or a duration."""
     kind = type(value).__name__
+    # numpy's booleans and complex numbers convert to float as well.
     if (
         isinstance(value, bool | str)
         or not isinstance(value, SupportsFloat)

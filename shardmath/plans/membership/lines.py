@@ -90,10 +90,10 @@ def _drop_empty(owned: Offsets) -> Ints:
 
 def _keep_rows(demands: Demands, stays: Bools) -> Demands:
     """The demands with only the rows that stay; the other rows' blocks are already removed."""
-    rows = _pick_owned(demands.row_first, stays)
+    rows_of_block = _pick_owned(demands.row_first, stays)
     return replace(
         demands,
-        row_first=_drop_empty(rows),
+        row_first=_drop_empty(rows_of_block),
         batch=demands.batch[stays],
         unit=demands.unit[stays],
         lo=demands.lo[stays],
@@ -161,13 +161,13 @@ class _PlaceInBlock(NamedTuple):
 
 
 def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> list[_PlaceInBlock]:
-    """The blocks that bytes `at` of lines are in, each before the end of its line."""
+    """The blocks that contain byte `at[i]` of line `line[i]`, for each i; no byte is at the end of its line."""
     # All lines laid end to end, so that one search serves all.
     ends = length.cumsum()
-    base = ends - length
-    begin = demands.blocks.spread(base) + demands.start
-    place = base[line] + at
-    block = begin.searchsorted(place, "right") - 1
+    base_of_line = ends - length
+    begin_of_block = demands.blocks.spread(base_of_line) + demands.start
+    place = base_of_line[line] + at
+    block = begin_of_block.searchsorted(place, "right") - 1
     inside = at - demands.start[block]
     columns = line.tolist(), block.tolist(), inside.tolist()
     return list(map(_PlaceInBlock, *columns))

@@ -63,13 +63,14 @@ def most_peers(transfers: Iterable[Transfer]) -> int:
     """Count the other ranks that one rank sends to, and those that it receives from, and return the larger number.
     `transfers` are the transfers of that rank."""
     pairs = {(t.src_rank, t.dst_rank) for t in transfers}
-    out_of: Counter[int] = Counter()
-    into: Counter[int] = Counter()
+    receivers_of: Counter[int] = Counter()
+    senders_to: Counter[int] = Counter()
     for src, dst in pairs:
         if src != dst:
-            out_of[src] += 1
-            into[dst] += 1
-    counts = [*out_of.values(), *into.values()]
+            receivers_of[src] += 1
+            senders_to[dst] += 1
+    # The other ranks' counts are 1, as all transfers are of one rank.
+    counts = [*receivers_of.values(), *senders_to.values()]
     return max(counts, default=0)
 
 

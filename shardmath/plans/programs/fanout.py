@@ -64,11 +64,12 @@ def find_legs(
 
 @memo(2)
 def _count_by_node(demands: Demands, sharing: int) -> list[list[int]]:
-    """For each block, how many of its receivers are in each of their nodes."""
+    """For each block, how many of its receivers are in each of their nodes of `sharing` ranks."""
     node_sizes: list[list[int]] = []
-    every = np.arange(len(demands.holders))
-    receivers = demands.blocks.sums(demands.count)
-    for lines in bundle(every, receivers):
+    all_lines = np.arange(len(demands.holders))
+    receiver_counts = demands.blocks.sums(demands.count)
+    # In bundles of lines, since handling all at once would take more memory.
+    for lines in bundle(all_lines, receiver_counts):
         nodes = list_nodes(demands, sharing, lines)
         first = demands.first[lines[0]]
         end = demands.first[lines[-1] + 1]

@@ -114,9 +114,10 @@ def schedule(
     used_topology = _choose_topology(plan, topology)
     demands = gather_lines(plan.batches, used_topology)
     _check_pieces(plan, demands, most_bytes)
-    assumes = _assumes_nodes(plan, topology)
+    assumes_nodes = _assumes_nodes(plan, topology)
+    # With one slot, one turn and no digest: `_find_fastest` sets slots and turns.
     options = [
-        Program(plan, used_topology, legs, 1, 1, most_bytes, most_ops, "", assumes)
+        Program(plan, used_topology, legs, 1, 1, most_bytes, most_ops, "", assumes_nodes)
         for legs in _list_legs(plan, demands, used_topology, known_fanout)
     ]
     fastest = _find_fastest(options)

@@ -353,8 +353,9 @@ def _relay_to_nodes(entries: _Entries, roots: _Roots) -> Streams:
 def _relay_inside_nodes(entries: _Entries, roots: _Roots, ranks: Ints) -> Streams:
     """The streams from each entry to all other ranks of its node; `ranks` are the ranks of all nodes."""
     zero = np.zeros_like(entries.size)
+    # The other ranks of each entry's node, numbered from 0.
     other, entry = ranges(zero, entries.size - 1)
-    # The others skip the entry's own place, so those from there on are one place further.
+    # Their numbers skip the entry's own place, so those from there on are one place further.
     place = other + (other >= entries.place[entry])
     receiver = ranks[entries.start[entry] + place]
     sender = entries.rank[entry]

@@ -219,11 +219,12 @@ def _find_passing(rule: Reduction) -> tuple[str, ...]:
 def _is_pinned(a: Layout, b: Layout) -> bool:
     """Whether the bytes that a rank receives depend on other ranks' names, since the plan chooses who receives."""
     rule = find_reduction(a, b)
+    # Without Partial axes, each rank receives what it needs, whatever the other ranks are called.
     if not (rule.folded or rule.matched or rule.chosen):
         return False
-    passing = _find_passing(rule)
-    unmatched = [name for name, _ in b.partial if name not in passing]
-    return any(b.mesh.axis_size(name) > 1 for name in unmatched)
+    passing_axes = _find_passing(rule)
+    unmatched_axes = [name for name, _ in b.partial if name not in passing_axes]
+    return any(b.mesh.axis_size(name) > 1 for name in unmatched_axes)
 
 
 def _assign(common: Ints, allowed: Bools | None) -> Ints:

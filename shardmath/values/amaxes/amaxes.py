@@ -343,7 +343,8 @@ def _check_given(format: object, layout: object, name: str) -> None:
 
 
 def _list_kinds(format: Format) -> tuple[Blocks, ...]:
-    """The kinds of blocks whose amaxes ranks have to exchange."""
+    """The kinds of blocks whose amaxes ranks have to exchange: none for FP8 with a given amax of the tensor; for NVFP4
+    without one, the whole tensor is also a block."""
     if isinstance(format, FP8) and format.tensor_amax is not None:
         return ()
     if isinstance(format, NVFP4) and format.tensor_amax is None:

@@ -153,7 +153,8 @@ def touch(part: PartStretches, blocks: Blocks, shape: tuple[int, ...]) -> Touche
     for spans, size, n in zip(part.dims, sizes, shape, strict=True):
         touched = _list_touched(spans, size)
         numbers.append(touched)
-        has_all.append(_find_whole(touched, spans, size or n, n))
+        block_size = n if size is None else size
+        has_all.append(_find_whole(touched, spans, block_size, n))
     return TouchedBlocks(tuple(numbers), tuple(has_all))
 
 

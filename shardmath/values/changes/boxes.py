@@ -71,8 +71,8 @@ class Boxes:
     def find(self, cells: Ints) -> Found:
         """Find the boxes that contain the elements `cells`, given as row-major numbers in the tensor. Return a Found,
         which lists every pair of an element and a box that contains it."""
-        along = unravel(cells, self.shape)
-        matches = [self._find_in(grid, along) for grid in self.grids]
+        coordinates = unravel(cells, self.shape)
+        matches = [self._find_in(grid, coordinates) for grid in self.grids]
         cell, box, place = zip(*matches, strict=True)
         return Found(_concatenate(cell), _concatenate(box), _concatenate(place))
 

@@ -136,13 +136,13 @@ def _index_arriving(lying: Mapping[str, Lying], message: Message) -> _Arriving:
 
 
 def _list_pieces(lying: Mapping[str, Lying], message: Message) -> Iterator[_ReceivedPiece]:
-    """The pieces of a message, in the message's order."""
+    """The pieces of a message, in the message's order; `lying` has the location of each destination tensor by name."""
     first = 0
     for piece in message.pieces:
         tensor = lying[piece.dst_tensor]
         past = first + math.prod(piece.shape)
-        base, steps = _find_steps(piece, tensor)
-        yield _ReceivedPiece(tensor.row, first, past, base, steps)
+        first_cell, steps = _find_steps(piece, tensor)
+        yield _ReceivedPiece(tensor.row, first, past, first_cell, steps)
         first = past
 
 

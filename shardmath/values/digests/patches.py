@@ -132,11 +132,12 @@ def _list_sets(layout: Layout, of_part: Sequence[list[list[int]]]) -> list[list[
 
 def _divide_dimension(windows: Windows, group: Sequence[int], dimension: int) -> _Sets:
     """One dimension of these windows, cut wherever the parts that hold it change."""
-    divided = [partition(windows[i].dims[dimension]) for i in group]
+    partitions = [partition(windows[i].dims[dimension]) for i in group]
     parts: list[Runs] = []
-    for one_window in divided:
+    for one_window in partitions:
         parts += one_window.parts
     joint = Partition((), tuple(parts), np.arange(len(parts)))
+    # The keys of an overlay are the sets of parts that hold the same positions.
     over = overlay(joint, joint)
     of_part: list[list[int]] = [[] for _ in parts]
     for number, members in enumerate(over.keys):
@@ -144,7 +145,7 @@ def _divide_dimension(windows: Windows, group: Sequence[int], dimension: int) ->
             of_part[part].append(number)
     # `of_part` has the parts of all windows end to end.
     rest = iter(of_part)
-    by_window = [[next(rest) for _ in one_window.parts] for one_window in divided]
+    by_window = [[next(rest) for _ in one_window.parts] for one_window in partitions]
     return _Sets(_list_ranges(over), by_window)
 
 

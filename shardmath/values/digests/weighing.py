@@ -101,10 +101,11 @@ class _Numpy:
         return whole.view(word).astype(np.float64)
 
     def products(self, rows: Array, weights: Array) -> Array:
+        # numpy multiplies one group of TOGETHER rows after another; the rows beyond full groups are the last call.
         even = len(rows) // TOGETHER * TOGETHER
         groups = rows[:even].reshape(-1, TOGETHER, *rows.shape[1:])
-        sums = [(groups @ weights).reshape(-1), rows[even:] @ weights]
-        return self.integers(np.concatenate(sums))
+        row_sums = [(groups @ weights).reshape(-1), rows[even:] @ weights]
+        return self.integers(np.concatenate(row_sums))
 
     def integers(self, array: Array) -> Array:
         return array.astype(np.int64)

@@ -251,7 +251,8 @@ def _write_slice(item: slice) -> str:
 
 
 def _find_scale(position: int, shape: tuple[int, ...], size: int | None, d: int, name: str) -> int:
-    """The number of one position's scale. Raises FormatError unless the position is a whole block."""
+    """The number of the scale of one position of dimension d. Raises FormatError unless the position is a whole block,
+    or blocks span the dimension."""
     if size is None:
         return 0
     if size == 1:

@@ -122,15 +122,16 @@ def choose(rules: Mapping[str, Transform], names: Sequence[str]) -> dict[str, Tr
 
 def _read_rules(rules: object) -> dict[str, Transform]:
     """The transforms by pattern. Raises PlanError for a value that is not a transform."""
-    read = {}
+    by_pattern = {}
     given = mapping(rules, "rules are ", "name pattern to transform", PlanError)
     for key, transform in given.items():
         pattern = text(key, "the pattern of a rule", PlanError)
+        # A class of transforms has all methods of the protocol, too.
         if not isinstance(transform, Transform) or isinstance(transform, type):
             fix = "give a value such as transforms.Cast('bfloat16')"
             raise PlanError(f"rule {pattern!r} has {shown(transform)}, not a transform; {fix}")
-        read[pattern] = transform
-    return read
+        by_pattern[pattern] = transform
+    return by_pattern
 
 
 def _find_first(patterns: Iterable[str], name: str) -> str | None:

@@ -104,7 +104,7 @@ def _make_wires(
 
 
 def _make_empty(wires: Named, rank: int) -> tuple[Array, ...]:
-    """The wire tensors of a rank that holds nothing, so that no function has to support that."""
+    """The wire tensors of a rank that holds nothing, for which no function of a transform is called."""
     made = []
     for _, layout in wires:
         shape = layout.local_shape(rank)
@@ -142,6 +142,7 @@ def finalize(
     wired = job.wired
     made = {}
     if wired is None or wired.as_held.destination:
+        # What arrives has the layouts of `job.held` already, and nothing is computed.
         for array, out, (key, layout) in zip(given, into, job.held, strict=True):
             made[key] = array
             if out is not None:

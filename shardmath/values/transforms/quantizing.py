@@ -194,9 +194,10 @@ class Quantize:
         what = f"{self.format.name} of {src}"
         _check_numbers(src, what)
         _check_data(self.format, dst, src.shape, what)
+        ends = (False, True)  # only the destination holds data
         if self.at == "source":
-            return _list_parts(self.format, dst.dtype, (False, True))
-        return _list_numbers(self.format, self.wire, (False, True))
+            return _list_parts(self.format, dst.dtype, ends)
+        return _list_numbers(self.format, self.wire, ends)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
         """Return two flags: whether the source sends the tensor unchanged, and whether the destination keeps it as it

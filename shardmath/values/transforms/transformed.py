@@ -59,8 +59,8 @@ class Transformed:
     before and after the move; `src` and `dst` have the layouts of the tensors that are sent in their place, at the
     source and at the destination.
 
-    `held_src` and `held_dst` are the sides as ranks hold them; `src` and `dst` are the sides of wire tensors, which
-    `plan` takes; `wired` has the transformed tensors. Equal values have equal layouts and equal transforms.
+    `plan` takes `src` and `dst`, and `wired` has the transformed tensors by name. Equal values have equal layouts and
+    equal transforms.
     """
 
     held_src: Held

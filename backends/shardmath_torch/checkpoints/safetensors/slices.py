@@ -111,6 +111,7 @@ def load(
         for local, glob in list_boxes(layout, rank):
             out[name][local] = stored[glob]
         tally.add(out[name].nbytes)
+    # Tensors were read file by file.
     return {name: out[name] for name in layouts}
 
 

@@ -81,6 +81,7 @@ def say_unwritable(local: Tensor) -> str:
     """Return why values cannot be copied into `local`, as words that follow the tensor's name; "" if they can."""
     if local.layout != torch.strided:
         return f"is stored as {local.layout}"
+    # A class with custom kernels writes by these, wherever its memory is.
     if plain(local).__class__ is Tensor:
         missing = missing_memory(local)
         if missing:

@@ -112,8 +112,8 @@ def _claim_tensor(name: str, tensor: Tensor) -> str:
     """The dtype, shape and placements of a tensor as text, which must be the same on all ranks."""
     if is_checkpointable(tensor):
         return f"part of {tensor.dtype}{list(read_boxes(name, tensor).shape)}"
-    divided = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
-    return f"{tensor.dtype}{list(tensor.shape)}{divided}"
+    placements = f" {tensor.placements}" if isinstance(tensor, DTensor) else ""
+    return f"{tensor.dtype}{list(tensor.shape)}{placements}"
 
 
 class Model(NamedTuple):

@@ -219,7 +219,8 @@ def list_state_jobs(
 def _put_state(
     goal: Goal, name: str, key: str, entry: Like | Own, free: Free, data: Tensor
 ) -> None:
-    """Write a value into the optimizer's tensor, or into a new one if there is none that fits and shares no cell."""
+    """Write the value `data` into the optimizer's tensor, or into a new one if there is no tensor that fits and whose
+    memory is `free` to be overwritten."""
     parameter = goal.group.parameters[name]
     # A wrapper's state may be a plain dict, which does not create entries on access.
     state = goal.group.optimizer.state.setdefault(parameter, {})

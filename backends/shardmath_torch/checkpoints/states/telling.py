@@ -122,15 +122,16 @@ def _gather_reports(
     make_report: Callable[[], dict[str, Any]],
     group: ProcessGroup | None,
 ) -> Elsewhere:
-    """Gather the reports of all ranks in the group, and join them."""
+    """Gather the reports of all ranks in the group, and join them; without tensors in `firsts`, which not all ranks
+    hold, there is nothing to report."""
     if is_alone() or not firsts:
         return NOWHERE
     # A separate step name: a rank that found other meshes is in another step, which raises at once.
     report = on_all("describe what lies on separate meshes", make_report, group)
-    _, count = share_of(group)
+    _, group_size = share_of(group)
     entries: dict[str, Entries] = {}
     groups: list[SavedGroup] = []
-    for each in gather_all("report what lies only on it", report, count, group):
+    for each in gather_all("report what lies only on it", report, group_size, group):
         entries |= read_entries(each["entries"])
         groups += read_groups(each["groups"])
     return Elsewhere(entries, tuple(groups))

@@ -94,14 +94,15 @@ def _list_inner(holder: Optimizer, start: str, seen: dict[int, object]) -> Itera
 
 
 def _spell(step: _AccessStep | None, start: str) -> str:
-    """The expression of the way that ends in this step."""
+    """The expression of the value to which `step`, and the steps before it, lead from the expression `start`."""
     steps = []
     while step is not None:
         steps.append(step)
         step = step.before
+    expression = start
     for each in reversed(steps):
-        start = each.form.format(start, each.key)
-    return start
+        expression = each.form.format(expression, each.key)
+    return expression
 
 
 def _find_optimizers(
@@ -239,12 +240,14 @@ def _explain_apart(optimizer: Optimizer, apart: Sequence[Inner]) -> str:
 
 
 def _advise_giving(optimizer: Optimizer, apart: Sequence[Inner], listed: str) -> str:
-    """What to give instead of an optimizer with these inner ones; also itself if it has separate parameters.
+    """What to give instead of `optimizer`: its inner optimizers `apart`, whose expressions are in `listed`; and
+    `optimizer`, too, if its parameters are none of theirs.
 
     For parameters that both have, it may have additional state, as Lookahead has slow weights.
     """
     trained = _list_trained([optimizer])
-    if trained and not trained & _list_trained(inner.optimizer for inner in apart):
+    is_separate = trained.isdisjoint(_list_trained(inner.optimizer for inner in apart))
+    if trained and is_separate:
         return f"give [optimizer, {listed}]"
     added = _list_added(optimizer)
     if added or any(optimizer.state.values()):

@@ -33,7 +33,8 @@ def dequantize(one: QuantizedRead, data: Tensor, scales: Tensor, rank: int) -> T
     dtype. `data` has the same elements, still quantized, and `scales` has a factor for each block (tile of elements)
     that they overlap."""
     out = make_zeros(one.layout, rank)
-    factors = _convert_scales(scales, one.format.parts[1].dtype)
+    scale_part = one.format.parts[1]
+    factors = _convert_scales(scales, scale_part.dtype)
     shape = one.layout.shape
     blocks = one.format.blocks.positions(shape)
     # Of each dimension, the blocks whose scales the rank has, in ascending order.

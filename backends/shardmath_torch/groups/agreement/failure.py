@@ -81,9 +81,8 @@ def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) ->
     """Return the rank of `ranks` that failed first, judged from `blamed` (rank that reported -> rank that it blames);
     None if no rank is suspect.
 
-    `blamed` maps each rank that reported to the rank it blames, in the order of their reports; `ranks` are all of the
-    group. If all have reported, of ranks blamed equally often the one blamed first is returned: a rank that was late
-    blames those that had stopped waiting for it.
+    `blamed` is in the order of reports; `ranks` are all of the group. If all have reported, of ranks blamed equally
+    often the one blamed first is returned: a rank that was late blames those that had stopped waiting for it.
 
     >>> find_first_failed({0: 3, 3: 2, 1: 0}, range(4))
     2
@@ -98,7 +97,8 @@ def find_first_failed(blamed: Mapping[int, int | None], ranks: Sequence[int]) ->
     # A rank that saw only that something broke may mean any silent rank.
     if not suspects and None in blamed.values():
         suspects = silent
-    # Of equals the first: the first of the silent, or the one that was blamed first.
+    # Without a silent suspect, one of the blamed ranks failed. Of equals the first: the first of the silent, or the one
+    # that was blamed first.
     return max(suspects or times_blamed, key=times_blamed.__getitem__, default=None)
 
 

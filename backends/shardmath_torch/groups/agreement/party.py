@@ -108,6 +108,7 @@ class Party:
         """
         is_first = self.turns.host == UNTOLD
         if is_first:
+            # The first vote also tells all ranks who serves the store, and the nonce for keys in it.
             nonce = secrets.randbits(NONCE_BITS)
             mine = mine._replace(serves_store=serves_store(self.group), nonce=nonce)
         self._begin(event)
@@ -177,6 +178,7 @@ class Party:
                 next_vote = self.turns.votes + 1
                 goodbye = self._find_goodbye(next_vote)
                 if goodbye:
+                    # Counted for the block of `smt.commit` that this thread may be in.
                     self.turns.heard.goodbyes += 1
                     raise ExchangeError(goodbye)
                 return self._guard(partial(self._watch, act), describe)

@@ -177,6 +177,7 @@ def _lead(seat: Seat) -> Steps[Met]:
 def _undo(met: Met, seat: Seat) -> Steps[None]:
     """Leave the group if its meeting is full; else remove the meeting."""
     yield from _remove(met.meeting)
+    # The log of a full meeting is still there: its members are a group.
     if _parse((yield Read(met.meeting))).state == FULL:
         yield from leave(met, seat.rank, seat.size)
 
@@ -232,7 +233,8 @@ def _gather(met: Met, seat: Seat, doubtful: set[str]) -> Steps[bool]:
 
 
 def _read_open_log(met: Met) -> Steps[str]:
-    """The meeting's log; "" if it is not open any more. Raises ExchangeError for another leader."""
+    """The meeting's log; "" if it is not open any more. Raises ExchangeError if the meeting was called off, or if there
+    is another leader."""
     off = yield Read(OFF)
     if off is not None:
         yield from _give_up(met, WRONG, _read_off(off))
@@ -296,7 +298,7 @@ def _withdraw(met: Met) -> Steps[None]:
 
 
 def _end(meeting: str, head: str) -> Steps[_Log]:
-    """End the meeting with the first line `head`, unless it has ended, and return its log before that."""
+    """Replace the log of a meeting that is open by the line `head`, and return the log that is then there."""
     text = yield Read(meeting)
     while (log := _parse(text)).state == OPEN:
         text = yield Swap(meeting, text, head)
@@ -408,6 +410,7 @@ def _word_end(log: _Log, seat: Seat) -> str:
 
 
 def _word_absent(log: _Log, seat: Seat) -> str:
+    """Words for the ranks that have not come to the meeting."""
     # Processes that left count as present: they may have given up just before this one.
     present = {0, *(other.rank for other in log.list_seats())}
     absent = _find_gaps(present, seat.size)

@@ -215,7 +215,8 @@ def _bind_to_source(message: Message, strides: Strides) -> Endpoint:
     for piece in message.pieces:
         key = piece.src_tensor
         views.append(locate(key, strides[key], piece.src_slices, piece.shape))
-    return Endpoint(message, tuple(views), join(views), 0)
+    # Its place in staging is not known yet.
+    return Endpoint(message, tuple(views), join(views), start=0)
 
 
 def _bind_to_destination(message: Message, strides: Strides) -> Endpoint:

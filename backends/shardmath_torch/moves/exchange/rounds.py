@@ -153,11 +153,12 @@ class Rounds:
         """Wait for the messages, copy their pieces to their places, and return those to be folded."""
         watch = self._watch
         folds: list[Fold] = []
-        # Before waiting, since finding the places of many small pieces takes as long as the wire does.
-        unpackings: list[Unpacking | None] = []
-        for receive, _ in arriving:
-            find = receive.find_unpacking
-            unpackings.append(None if find is None else find())
+        # Before waiting, since finding the places of many small pieces takes as long as the wire does. None for
+        # messages that are received in place.
+        unpackings = [
+            None if receive.find_unpacking is None else receive.find_unpacking()
+            for receive, _ in arriving
+        ]
         if unpackings:
             watch.lap(UNPACKED)  # counts the time of finding as unpacking
         for (receive, pending), unpack in zip(arriving, unpackings, strict=True):

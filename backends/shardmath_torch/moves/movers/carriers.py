@@ -139,7 +139,7 @@ class Whole:
         if self._shadows is None:
             mark_written(dst.values())
             self._engine.move(src, dst, watch)
-            return Arrived(dst, lambda: None)
+            return Arrived(dst, lambda: None)  # nothing is left to be put in place
         self._engine.move(src, self._into, watch)
         pairs = self._shadows.pair(self._shadows.select(dst), held)
 

@@ -415,7 +415,8 @@ def move_by(mover: Mover, call: Call, async_op: bool = False) -> Handle | None:
         objection = mover._find_objection_beside(async_op)
         if not objection:
             return mover._start(call)
-        # Voted, since the others wait for this rank, and in this thread, whose count of refusals it must raise.
+        # The other ranks wait for this rank's vote, so it votes with the objection; and in this thread, for which the
+        # refused vote must count.
         call = call._replace(objection=objection)
     mover._run(call)
     return None

@@ -96,8 +96,9 @@ def _list_modeled(tracer: Tracer, topology: Topology | None) -> Iterator[Span]:
         if agreed is None or given is None or isinstance(given, Transposed):
             continue
         if given.digest not in models:
-            is_program = isinstance(given, Program)
-            network = given.topology if is_program else topology or given.topology or H100
+            # A program has a topology; a plan has none unless it was made with one.
+            plan_topology = topology or given.topology or H100
+            network = given.topology if isinstance(given, Program) else plan_topology
             models[given.digest] = model(given, topology=network, ranks=[call.rank]).spans
         # A model may take longer than the move: then the next move's model comes after it.
         begin = max(agreed.at_s, ends_s.get(call.thread, 0.0))

@@ -171,8 +171,8 @@ class Moves:
         """Run the cached move `kept`, whose key in the cache is `key`, from `src` into `out`, and return its name, as
         "move 3 of group 0". `said` tells which gradient is moved, if any, and must be equal on all ranks.
 
-        After a success, all ranks keep it as the latest in the cache. A move that raised ExchangeError is evicted: if
-        only some ranks had it cached, they would move while others compile, at every further try.
+        After a success, all ranks keep the move as the latest in the cache. A move that raised ExchangeError is
+        evicted: if only some ranks had it cached, they would move while others compile, at every further try.
         """
         try:
             kept.move(src, out=out, said=said)
@@ -181,9 +181,10 @@ class Moves:
             if forgotten is not None:
                 self._nbytes -= forgotten.nbytes
             raise
+        # A caller may use a move that has been evicted since.
         if key in self._cached:
             self._cached.move_to_end(key)
-        thread = in_thread(None)
+        thread = in_thread(None)  # "" or " in thread NAME"
         counts = self._counts.get(thread, _Counts()).advance(kept.copies)
         self._counts[thread] = counts
         # Moves of two groups have the same numbers, and gradients of both may be moved in one group.

@@ -205,6 +205,7 @@ def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:
     for axis, p in by_axis.items():
         if not isinstance(p, theirs._StridedShard):
             continue
+        # Whether the label is right if no other axis divides the dimension; None if it labels no fused weight.
         is_right_alone = _labels.get((axis, int(p.split_factor)))
         is_of_fused = is_right_alone is not None
         if is_of_fused and not (is_right_alone and divided.count(p.dim) == 1):

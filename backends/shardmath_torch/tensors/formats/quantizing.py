@@ -162,9 +162,10 @@ def dequantize(
     if out is None:
         out = _make_out(shape, dtype, data.device)
     written = _read_out(out, shape, dtype, data.device)
-    g = others[0].reshape(()) if others else None
-    rule = find_rule(format, g)
+    global_scale = others[0].reshape(()) if others else None
+    rule = find_rule(format, global_scale)
     table = make_table(format.element, data.device)
+    # One temporary tensor, for the numbers of a slab.
     for slab, (numbers,) in _SlabLoop(format, shape, data.device, 1):
         read_into(table, slab.take(data, format.per_element), numbers)
         rule.scale_up(numbers, slab.take_shared(scales))

@@ -147,7 +147,7 @@ class _TensorBefore:
             tensor.grad = self.grad
 
     def _take_memory(self, memory: Tensor) -> None:
-        """Give the tensor this memory back, in its size then, with shape and strides."""
+        """Give the tensor back this memory, in the size that it had at the snapshot, with its shape and strides."""
         storage = memory.untyped_storage()
         growth = storage.nbytes() - self.size
         # Memory that numpy has seen keeps its size, which may be more than before.

@@ -113,6 +113,7 @@ class Content:
         tensor.
         """
         content = self._cast(dtype)
+        # The cast to the stored type is not listed; an earlier cast to another type, which lost numbers, is.
         return content.made if content.dtype == dtype else content._list_made()
 
     def _cast(self, dtype: torch.dtype) -> Content:

@@ -122,8 +122,10 @@ class Reading:
         """
         words = _flatten(after, self.dtype)
         unchanged = is_left(found, after)
+        # A loader may refuse values that are not finite: such a run says nothing about what it writes.
         if run.way in SPECIAL and unchanged.all():
             return
+        # Runs with a start value are further runs, which `is_written_at_times` does not count.
         if run.value is None:
             self._wrote[run.keeps].append(not unchanged.all())
         self.unwritten = self.unwritten & unchanged

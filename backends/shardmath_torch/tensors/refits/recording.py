@@ -297,6 +297,7 @@ class _Recording:
         operations: list[str] = []
         operations_by_piece: dict[Piece, tuple[str, ...]] = {}
         for write in writes:
+            # Pieces are None if they are unknown, and () if the write has no checkpoint element, as zeros have none.
             operations_by_piece.update(dict.fromkeys(write.pieces or (), write.made))
             if write.pieces != ():
                 operations += write.made
@@ -448,9 +449,9 @@ class _Recording:
 
     def _call_reading(self, tensors: Mapping[str, Callable[[], Tensor]], read: set[str]) -> None:
         """Run the loader, and add to `read` the targets without data that it reads before it writes them."""
-        now = self.kept_targets.find()
+        present = self.kept_targets.find()
         replaced = {n: target for n, target in self.kept_targets.targets.items() if target.is_meta}
-        reads = Reads({name: now[name] for name in replaced}, replaced)
+        reads = Reads({name: present[name] for name in replaced}, replaced)
         try:
             with reads:
                 self._call(tensors)

@@ -88,6 +88,7 @@ class _RefitStage(Stage):
                 "this rank has not prepared the refit, or has released its tensors since; call "
                 "prepare() on all ranks"
             )
+        # None stands for a rank that is not on that side.
         return self._refit._src.tensors or None, self._refit._dst.tensors or None
 
     def begin(self) -> None:

@@ -240,6 +240,7 @@ class Quantizer:
         are tensors for the results, by default new ones. `timeout` is how many seconds to wait for all ranks to make
         this call. Raises ExchangeError on every rank if one rank's tensors do not fit.
         """
+        # The mover's stage takes this object from `out`, and puts the results into it.
         call: Any = _QuantizeCall(out)
         self._mover(tensor, out=call, timeout=timeout)
         outputs: tuple[Tensor, ...] = call.made

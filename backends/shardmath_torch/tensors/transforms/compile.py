@@ -441,7 +441,9 @@ def _check_plan(t: Transformed, given: object) -> None:
     planned_of = given.plan if isinstance(given, Program) else given
     whole = planned_of.whole or planned_of
     for side, planned in ((t.src, whole.src), (t.dst, whole.dst)):
-        wrong = side.keys() ^ planned.keys() or _find_other(side, planned)
+        wrong = side.keys() ^ planned.keys()  # the names of tensors of one side only
+        if not wrong:
+            wrong = _find_other(side, planned)
         if wrong:
             name = min(wrong)
             ours, theirs = _show_held(side, name, str), _show_held(planned, name, str)
