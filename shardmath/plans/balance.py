@@ -122,18 +122,18 @@ def _snap_cuts(
     if not len(at):
         return at
     # Lines laid end to end make one ascending list of blocks, which is searched for all at once.
-    base = np.cumsum(length) - length
-    begin = demands.blocks.spread(base) + demands.start
-    place = base[line] + at
-    block = np.searchsorted(begin, place, "right") - 1
-    inside = at - demands.start[block]
+    line_begin = np.cumsum(length) - length
+    block_begin = demands.blocks.spread(line_begin) + demands.start
+    place = line_begin[line] + at
+    block = np.searchsorted(block_begin, place, "right") - 1
+    inside_block = at - demands.start[block]
     is_end = at == length[line]  # `block` is then of another line
-    between = is_end | (inside == 0)
+    is_between_blocks = is_end | (inside_block == 0)
     nbytes = demands.nbytes[block]
     # A block has its content once for each receiver.
-    content = np.where(between, 0, inside % nbytes)
-    snapped = make_grid(demands, batches).snapped(block, content)
-    out: Ints = np.where(between, at, at - content + snapped)
+    inside_content = np.where(is_between_blocks, 0, inside_block % nbytes)
+    snapped = make_grid(demands, batches).snapped(block, inside_content)
+    out: Ints = np.where(is_between_blocks, at, at - inside_content + snapped)
     return out
 
 
@@ -230,6 +230,7 @@ class Grid:
         place = self.base[block] + at
         row = np.searchsorted(self.begin, place, "right") - 1
         inside = at - self.demands.at[row]
+        # A row has `each` bytes of every tensor of its batch, one tensor after the other.
         return row, inside % self.demands.each[row]
 
     def describe(self, first: int, end: int) -> tuple[bytes, ...]:
@@ -254,15 +255,15 @@ class Grid:
     def _snap_in_box(self, row: Ints, inside: Ints) -> Ints:
         """The last byte not after `inside`, of one tensor of each row, where its only box may be cut."""
         lo = self.demands.lo[row]
-        item = self.item[row]
+        itemsize = self.item[row]
         box_row = self.rows[row]
-        element = lo + inside // item
+        element = lo + inside // itemsize
         # At least 1, since a box that stays whole has 0, and cannot be a divisor.
         divisor = np.maximum(box_row, 1)
         snapped = element - element % divisor
         # A row may begin inside a box, as in Cutter.of_row.
-        after = np.maximum(snapped - lo, 0)
-        out: Ints = np.where(box_row == 0, 0, after * item)
+        elements = np.maximum(snapped - lo, 0)
+        out: Ints = np.where(box_row == 0, 0, elements * itemsize)
         return out
 
 
