@@ -346,15 +346,15 @@ def _join_group(order: _ChildOrder[A, R], rank: int) -> None:
 def _make_report(pipe: Connection) -> Report:
     """`report` for one child: it sends at once if the phase changes, else every REPORT_EVERY seconds."""
     last = Progress()
-    sent = 0.0
+    sent_s = 0.0
 
     def report(phase: str, done: float, total: float) -> None:
-        nonlocal last, sent
-        now = time.monotonic()
-        due = now - sent > REPORT_EVERY
-        if due or phase != last.phase or done >= total:
+        nonlocal last, sent_s
+        now_s = time.monotonic()
+        is_due = now_s - sent_s > REPORT_EVERY
+        if is_due or phase != last.phase or done >= total:
             last = Progress(phase, done, total)
-            sent = now
+            sent_s = now_s
             pipe.send(("progress", phase, done, total))
 
     return report
