@@ -78,8 +78,8 @@ def buffer_svg(
     most: int = 12,
     title: str = "flat buffer",
 ) -> str:
-    """Return a flat buffer as a standalone SVG about `width` pixels wide: a row for each of the first `most` buckets,
-    divided from left to right among `shards` ranks.
+    """Return a flat buffer as a standalone SVG: a row for each of the first `most` buckets, divided from left to right
+    among `shards` ranks.
 
     The picture is `width` pixels wide, plus margins. Raises ParamLayoutError if ranks do not divide a bucket evenly.
     """

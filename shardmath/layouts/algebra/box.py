@@ -139,7 +139,7 @@ def first_overlap(
 
 
 def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
-    """`first_overlap` of boxes as a table of shape (boxes, dimensions, 2), and all their labels."""
+    """`first_overlap` of boxes given as a table of shape (boxes, dimensions, 2), and of all their labels."""
     sweep_dim = _find_sweep_dimension(table)
     order = np.argsort(table[:, sweep_dim, 0], kind="stable")
     label = label[order]
