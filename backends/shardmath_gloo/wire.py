@@ -134,6 +134,7 @@ class GlooWire:
         constructor."""
         self._tag = OURS + turn % TURNS * STEPS
         self._patience = self._default_patience if patience is None else patience
+        # A limit of its own may be long, so Ctrl-C must end the waits.
         self._is_late = patience is not None
 
     def receive(self, memory: Tensor, rank: int) -> Pending:
@@ -142,7 +143,7 @@ class GlooWire:
         data = self._receive(memory, rank, self._patience, DATA)
         if memory.nbytes < LONG:
             return data
-        # By the data's tag, hence after the data: messages of one tag arrive in order.
+        # One byte follows a long message, by the data's tag, and so after the data; another byte answers it (rule 2).
         tail = self._receive(_make_byte(), rank, self._patience, DATA)
 
         def answer() -> _Pending:

@@ -283,7 +283,7 @@ class Board:
             raise ExchangeError(
                 f"place 0 left, has stopped or is gone, as it was to {what}: {error}; {MEET_AGAIN}"
             ) from error
-        if report:
+        if report:  # an error: place 0 waits until it has been read
             self._confirm(what)
         return report
 

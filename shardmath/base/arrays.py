@@ -68,10 +68,10 @@ def distinct(numbers: Ints) -> tuple[Ints, Ints]:
     `numpy.unique` with `return_inverse`, faster for few numbers.
     """
     order = numbers.argsort(kind="stable")
-    new = _differ(numbers[order])
+    is_first = _differ(numbers[order])
     which = np.empty_like(order)
-    which[order] = new.cumsum() - 1
-    return numbers[order[new]], which
+    which[order] = is_first.cumsum() - 1
+    return numbers[order[is_first]], which
 
 
 def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:

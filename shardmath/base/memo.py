@@ -63,12 +63,12 @@ class _Account:
         """Add the estimated bytes of a cached call's `arguments` and `result` to the total of all caches. `seconds`,
         the duration of the call, limits the time for estimating; if no time is left, the last estimate is used again.
 
-        If the total would exceed the limit, all caches are emptied first. Weighing takes a share of `seconds`; a call
-        for which no time is left counts as the last one weighed.
+        If the total would exceed the limit, all caches are emptied first.
         """
         self._allowed_s += seconds * SHARE
         if self._allowed_s > 0:
             start = perf_counter()
+            # Arguments without their objects, which are mostly part of some result.
             self._last_nbytes = _weigh(arguments, None) + _weigh(result, set())
             self._allowed_s -= perf_counter() - start
         if _Account.total + self._last_nbytes > MOST_BYTES:

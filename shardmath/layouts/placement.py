@@ -377,8 +377,9 @@ def stage_of(placement: Placement, axes: tuple[str, ...], sizes: tuple[int, ...]
     if type(placement) not in BuiltIn.__args__:
         check_protocol(placement)
         return (Digit(UserCut(placement, parts), axes, sizes),)
-    *local, last = cast(BuiltIn, placement).digits(parts)
-    return (*map(Digit, local), Digit(last, axes, sizes))
+    # Only the last cut divides among ranks; of the earlier ones, every rank keeps all parts.
+    *earlier_cuts, last_cut = cast(BuiltIn, placement).digits(parts)
+    return (*map(Digit, earlier_cuts), Digit(last_cut, axes, sizes))
 
 
 def check_protocol(placement: Placement) -> None:

@@ -254,8 +254,8 @@ def _make_source(b: Layout, rule: Reduction) -> Layout:
 
 def _make_destination(a: Layout, rule: Reduction) -> Layout:
     """A source window as a destination of the adjoint: Partial along its free axes, so that any one rank receives."""
-    passing = _find_passing(rule, 0)
-    return repartialed(a, passing.union(a.free_axes))
+    passing_source_axes = _find_passing(rule, 0)
+    return repartialed(a, passing_source_axes.union(a.free_axes))
 
 
 def _find_passing(rule: Reduction, side: int) -> set[str]:

@@ -231,6 +231,7 @@ class Grid:
         place = self.base[block] + at
         row = np.searchsorted(self.begin, place, "right") - 1
         inside = at - self.demands.at[row]
+        # A row has `each` bytes of every tensor of its batch, one tensor after the other.
         return row, inside % self.demands.each[row]
 
     def describe(self, first: int, end: int) -> tuple[bytes, ...]:
@@ -255,15 +256,15 @@ class Grid:
     def _snap_in_box(self, row: Ints, inside: Ints) -> Ints:
         """The last byte not after `inside`, of one tensor of each row, where its only box may be cut."""
         lo = self.demands.lo[row]
-        item = self.item[row]
+        itemsize = self.item[row]
         box_row = self.rows[row]
-        element = lo + inside // item
+        element = lo + inside // itemsize
         # At least 1, since a box that stays whole has 0, and cannot be a divisor.
         divisor = np.maximum(box_row, 1)
         snapped = element - element % divisor
         # A row may begin inside a box, as in Cutter.of_row.
-        after = np.maximum(snapped - lo, 0)
-        out: Ints = np.where(box_row == 0, 0, after * item)
+        elements = np.maximum(snapped - lo, 0)
+        out: Ints = np.where(box_row == 0, 0, elements * itemsize)
         return out
 
 

@@ -159,6 +159,7 @@ def _list_requests(batches: Sequence[Batch], sets: Sets) -> Iterator[_Requests]:
         groups.setdefault(batch.template, []).append(number)
     for template, numbers in groups.items():
         if template.reduction.chosen:
+            # Which destination addend receives a unit depends on the ranks, and so on the batch.
             for number in numbers:
                 yield _ask_for_one_each(number, batches[number], sets)
         else:
@@ -218,19 +219,20 @@ def _ask_for_one_each(batch_number: int, batch: Batch, sets: Sets) -> _Requests:
 
 
 def _list_stripes(batch: Batch, sets: Sets) -> Iterator[tuple[int, int, int, int]]:
-    """(unit, first element, last element + 1, receivers) of every stripe, which one addend receives."""
+    """(unit, first element, last element + 1, receivers) of each stripe, which one addend receives; `receivers` is the
+    number of a set."""
     t = batch.template
-    held_by_class = list(map(set, t.holders.name(batch.src)))
-    asking = [_group_by_addend(batch, positions) for positions in t.receivers]
+    ranks_by_class = list(map(set, t.holders.name(batch.src)))
+    addends_by_cell = [_group_by_addend(batch, positions) for positions in t.receivers]
     classes = t.unit_class.tolist()
     cells = t.unit_cell.tolist()
     for unit, cell in enumerate(cells):
-        by_addend = asking[cell]
-        held = held_by_class[classes[unit]]
-        chosen = _choose_addends(by_addend, held)
+        ranks_by_addend = addends_by_cell[cell]
+        holders = ranks_by_class[classes[unit]]
+        chosen = _choose_addends(ranks_by_addend, holders)
         parts = stripe_unit(t, unit, len(chosen))
         for (lo, hi), addend in zip(parts, chosen, strict=True):
-            receivers = sets.add(by_addend[addend])
+            receivers = sets.add(ranks_by_addend[addend])
             if lo < hi:
                 yield unit, lo, hi, receivers
 

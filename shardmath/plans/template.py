@@ -345,9 +345,10 @@ def _order_units(overlays: Sequence[Overlay], units: _Units) -> Ints:
     sources = []
     targets = []
     for over, pair in zip(overlays, units.pairs.T, strict=True):
-        row = over.first[pair]
-        sources.append(over.start[row])
-        targets.append(over.dst[row, 0])
+        first_row = over.first[pair]
+        sources.append(over.start[first_row])
+        # Column 0: the start in the first destination part that has these positions.
+        targets.append(over.dst[first_row, 0])
     # lexsort's last key counts most: the first dimension's start in the tensor, only then the rest.
     keys = [*sources, *targets, units.size]
     keys.reverse()

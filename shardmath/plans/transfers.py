@@ -335,11 +335,12 @@ def _cut_box(starts: _Starts, sizes: Sizes, lo: int, hi: int) -> Sizes:
 
 
 def _make_piece(t: Template, starts: _Starts, sizes: Sizes) -> BoxPiece:
-    """The piece of this box."""
+    """The piece of this box, whose first `t.hidden` dimensions are addends and not the tensor's."""
     hidden = t.hidden
     shape = sizes[hidden:]
     src, dst, in_tensor = [_slice(start[hidden:], shape) for start in starts]
     nbytes = math.prod(shape) * t.src.itemsize
+    # The first hidden dimension is that of the folded addends.
     addend = starts.tensor[0] if t.reduction.folded else 0
     return BoxPiece(src, dst, in_tensor, shape, nbytes, addend)
 

@@ -181,8 +181,8 @@ def stripe_unit(t: Template, unit: int, count: int) -> Iterator[tuple[int, int]]
     size = int(t.unit_size[unit])
     places = []
     for i in range(count):
-        even = size * i // count
-        places.append(snap(t, unit, even))
+        even_start = size * i // count
+        places.append(snap(t, unit, even_start))
     return itertools.pairwise([*places, size])
 
 

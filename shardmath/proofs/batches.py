@@ -64,7 +64,7 @@ _Held: TypeAlias = dict[tuple[tuple[Layout, ...], tuple[Layout, ...]], str]
 
 
 def _find_windows(plan: Plan, names: Iterable[str]) -> _Held:
-    """The distinct windows of these tensors."""
+    """The distinct windows of these tensors at the source and the destination, each with the first of its tensors."""
     out: _Held = {}
     for name in names:
         windows = plan.src[name], plan.dst[name]

@@ -210,11 +210,11 @@ def _find_groups(plan: Plan, order: Ints) -> Ints:
     return np.flatnonzero(~is_same)
 
 
-def _group_rows(plan: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[Ints]:
+def _group_rows(plan: Plan, order: Ints, first: Ints, receivers: Ints) -> Iterator[Ints]:
     """Groups of rows with the same elements; of the groups that the same sets ask for, one.
 
-    The groups are adjacent in `order` and begin at `first`. A group of one row is left out if the destination
-    chooses no addend: nothing can be wrong in it.
+    The groups are adjacent in `order` and begin at `first`; row r is for set number `receivers[r]`. A group of
+    one row is left out if the destination chooses no addend: nothing can be wrong in it.
     """
     choice = _number_choices(plan)[plan.lines.batch]
     ends = np.append(first, len(order))
@@ -227,8 +227,9 @@ def _group_rows(plan: Plan, order: Ints, first: Ints, asking: Ints) -> Iterator[
         chooses = choice[groups[:, 0]] > 0
         groups = groups[chooses | (k > 1)]
         heads = groups[:, :1]
-        asked = np.hstack((choice[heads], asking[groups]))
-        _, distinct_groups = np.unique(asked, axis=0, return_index=True)
+        # By group: the choice, and the sets that ask for its rows.
+        keys = np.hstack((choice[heads], receivers[groups]))
+        _, distinct_groups = np.unique(keys, axis=0, return_index=True)
         yield from groups[distinct_groups]
 
 

@@ -174,8 +174,9 @@ def _check_values(by_name: object, kind: type, what: str, checked_ids: set[int])
     """Check that values by name are a dict of exactly this class: another mapping may change between two reads."""
     _check_kind(by_name, dict, what, checked_ids)
     assert isinstance(by_name, dict)
-    names = {type(name): name for name in by_name}
-    for name in names.values():
+    # Of tens of thousands of names, one of each class is enough.
+    name_by_class = {type(name): name for name in by_name}
+    for name in name_by_class.values():
         _check_kind(name, str, f"a name of {what}", checked_ids)
     for other in {type(value) for value in by_name.values()} - {kind}:
         require(False, f"{what} has a {other.__name__}, not a {kind.__name__}")

@@ -244,8 +244,9 @@ def _check_inner_cuts(demands: Demands, batches: Sequence[Batch], length: Ints) 
     inner = cuts[is_inner]
     rows, bytes_of_units = _find_places(demands, length, line, inner)
     places = zip(rows.tolist(), bytes_of_units.tolist(), strict=True)
-    for row, place in dict.fromkeys(places):
-        _check_place(demands, batches, row, place)
+    # Copies of a block may be cut at the same place, which is checked once.
+    for row, byte_of_unit in dict.fromkeys(places):
+        _check_place(demands, batches, row, byte_of_unit)
 
 
 def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> tuple[Ints, Ints]:

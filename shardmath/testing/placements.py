@@ -57,9 +57,9 @@ def disjoint(placement: Placement, n: int, count: int) -> None:
     """Check that no position is in two parts, unless the placement says that its parts overlap."""
     if getattr(placement, "overlaps", False):
         return
-    held = _list_positions(placement, n, count)
-    later = held[1:]
-    repeats = later == held[:-1]
+    ascending = _list_positions(placement, n, count)
+    later = ascending[1:]
+    repeats = later == ascending[:-1]
     holders = "two parts; give it to one, or set overlaps = True"
     _require_none(later[repeats], placement, n, count, holders)
 

@@ -137,7 +137,7 @@ def _time_steps(
     for step in range(job.steps):
         report("move", step, job.steps)
         for tensor in (arriving or {}).values():
-            # As bytes, since not every dtype can be filled with a number.
+            # So that the check finds bytes that no move wrote. Not every dtype can be filled with a number.
             flat(tensor).view(torch.uint8).fill_(POISON)
         move_s.append(_time_together(move))
         peer_s.append(_time_together(peer))

@@ -334,13 +334,17 @@ def spec_of(tensor: DTensor) -> Spec:
     if any(isinstance(p, _StridedShard) for p in placements):
         # False if torch itself knows that its strided shards do not stand for an order.
         may_be_order = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
-        return Spec(placements, None, ("placement", "order") if may_be_order else ("placement",))
+        if may_be_order:
+            return Spec(placements, order=None, readings=("placement", "order"))
+        return Spec(placements, order=None, readings=("placement",))
     order: list[int] = []
     for entry in getattr(spec, "shard_order", None) or ():
         order += entry.mesh_dims
     # Placements already imply left to right, separately for each tensor dimension.
     implied = sorted(order, key=lambda i: (placements[i].dim, i))  # type: ignore[attr-defined]
-    return Spec(placements, tuple(order) if order != implied else None, ("placement", "order"))
+    stated_order = tuple(order) if order != implied else None
+    # Without strided shards both readings are the same.
+    return Spec(placements, stated_order, readings=("placement", "order"))
 
 
 def in_backward() -> bool:

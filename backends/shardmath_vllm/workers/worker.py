@@ -191,7 +191,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         refit.prepare(dst={engine_name: self._loading.materialize(unwritten_counts)}, modules=())
         # If ranks process together, none begins before all of them have the tensors to process.
         refit(acknowledge=link.acknowledges)
-        # Nobody else has these tensors now, so each module's go as soon as vLLM has made of them what it runs.
+        # Without the refit's references, the tensors of each module are freed as soon as vLLM has processed the module.
         refit.release()
         self._loading.process(stored_names)
 

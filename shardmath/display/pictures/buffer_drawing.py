@@ -53,6 +53,8 @@ HATCHED = ("url(#shardmath-padding)", "padding")
 """Fill of padding, and its name in the heading."""
 APART = 5
 """The least pixels between borders."""
+NARROWEST = 480
+"""The least width of a picture, in pixels."""
 
 LEGEND = (
     (BLUES[0][0], ""),
@@ -76,12 +78,12 @@ def buffer_svg(
     most: int = 12,
     title: str = "flat buffer",
 ) -> str:
-    """Return a flat buffer as a standalone SVG about `width` pixels wide: a row for each of the first `most` buckets,
-    divided from left to right among `shards` ranks.
+    """Return a flat buffer as a standalone SVG: a row for each of the first `most` buckets, divided from left to right
+    among `shards` ranks.
 
     The picture is `width` pixels wide, plus margins. Raises ParamLayoutError if ranks do not divide a bucket evenly.
     """
-    ranks, wide, most = read_arguments(layout, shards, width, 480, most)
+    ranks, wide, most = read_arguments(layout, shards, width, NARROWEST, most)
     room = wide - LEFT - RIGHT
     buckets = list_buckets(layout, ranks, most)
     bottom = TOP + PITCH * len(buckets)

@@ -132,13 +132,14 @@ def first_overlap(
         return None
     table = np.array(boxes, np.int64).reshape(len(boxes), -1, 2)
     label = np.arange(len(boxes)) if labels is None else np.array(labels)
-    if not table.shape[1]:
+    ndim = table.shape[1]
+    if ndim == 0:
         return _first_other_label(label)
     return _sweep(table, label)
 
 
 def _sweep(table: Ints, label: Ints) -> tuple[int, int] | None:
-    """`first_overlap` of boxes as a table of shape (boxes, dimensions, 2), and all their labels."""
+    """`first_overlap` of boxes given as a table of shape (boxes, dimensions, 2), and of all their labels."""
     sweep_dim = _find_sweep_dimension(table)
     order = np.argsort(table[:, sweep_dim, 0], kind="stable")
     label = label[order]
@@ -314,8 +315,8 @@ def _digest_arguments(held: Ranges, table: Ints) -> bytes:
 
 def _weights_agree(held: Ranges, table: Ints, seed: bytes) -> bool:
     """Whether the boxes weigh as much as the product of the ranges, for the weights of the seed."""
-    boxes = np.ones(len(table), np.uint64)
-    product = 1
+    box_weights = np.ones(len(table), np.uint64)
+    product_weight = 1
     for d, ranges in enumerate(held):
         box_ranges = table[:, d]
         held_ranges = np.array(ranges, np.int64).reshape(-1, 2)
@@ -326,13 +327,13 @@ def _weights_agree(held: Ranges, table: Ints, seed: bytes) -> bool:
         weight = _draw_weights(len(marks), dim_seed)
         up_to = np.cumsum(weight)
         before = (up_to - weight) % PRIME
-        boxes *= _weigh(box_ranges, marks, before)
-        boxes %= PRIME
+        box_weights *= _weigh(box_ranges, marks, before)
+        box_weights %= PRIME
         held_weights = _weigh(held_ranges, marks, before)
-        product *= int(held_weights.sum())
-        product %= PRIME
-    total = int(boxes.sum()) % PRIME
-    return total == product
+        product_weight *= int(held_weights.sum())
+        product_weight %= PRIME
+    total = int(box_weights.sum()) % PRIME
+    return total == product_weight
 
 
 def _draw_weights(count: int, seed: bytes) -> NDArray[np.uint64]:

@@ -164,17 +164,18 @@ def _list_atoms(cuts: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
 def _group_atoms(cuts: Ints, atom: Ints, part: Ints, local: Ints) -> _Atoms:
     """Number the sets of parts that hold each atom; `atom` is sorted, and `part` within it."""
     first = begins(atom)
-    number: dict[tuple[int, ...], int] = {}
-    numbers = []
+    number_of_set: dict[tuple[int, ...], int] = {}
+    set_numbers = []
     for parts in np.split(part, first[1:]):
         key = tuple(parts.tolist())
-        numbers.append(number.setdefault(key, len(number)))
-    sets = tuple(number)
+        set_numbers.append(number_of_set.setdefault(key, len(number_of_set)))
+    sets = tuple(number_of_set)
     widest = max(map(len, sets))
     starts = _tabulate_starts(first, local, widest)
     held_atoms = atom[first]
-    number_of_atom = np.array(numbers, np.int64)
-    return _Atoms(sets, cuts[held_atoms], cuts[held_atoms + 1], number_of_atom, starts)
+    set_of_atom = np.array(set_numbers, np.int64)
+    # Atom i lies between the cuts i and i + 1.
+    return _Atoms(sets, cuts[held_atoms], cuts[held_atoms + 1], set_of_atom, starts)
 
 
 def _tabulate_starts(first: Ints, local: Ints, widest: int) -> Ints:

@@ -128,7 +128,9 @@ def _unravel(number: int, shape: _Numbers) -> _Numbers:
 
 
 def _find_step(stride: int, shape: _Numbers) -> tuple[int, int]:
-    """(dimension, steps along it) of a flat stride; 0 steps if it is not along one dimension."""
+    """(dimension, steps along it) of a flat stride; 0 steps if it is not along one dimension. The dimension is -1 for a
+    stride below 1, or as long as the tensor.
+    """
     inner = 1
     for dim in reversed(range(len(shape))):
         outer = inner * shape[dim]

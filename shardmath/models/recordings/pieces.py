@@ -81,6 +81,7 @@ def _merge(blocks: Iterable[Block]) -> tuple[Block, ...]:
         if merged:
             outer_count, outer_cells, outer_elements = merged[-1]
             count, cells, elements = inner
+            # An outer step leads to where the inner block ends, so both are one longer block.
             if (outer_cells, outer_elements) == (count * cells, count * elements):
                 merged[-1] = (outer_count * count, cells, elements)
                 continue

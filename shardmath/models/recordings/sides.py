@@ -185,6 +185,7 @@ def _bind_rank(recorded: Recorded, tensors: Shapes) -> _RankHoldings:
         shape, _ = shapes[name]
         try:
             _check_entry(name, shapes[name], tensors[name])
+            # There is one holder: `find` raises for several.
             views[name] = holders[0].native, finder.find(name, shape, holders)
         except StoreError as error:
             faults.append(str(error))

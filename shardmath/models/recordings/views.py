@@ -112,15 +112,16 @@ def _pair(boxes: Sequence[Box]) -> dict[int, int]:
 
 
 def _pair_moving(stored_dims: dict[int, int], boxes: Sequence[Box]) -> None:
-    """Pair the dimensions in which boxes begin at several positions. Raises StoreError if one is left."""
-    dims = _list_moving([box.cell for box in boxes], stored_dims.values())
-    for of in _list_moving([box.element for box in boxes], stored_dims):
-        matching = [dim for dim in dims if _is_bijective(boxes, dim, of)]
+    """Add to `stored_dims` (stored dimension by logical one) the dimensions in which boxes begin at several positions.
+    Raises StoreError if one is left."""
+    unpaired = _list_moving([box.cell for box in boxes], stored_dims.values())
+    for logical_dim in _list_moving([box.element for box in boxes], stored_dims):
+        matching = [dim for dim in unpaired if _is_bijective(boxes, dim, logical_dim)]
         if not matching:
             raise StoreError(NO_PRODUCT)
-        stored_dims[of] = matching[0]
-        dims.remove(matching[0])
-    if dims:
+        stored_dims[logical_dim] = matching[0]
+        unpaired.remove(matching[0])
+    if unpaired:
         # A stored dimension is left where a row of elements goes on in the next stored row.
         raise StoreError(NO_PRODUCT)
 

@@ -264,7 +264,7 @@ def _lay_dim(
     # Components that a dimension does not name, such as h of q, k and v, all lie in it in the same way.
     frame = Frame(dict(mesh), dict(numbers), lengths if named else _unify(lengths), exact)
     stored, fitted = _lay_group(word, frame)
-    if not named:
+    if not named:  # `_unify` has made them one component without a name
         trims = dict.fromkeys(lengths, stored.trims[""])
         stored = dataclasses.replace(stored, trims=trims)
         fitted = dict.fromkeys(lengths, fitted[""])

@@ -125,13 +125,13 @@ class _Reader:
         return needed and (row.lacks is None or row.lacks.fill(numbers) not in self.found)
 
     def _list_components(self, row: Row, shape: _Shape) -> Iterator[_Named]:
-        """The logical tensors in a stored one of this shape."""
+        """(component, numbers by index of a stack, shape) of each logical tensor in a stored one of this shape."""
         components = row.logical.components or ("",)
-        sizes, counts = self._measure(row, shape)
-        for chosen in itertools.product(*map(range, counts.values())):
-            numbers = dict(zip(counts, chosen, strict=True))
+        sizes_by_dim, counts = self._measure(row, shape)
+        for stacked in itertools.product(*map(range, counts.values())):
+            numbers = dict(zip(counts, stacked, strict=True))
             for word in components:
-                yield word, numbers, tuple(sizes[d][word] for d in sorted(sizes))
+                yield word, numbers, tuple(sizes_by_dim[d][word] for d in sorted(sizes_by_dim))
 
     def _measure(self, row: Row, shape: _Shape) -> tuple[dict[int, dict[str, int]], dict[str, int]]:
         """(sizes of components by dimension, lengths of stacks by index) for a stored tensor of this shape."""

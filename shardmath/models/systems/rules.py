@@ -265,7 +265,8 @@ def parse(text: str, *, first_rank: int = 0) -> Side:
     mesh, end = _read_mesh(text, as_integer(first_rank, "first_rank", MeshError))
     if end == len(text):
         return Side(mesh)
-    return Side(mesh, _read_rules(text, end + 1))
+    after_colon = end + 1
+    return Side(mesh, _read_rules(text, after_colon))
 
 
 def parse_mesh(text: str) -> Mesh:

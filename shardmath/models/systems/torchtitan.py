@@ -147,16 +147,21 @@ def torchtitan(
         "fsdp": dp_shard,
         "tp": tp,
     }
-    dense = Mesh(sizes, ranks=ranks)
-    dealt = fill_sizes(dp_shard * tp, {"efsdp": None, "ep": ep}, "ranks of dp_shard times tp")
-    routed = dense.merge(["fsdp", "tp"], into="shards").split("shards", **dealt)
+    dense_mesh = Mesh(sizes, ranks=ranks)
+    # Experts have the same ranks, with efsdp and ep instead of fsdp and tp; efsdp is what ep leaves.
+    expert_sizes = fill_sizes(
+        dp_shard * tp, {"efsdp": None, "ep": ep}, "ranks of dp_shard times tp"
+    )
+    shards = dense_mesh.merge(["fsdp", "tp"], into="shards")
+    expert_mesh = shards.split("shards", **expert_sizes)
     if expert_dim is None:
         expert_dim = _choose_dim(fields.experts, sizes, ep, names)
     text = _write(expert_dim, ep, names)
     if replicates(unknown):
         text += UNKNOWN
     numbers = _list_numbers(fields)
-    return Stored(rows.parse(text), (dense, routed), {"l": layers}, numbers, exact=False)
+    meshes = dense_mesh, expert_mesh
+    return Stored(rows.parse(text), meshes, {"l": layers}, numbers, exact=False)
 
 
 def _list_numbers(config: Config) -> dict[str, int]:

@@ -195,17 +195,17 @@ def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]
     Of sets with equal numbers of links to the other ranks, only the one with the most bytes is yielded.
     """
     count = int(label.max()) + 1
-    hold = touch(table.holders, label, count)
-    need = touch(table.receivers, label, count)
+    holder_labels = touch(table.holders, label, count)
+    receiver_labels = touch(table.receivers, label, count)
     intra, inter = _count_links(machine, label, count)
     for direction, force in DIRECTIONS:
-        forced = force(table, hold, need, count)
-        for x in _find_worst(forced, intra, inter):
-            rate = int(intra[x]) * machine.intra
-            rate += int(inter[x]) * machine.inter
-            nbytes = int(forced[x])
+        forced = force(table, holder_labels, receiver_labels, count)
+        for worst in _find_worst(forced, intra, inter):
+            rate = int(intra[worst]) * machine.intra
+            rate += int(inter[worst]) * machine.inter
+            nbytes = int(forced[worst])
             seconds = nbytes / rate
-            inside = label == x
+            inside = label == worst
             yield Cut(seconds, inside, direction, nbytes, rate)
 
 

@@ -149,20 +149,17 @@ def _find_crowded(table: BlockTable, unit: Ints, link: Fraction, worst: Fraction
 
 
 def _gather_demands(table: BlockTable, unit: Ints) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Bytes that some unit needs and does not hold, by the ranks of the units that hold them.
-
-    Ranks are positions, all those of a unit.
-    """
+    """Two lists: how many bytes some unit needs and does not hold, added up by the units that hold them; and the
+    positions of all ranks of these units."""
     count = int(unit.max()) + 1
-    hold = touch(table.holders, unit, count)
-    rows = _find_missed(table, hold, unit, count)
-    held_by = table.holders.of[rows]
-    sets, nbytes = sum_by_code(held_by, table.nbytes[rows])
-    by_set = zip(sets.tolist(), nbytes.tolist(), strict=True)
+    holder_units = touch(table.holders, unit, count)
+    rows = _find_missed(table, holder_units, unit, count)
+    set_of_row = table.holders.of[rows]
+    sets, nbytes = sum_by_code(set_of_row, table.nbytes[rows])
     total: dict[tuple[int, ...], int] = defaultdict(int)
-    for i, n in by_set:
-        units = hold.labels_of(i)
-        total[units] += n
+    for holder_set, set_nbytes in zip(sets.tolist(), nbytes.tolist(), strict=True):
+        units = holder_units.labels_of(holder_set)
+        total[units] += set_nbytes
     lengths = list(total.values())
     holders = _list_members(list(total), unit, count)
     return lengths, holders

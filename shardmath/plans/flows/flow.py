@@ -218,13 +218,13 @@ def _rank_network(total: dict[Holders, int], kinds: list[_HolderKind]) -> Networ
 def _divide_by_rank(total: dict[Holders, int]) -> dict[Holders, list[int]]:
     """By set of holders: the bytes that each holder sends of its line."""
     out = {}
-    for held, nbytes in total.items():
-        # A line that is not shared has one holder, which sends everything, or it is empty.
-        nothing = [0] * (len(held) - 1)
-        out[held] = [nbytes, *nothing]
-    sent = _divide_lines(total)
-    for held, by_rank in zip(_list_shared(total), sent, strict=True):
-        out[held] = [by_rank.get(rank, 0) for rank in held]
+    for holders, nbytes in total.items():
+        # A line that is not shared has one holder, which sends everything, or no bytes.
+        nothing = [0] * (len(holders) - 1)
+        out[holders] = [nbytes, *nothing]
+    shared_lines = _divide_lines(total)
+    for holders, nbytes_by_rank in zip(_list_shared(total), shared_lines, strict=True):
+        out[holders] = [nbytes_by_rank.get(rank, 0) for rank in holders]
     return out
 
 

@@ -153,7 +153,7 @@ def _cancel(sent: Sent, cycle: list[int]) -> None:
 def _round(forest: list[Edge], scale: int) -> Iterator[Edge]:
     """Every edge divided by `scale` and rounded so that every sum at a line or sink is rounded down or up too.
 
-    It begins at the roots, and keeps the amount that rounding has added at each node within a byte.
+    Rounding begins at the roots. The amount that it has added at a node stays within a byte.
     """
     added: dict[int, int] = defaultdict(int)
     for child, parent, amount in reversed(forest):
@@ -166,6 +166,7 @@ def _round(forest: list[Edge], scale: int) -> Iterator[Edge]:
             added[parent] += change
             added[child] += change
         if nbytes:
+            # Of an edge's two nodes, the sink has the higher number.
             line = min(child, parent)
             sink = max(child, parent)
             yield line, sink, nbytes

@@ -130,10 +130,11 @@ def _divide_connected(network: Network, part: Subnetwork) -> list[Subnetwork]:
     """The connected parts of a part, without lines that have one sink."""
     lines = _settle_decided(network, part.lines)
     sinks = part.sinks
+    # Usually all sinks are near the first line: this is found faster than labels.
     if lines and _count_near(network, lines) == len(sinks):
         return [Subnetwork(lines, sinks)]
-    label, found = _label_connected(network, lines, sinks)
-    parts = {part: Subnetwork([], []) for part in found}
+    label, distinct_labels = _label_connected(network, lines, sinks)
+    parts = {each: Subnetwork([], []) for each in distinct_labels}
     for sink in sinks:
         parts[label[sink]].sinks.append(sink)
     for line in lines:
@@ -145,13 +146,13 @@ def _divide_connected(network: Network, part: Subnetwork) -> list[Subnetwork]:
 def _label_connected(
     network: Network, lines: list[int], sinks: list[int]
 ) -> tuple[dict[int, int], list[int]]:
-    """A label for each sink, the same for sinks that lines connect; and the labels."""
+    """A label for each sink, the same for sinks that lines connect; and the distinct labels."""
     label = {sink: sink for sink in sinks}
     members = {sink: [sink] for sink in sinks}
     for line in lines:
-        found = {label[sink] for sink in network.reach[line]}
-        if len(found) > 1:
-            _merge_labels(label, members, found)
+        connected = {label[sink] for sink in network.reach[line]}
+        if len(connected) > 1:
+            _merge_labels(label, members, connected)
     return label, list(members)
 
 
@@ -259,8 +260,11 @@ def _maximize(network: Network, flow: _Flow) -> Mapping[int, int]:
 
 
 def _augment(network: Network, flow: _Flow, layers: dict[int, int], room: int) -> None:
-    """Send remaining bytes to sinks with room, layer by layer, until no path or no room is left."""
+    """Send remaining bytes to sinks with room, layer by layer, until no path is left, or none of the `room` sinks that
+    have room."""
+    # By node, the nodes ahead that are not known to be dead ends.
     arcs: dict[int, list[int]] = {}
+    # A list, since a push may remove the line from `flow.left`.
     for line in [line for line in flow.left if line in layers]:
         while room and line in flow.left:
             path = _find_path(network, flow, layers, arcs, line)

@@ -68,13 +68,14 @@ def _group_by_level(high: list[Level], held: list[tuple[int, ...]]) -> list[list
 
 
 def _shed_evenly(remaining: list[int], once: list[int], lines: list[int], room: int) -> None:
-    """Shorten the lines together to `room` bytes, in proportion to what each can shed: all except `once` of it."""
+    """Shorten the lines together to `room` bytes, in proportion to what each can shed: its `remaining` bytes except the
+    `once[line]` bytes of one copy."""
     least = sum(once[line] for line in lines)
     can_shed = sum(remaining[line] for line in lines) - least
     if can_shed <= 0:
         return
-    keep = max(room - least, 0)
-    keep = min(keep, can_shed)
+    kept_copies = max(room - least, 0)
+    kept_copies = min(kept_copies, can_shed)
     for line in lines:
         line_can_shed = remaining[line] - once[line]
-        remaining[line] = once[line] + line_can_shed * keep // can_shed
+        remaining[line] = once[line] + line_can_shed * kept_copies // can_shed

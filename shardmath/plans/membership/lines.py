@@ -136,20 +136,21 @@ def _renumber(column: Ints, kept: Sequence[int]) -> Ints:
 
 
 def _move_cuts(demands: Demands, left: frozenset[int], count: Ints) -> Ints:
-    """All cuts, of lines whose blocks have `count` receivers now."""
+    """The cuts of all lines, if blocks have `count` receivers, without those that left."""
     length = demands.blocks.sums(demands.nbytes * demands.count)
     line = Offsets(demands.cut_first).owners()
     is_end = demands.cuts == length[line]
     block_bytes = demands.nbytes * count
     new_length = demands.blocks.sums(block_bytes)
-    moved = np.where(is_end, new_length[line], 0)
+    # A cut at byte 0 stays there.
+    new_cuts = np.where(is_end, new_length[line], 0)
 
     inner = np.flatnonzero((demands.cuts > 0) & ~is_end)
     places = _find_places(demands, length, line[inner], demands.cuts[inner])
     start = demands.blocks.begin(block_bytes)
     for i, place in zip(inner.tolist(), places, strict=True):
-        moved[i] = start[place.block] + _keep_before(demands, left, place)
-    return moved
+        new_cuts[i] = start[place.block] + _keep_before(demands, left, place)
+    return new_cuts
 
 
 class _PlaceInBlock(NamedTuple):

@@ -44,9 +44,9 @@ def certify(plan: Plan | Program, topology: Topology | None = None) -> Certifica
     can beat; return a Certificate.
 
     The certificate has the bound, the time, their ratio, and the ranks that force the bound. A plan has the
-    time of the program that runs when it is compiled. A program runs on its own topology, a plan on the given
-    topology, or its own. Raises PlanError if `plan` is neither a Plan nor a Program, if no topology was given
-    here, for the plan or for the program, and if the topology is not the program's.
+    time of the program that runs when it is compiled, on the given topology or the plan's own. A program runs
+    on its own topology. Raises PlanError if `plan` is neither a Plan nor a Program, if no topology was given
+    here or for the plan or program, and if `topology` is another one than the program's.
     """
     prog = find_running(plan, topology)
     loads = sum_round_loads(prog)

@@ -135,19 +135,19 @@ def _find_most_taken_in(demands: Demands, node_sizes: list[list[int]], is_far: B
 
     Receivers of far lines have no holder on their node, so all of them receive from other nodes.
     """
-    # Blocks of one set of receivers, which has a number, have the same nodes.
+    # By number of a set of receivers: all its blocks have the same nodes.
     wanted: Counter[int] = Counter()
     sizes_of_set: dict[int, list[int]] = {}
     far_blocks = np.flatnonzero(is_far).tolist()
     for block in far_blocks:
-        receivers = int(demands.receivers[block])
-        wanted[receivers] += int(demands.nbytes[block])
-        sizes_of_set[receivers] = node_sizes[block]
+        set_number = int(demands.receivers[block])
+        wanted[set_number] += int(demands.nbytes[block])
+        sizes_of_set[set_number] = node_sizes[block]
     # Exact fractions, so that the target does not depend on the order in which shares are summed.
     load: defaultdict[int, Fraction] = defaultdict(Fraction)
-    for receivers, nbytes in wanted.items():
-        ranks = demands.sets[receivers]
-        shares = _share_in_nodes(nbytes, sizes_of_set[receivers])
+    for set_number, nbytes in wanted.items():
+        ranks = demands.sets[set_number]
+        shares = _share_in_nodes(nbytes, sizes_of_set[set_number])
         for rank, share in zip(ranks, shares, strict=True):
             load[rank] += share
     fullest = max(load.values(), default=0)

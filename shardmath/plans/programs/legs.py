@@ -122,7 +122,7 @@ def count_straight(bands: Bands, block: Ints, groups: list[list[int]]) -> Ints:
     for i in range(most):
         # The nodes of a class are every `classes`-th node, from the one with the class's number on.
         number = (bands.begin + i) % classes
-        in_class = (nodes - number + classes - 1) // classes
+        in_class = (nodes - number + classes - 1) // classes  # rounded up
         is_served = i < bands.count
         counts += np.where(is_served, in_class, 0)
     return counts

@@ -347,9 +347,9 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
     Empty rounds take no time. The last round ends at the time of `estimate_seconds`.
     """
     by_round = _time_links(where, loads)
-    lasting = by_round + where.latency_s * (by_round > 0)
-    end = lasting.cumsum().reshape(lasting.shape)
-    return np.stack((end - lasting, end), axis=-1)
+    duration = by_round + where.latency_s * (by_round > 0)
+    end = duration.cumsum().reshape(duration.shape)
+    return np.stack((end - duration, end), axis=-1)
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:

@@ -362,8 +362,8 @@ def _find_turns(prog: Program, streams: Streams) -> Ints:
     ranks = np.array(prog.ranks, np.int64)
     sender = np.searchsorted(ranks, streams.sender)
     receiver = np.searchsorted(ranks, streams.receiver)
-    places = sender + receiver
-    turn = turn_of(places, streams.leg, len(ranks))
+    index_sums = sender + receiver
+    turn = turn_of(index_sums, streams.leg, len(ranks))
     return turn % prog.turns
 
 

@@ -220,6 +220,7 @@ class _Undivided(NamedTuple):
     def by_rank(self) -> Ints:
         """The bytes that each rank sends plus the bytes that it receives in each phase, over all hops, as an array
         (phase, rank). Phase p has the bytes of partial value number p of each sum."""
+        # Axes: phase, hop, rank, link; a link has the bytes of one direction.
         total: Ints = self.loads.sum(axis=(1, 3))
         return total
 
@@ -263,9 +264,10 @@ def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Undivided
 
 def _choose_slots(topology: Topology, loads: Loads) -> tuple[float, int]:
     """The estimated time of the legs, and the number of slots for it, if slices could have any size."""
-    relays = loads[:, 1:].any()
+    # Axis 1 is the hop: later hops are those of relays. Without relays, more slots save no time.
+    has_relays = loads[:, 1:].any()
     options = []
-    for slots in SLOTS if relays else (1,):
+    for slots in SLOTS if has_relays else (1,):
         time = estimate_slots(topology, loads, slots)
         options.append((time, slots))
     least, _ = min(options)

@@ -130,6 +130,7 @@ def _list_local_names(plan: Plan, ends: _PartEnds, names: list[str]) -> tuple[li
         batch = plan.batches[ends.batch[i]]
         dst_names[i] = plan.dst[name].local_name(name, batch.target)
         if ends.relayed[i]:
+            # A relay sends from its tensor at the destination, in which the bytes arrived.
             src_names[i] = dst_names[i]
         else:
             src_names[i] = plan.src[name].local_name(name, batch.source)
@@ -145,10 +146,11 @@ def _has_windows(plan: Plan, batch: Batch) -> bool:
 def _list_operations(
     batches: Sequence[Batch], ends: _PartEnds, pieces: list[BoxPiece]
 ) -> list[str]:
-    """The operation with which each piece enters."""
+    """The operation, "copy" or a fold such as "sum", with which each piece enters its receiver's tensor."""
     ops = ["copy"] * len(pieces)
     rules = [batch.template.reduction for batch in batches]
     folds = np.array([bool(rule.folded) for rule in rules], bool)
+    # A relay sends what it has folded in already.
     folded = folds[ends.batch] & ~ends.relayed
     for i in np.flatnonzero(folded).tolist():
         rule = rules[ends.batch[i]]

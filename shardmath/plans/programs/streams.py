@@ -370,13 +370,14 @@ def _relay(
 ) -> Streams:
     """The streams that reached the origin of each `entry`, relayed from sender to receiver."""
     origin = entries.origin[entry]
-    root, which = ranges(roots.first[origin], roots.first[origin + 1])
+    # The streams of the first leg that an origin receives are a range of rows of `roots`.
+    row, entry_index = ranges(roots.first[origin], roots.first[origin + 1])
     return Streams(
-        block=roots.streams.block[root],
-        leg=leg[which],
-        sender=sender[which],
-        receiver=receiver[which],
-        lo=roots.streams.lo[root],
-        hi=roots.streams.hi[root],
-        root=roots.streams.root[root],
+        block=roots.streams.block[row],
+        leg=leg[entry_index],
+        sender=sender[entry_index],
+        receiver=receiver[entry_index],
+        lo=roots.streams.lo[row],
+        hi=roots.streams.hi[row],
+        root=roots.streams.root[row],
     )

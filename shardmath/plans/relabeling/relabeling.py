@@ -230,8 +230,9 @@ def _is_pinned(a: Layout, b: Layout) -> bool:
 def _assign(common: Ints, allowed: Bools | None) -> Ints:
     """The new place of each old place.
 
-    It is the best permutation if all weights are below 2**53. Beyond, floats round common bytes, and the
-    result may be worse than the best by as much; it is a permutation of allowed names in any case.
+    The places are the best permutation if all weights are below 2**53. Larger weights are rounded as floats,
+    and the permutation may keep fewer bytes than the best, by as many as rounding changes. In any case it is
+    a permutation of allowed names.
     """
     count = len(common)
     stay = np.arange(count)

@@ -146,13 +146,14 @@ class Amaxes:
         kinds = [scale_blocks, *(array.blocks for array in self.format.parts)]
         grids = [touch(part, blocks, shape) for blocks in kinds]
         sizes = scale_blocks.per_dimension(len(shape))
-        for there, here in part.boxes(sizes):
-            located = []
+        for in_tensor, in_part in part.boxes(sizes):
+            # The box's blocks of each kind, among those that the rank touches.
+            touched = []
             for blocks, grid in zip(kinds, grids, strict=True):
-                window = make_window(blocks, there, shape)
-                located.append(grid.locate(window.cover))
-            first, *targets = located
-            yield AmaxPiece(there, here, first, tuple(targets))
+                window = make_window(blocks, in_tensor, shape)
+                touched.append(grid.locate(window.cover))
+            of_scales, *targets = touched
+            yield AmaxPiece(in_tensor, in_part, of_scales, tuple(targets))
 
     def send(self, rank: int, own: Floats) -> dict[str, Floats]:
         """Return the amaxes (largest magnitudes of blocks) that `rank` sends to other ranks, as a dict from the sent

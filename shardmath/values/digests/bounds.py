@@ -54,7 +54,8 @@ _Slabs: TypeAlias = dict[tuple[int, _Span], list[_Span]]
 
 
 def _divide_ends(first: list[_Span], last: list[_Span]) -> _Slabs:
-    """The slabs of all spans that have more than one position."""
+    """The slabs of all spans with more than one position. By dimension, `first` has the span of the first position that
+    differs, and `last` the span of the last."""
     slabs: _Slabs = {}
     for spans in (first, last):
         for d, span in enumerate(spans):

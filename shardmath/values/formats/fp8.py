@@ -65,6 +65,7 @@ class _Scaled(Format):
         divide = _divide_roundly if self.power_of_two else divide_amax
         most = np.float32(self.element.most)
         scales: Floats = divide(amax, most)
+        # By rule 3: neither 0 nor infinity can be scaled to the largest number.
         scales[amax == 0] = 1
         scales[np.isinf(amax)] = 1
         return scales

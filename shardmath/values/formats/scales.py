@@ -60,8 +60,7 @@ def lay_blocks(
     `layout`; `blocks` is the block size. A block divided between ranks raises FormatError, unless `duplicated`: then
     each of these ranks has the element. In the message, `what` names the array and `name` the tensor.
 
-    The layout has no holes, and Partial axes replicate. Raises FormatError for a cut inside a block, unless
-    `duplicated`.
+    The layout has no holes, and Partial axes replicate.
     """
     sizes = blocks.per_dimension(layout.ndim, name)
     shape = blocks.count(layout.shape)

@@ -135,10 +135,10 @@ def make_window(blocks: Blocks, where: Index, shape: tuple[int, ...]) -> Window:
     """Return the part of a tensor of this `shape` that the index `where` selects, as a Window: a box, with the `blocks`
     (positions that share a scale) of the tensor. Raises FormatError unless it selects a box, with steps of 1."""
     # With blocks of one position, `scale_slice` only normalizes the index.
-    anywhere = Blocks(())
+    single_positions = Blocks(())
     starts = []
     stops = []
-    for item in anywhere.scale_slice(where, shape):
+    for item in single_positions.scale_slice(where, shape):
         if not isinstance(item, slice) or item.step != 1:
             what = f"the part {shown(where)} of a tensor of shape {shape}"
             raise FormatError(f"{what} is not a box; give one slice with step 1 per dimension")

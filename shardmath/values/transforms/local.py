@@ -90,7 +90,8 @@ def _make_wires(
         packed.append(read_only)
     if not packed[0].size:
         empty = _make_empty(job.wires, rank)
-        # A position that stands for a whole dimension exists even on a rank that holds nothing.
+        # A position that stands for a whole dimension exists even on a rank that holds nothing. Without such positions
+        # there is nothing to compute.
         if not any(wire.size for wire in empty):
             return empty
     values: Any = tuple(packed) if len(packed) > 1 else packed[0]
@@ -160,7 +161,8 @@ def finalize(
 
 def _put(job: WireJob, key: str, layout: Layout, rank: int, packed: Array, out: Array) -> Array:
     """Write the packed values into the local array `out`, and return it."""
-    if job.wired is None:
+    is_untransformed = job.wired is None
+    if is_untransformed:
         unpack(layout, rank, packed, out)
         return out
     # Arrays of another library, such as ml_dtypes, are viewed as plain words on both sides.

@@ -328,9 +328,10 @@ class Requantize:
             counts = f"a byte holds {self.old.per_element} and {self.new.per_element} numbers"
             fix = "use Dequantize at the source or Quantize at the destination instead"
             raise PlanError(f"{what}: {counts}; {fix}")
+        data_at_both_ends = True, True
         if self.at == "source":
-            return _list_parts(self.new, dst.dtype, (True, True))
-        return _list_parts(self.old, src.dtype, (True, True))
+            return _list_parts(self.new, dst.dtype, data_at_both_ends)
+        return _list_parts(self.old, src.dtype, data_at_both_ends)
 
     def as_held(self, src: Form, dst: Form) -> AsHeld:
         """Return two flags: whether the tensor is sent exactly as the source holds it (the destination requantizes),

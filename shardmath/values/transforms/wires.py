@@ -108,7 +108,7 @@ def _check_companions(name: str, companions: Sequence[Companion], held: Held, en
         full_name = name + companion.suffix
         for layout, tensor_layout in zip(layouts, tensor_layouts, strict=True):
             wanted = lay(tensor_layout, companion.component, end, name)
-            # A component of single positions is the companion itself, packed.
+            # `own`, a component of single positions, has the companion's layout without holes, as `wanted` is.
             packed = lay(layout, Component("own", layout.dtype), end, full_name)
             if holdings_digest(packed) != holdings_digest(wanted):
                 what = f"{full_name!r} is {layout} at the {end}, but {name!r} {tensor_layout}"

@@ -218,7 +218,7 @@ def _measure(value: object) -> int:
 
 
 def _is_state(value: object) -> bool:
-    """Whether a state has at most as many attributes as parts of metadata may have."""
+    """Whether the state that a pickle gives an object has at most as many attributes as parts of metadata have."""
     # A state is a dict of attributes, or a pair of that and a dict of slots.
     parts = value if isinstance(value, tuple) else (value,)
     attributes = [part for part in parts[:_MOST] if isinstance(part, dict)]

@@ -217,13 +217,13 @@ def _check_order(
     model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
 ) -> None:
     """Raise CheckpointError for state of a whole group, if the group here has other parameters or another order."""
-    groups = saved.members()
+    group_of = saved.members()
     here = tuple(stored.get(name) for name in group.parameters)
     for name in group.parameters:
         stored_name = stored.get(name)
-        if stored_name not in groups or groups[stored_name] == here:
+        if stored_name not in group_of or group_of[stored_name] == here:
             continue
-        shape, saved_group = model.slots[name].layout.shape, groups[stored_name]
+        shape, saved_group = model.slots[name].layout.shape, group_of[stored_name]
         why = _explain_shared(saved.state, stored_name, shape, saved_group)
         if why:
             there = f"{_list_some(saved_group)} in the checkpoint"
@@ -383,8 +383,8 @@ def fit_option(what: str, held: object, value: object) -> object:
         case tuple() | list():
             return _fit_items(what, held, value)
         case dict():
-            places = held if isinstance(held, dict) else {}
-            return {key: fit_option(what, places.get(key), one) for key, one in value.items()}
+            held_items = held if isinstance(held, dict) else {}
+            return {key: fit_option(what, held_items.get(key), one) for key, one in value.items()}
         case int() | float() | Tensor() | np.generic() if isinstance(held, Tensor):
             scalar = value.item() if isinstance(value, np.generic) else value
             return _fit_tensor(what, held, scalar)
@@ -392,11 +392,11 @@ def fit_option(what: str, held: object, value: object) -> object:
 
 
 def _fit_items(what: str, held: object, value: tuple[object, ...] | list[object]) -> object:
-    """The tuple or list with fitted items, as a namedtuple if a namedtuple of as many items is held."""
-    has_place = isinstance(held, tuple | list) and len(held) == len(value)
-    places = held if has_place else [None] * len(value)
-    fitted = map(partial(fit_option, what), cast(Sequence[object], places), value)
-    is_named = has_place and isinstance(value, tuple) and hasattr(held, "_make")
+    """The tuple or list, each item fitted to the held item at its place; a namedtuple if one of this length is held."""
+    is_as_long = isinstance(held, tuple | list) and len(held) == len(value)
+    held_items = held if is_as_long else [None] * len(value)
+    fitted = map(partial(fit_option, what), cast(Sequence[object], held_items), value)
+    is_named = is_as_long and isinstance(value, tuple) and hasattr(held, "_make")
     return rebuild(held if is_named else value, fitted)
 
 

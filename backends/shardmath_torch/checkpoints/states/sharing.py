@@ -72,6 +72,7 @@ def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]
 def _identify(value: object) -> object:
     """A key that is equal for one object, and for tensors of one spot."""
     spot = spot_of(value) if isinstance(value, Tensor) else None
+    # A DTensor is not the same state as its local tensor, which has the same spot.
     return id(value) if spot is None else (spot, isinstance(value, DTensor))
 
 

@@ -264,7 +264,7 @@ class Party:
             return ""
         number = self.turns.votes
         if not self._find_goodbye(number, failure.rank):
-            # The extra fifth of `timeout`.
+            # `timeout` has a fifth of the grace for this.
             goodbyes.look(self.grace / 5)
         goodbye = self._find_goodbye(number, failure.rank)
         if goodbye:

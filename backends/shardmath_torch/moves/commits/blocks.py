@@ -243,6 +243,7 @@ def _leave(party: Party, block: CommitBlock, error: BaseException) -> None:
     """Tell the other ranks that an exception ended this rank's block, unless they know that the block has ended."""
     if block.was_refused or party.turns.broken:
         return
+    # Ctrl-C waits for no vote; and ranks that move without votes may wait for this rank in a move.
     if not isinstance(error, Exception) or block.may_be_unheard:
         party.leave(error)
         return

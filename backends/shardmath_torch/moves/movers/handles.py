@@ -45,6 +45,7 @@ class Handle:
         turns = party.turns
 
         def run() -> None:
+            # Of this thread: its calls on the group do not wait for background moves, of which they are one.
             turns.heard.is_beside = True
             self._run(act, previous)
 
@@ -87,6 +88,7 @@ class Handle:
         if not self.done():
             what = "handle.wait() was called in a process forked from the one that moves"
             raise ExchangeError(f"{what}; call it in the process that started the move")
+        # On a GPU, the caller's later work then comes after the move.
         self._order.follow()
         self._was_awaited = True
         if self._error is not None:

@@ -50,12 +50,12 @@ def count_traffic(rounds: Iterable[Round]) -> Traffic:
     sent: dict[int, Amount] = {}
     received: dict[int, Amount] = {}
     kept: dict[int, Amount] = {}
-    for part in rounds:
-        for message in part.sends:
+    for one_round in rounds:
+        for message in one_round.sends:
             _add(sent, message.dst_rank, message)
-        for message in part.receives:
+        for message in one_round.receives:
             _add(received, message.src_rank, message)
-        for message in part.keeps:
+        for message in one_round.keeps:
             _add(kept, message.src_rank, message)
     return Traffic(dict(sorted(sent.items())), dict(sorted(received.items())), add_up(kept))
 

@@ -235,7 +235,8 @@ class Sparse:
         if changes is not None and self._walker is not None:
             return Sent(*self._walker.outgoing.measure(changes), seconds)
         sends = [message for each in self._task.part.rounds for message in each.sends]
-        return Sent(0, len(sends), sum(message.nbytes for message in sends), seconds)
+        nbytes = sum(message.nbytes for message in sends)
+        return Sent(elements=0, whole=len(sends), nbytes=nbytes, seconds=seconds)
 
     def keep(self, part: RankProgram, make_engine: Callable[[Engine], Engine]) -> None:
         """Return None, so that after a change of plan nothing is reused, and the next move sends all elements. The

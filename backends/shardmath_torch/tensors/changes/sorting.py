@@ -83,12 +83,16 @@ class Outgoing:
         for each in changed:
             size = each.words.element_size()
             by_size.setdefault(size, []).append(each)
-        parts = {size: self._sort_alike(size, alike) for size, alike in by_size.items()}
+        by_message_of_size = {
+            size: self._sort_alike(size, of_size) for size, of_size in by_size.items()
+        }
         sorted_messages: list[Elements | None] = []
         for number, message in enumerate(self._messages):
             elements = []
             for size in self._sizes[number]:
-                elements.append(parts.get(size, {}).get(number) or _make_empty(size))
+                by_message = by_message_of_size.get(size, {})
+                elements.append(by_message.get(number) or _make_empty(size))
+            # A message is sent whole if changes would not be fewer bytes, or it has too many elements to number.
             is_smaller = _count_packet(elements) < message.nbytes
             sorted_messages.append(elements if is_smaller and self._is_numbered[number] else None)
         sends = len(self.sends)

@@ -110,7 +110,7 @@ def group_for(
     """Return a process group of `ranks`, from one of `meshes` if it has such a group, else made by a collective call
     and kept for later calls. Return None if `ranks` are all ranks, or this rank is not among them.
 
-    None stands for the default group, if these are all ranks. A rank outside gets None. Otherwise the group is made on
+    None stands for the default group, if these are all ranks. Otherwise the group is made on
     first use, collectively over the default group: all ranks call at once, also for different groups that were not made
     before, and all make all of them in one order. torch names groups by the number that a rank has seen, so ranks that
     make one without the others may deadlock (`use_local_synchronization`, torch 2.13).

@@ -268,6 +268,7 @@ class _Redistribution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None]:
         if ctx.is_made_again:
+            # Unpacks what `forward` saved, so that all ranks recompute the forward.
             _ = ctx.saved_tensors
         route: _Route = ctx.route
         given = _make_zeros(route.dst, ctx.device) if gradient is None else gradient
@@ -334,7 +335,7 @@ def _agree_on(mine: Layout | None, route: _Route) -> Layout:
     receivers = set(route.dst.mesh.ranks)
     everyone = receivers.union(route.src.mesh.ranks)
     if compat.my_rank() not in everyone:
-        return route.dst
+        return route.dst  # any layout: this rank moves nothing
     if everyone == receivers and mine is not None:
         return mine
     group = group_for(everyone, route.meshes)

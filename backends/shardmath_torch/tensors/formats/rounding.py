@@ -62,7 +62,7 @@ def _round_e2m1(values: Tensor) -> Tensor:
     adder = power.add_(22 << FRACTION)
     rounded = magnitude.add_(adder.view(torch.float32))
     steps = rounded.view(torch.int32) - adder
-    # Each binade has two steps, and the least two more.
+    # Every binade begins after two of its own steps, and with a code two higher than the last one.
     return steps.add_(binades, alpha=2).bitwise_or_(signs)
 
 

@@ -238,7 +238,8 @@ def _read_engine_tensor(tensor: Any, columnwise: bool | None) -> Quantized:
 
 
 def _read_ao_mx(tensor: Any, columnwise: bool | None) -> Quantized:
-    """Read an MXTensor of MXFP8; if it was transposed, blocks are along rows."""
+    """Read an MXTensor of MXFP8: blocks lie along its last dimension, or along the one before if it was transposed. It
+    has one copy, so `columnwise` is not used."""
     element = _name_element(tensor.elem_dtype)
     if tensor.block_size != 32 or _is_swizzled(tensor):
         what = f"the MXTensor has blocks of {tensor.block_size} numbers"

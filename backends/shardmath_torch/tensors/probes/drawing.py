@@ -115,8 +115,8 @@ class TypedElements:
         """Return the full checkpoint tensor `name`, filled with the values that the weight loader gets in the trial run
         `run`.
         """
-        tensor = self.names.index(name)
-        numbers = np.arange(self.starts[tensor], self.starts[tensor + 1])
+        index = self.names.index(name)
+        numbers = np.arange(self.starts[index], self.starts[index + 1])
         return as_tensor(self.draw(numbers, run), self.dtype).reshape(self.shapes[name])
 
     def draw(self, numbers: _Flat, run: Run) -> Words:
@@ -196,11 +196,13 @@ def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
 
 
 def _vary_found(runs: list[Run], digits: int) -> list[Run]:
-    """The runs, of which some that follow the `digits` keep what targets had, or fill them with values."""
+    """The runs, of which some keep what targets had, or fill targets with a value. The first `digits` runs, of digits,
+    stay as they are; the indices are those of `list_runs`."""
     runs = list(runs)
-    # A run and its mirror image, of which one at least changes what a target had.
+    # "drawn" and its mirror image, of which one at least changes what a target had.
     for i in (digits + 1, digits + 2):
         runs[i] = runs[i]._replace(keeps=True)
+    # The first of the further runs, which are more than FOUND.
     for i, value in enumerate(FOUND, digits + 4):
         runs[i] = runs[i]._replace(value=value)
     return runs
@@ -210,7 +212,9 @@ def _count_further(kinds: Sequence[TypedElements]) -> int:
     """The number of further runs, enough that no position in a target has an element's values by chance."""
     least_base = min((kind.base for kind in kinds), default=TABLE)
     is_few = sum(kind.size for kind in kinds) <= FEW
-    return max(FURTHER[1] if is_few else FURTHER[0], math.ceil(BITS / math.log2(least_base)))
+    for_many, for_few = FURTHER
+    bits_per_run = math.log2(least_base)
+    return max(for_few if is_few else for_many, math.ceil(BITS / bits_per_run))
 
 
 def _list_special(kinds: Sequence[TypedElements]) -> list[str]:
@@ -268,6 +272,7 @@ def _tabulate(
     dtype: torch.dtype, wanted: tuple[torch.dtype, ...], way: str, seed: tuple[int, int]
 ) -> Words:
     """The value of each hash in a run, in an order that the seed of run and type decides."""
+    # Digits remain distinct in targets, which therefore hold them.
     pool = _list_digits(dtype, wanted) if way == "held" else list_finite(dtype)
     if way in SPECIAL:
         special = SPECIAL[way](dtype)

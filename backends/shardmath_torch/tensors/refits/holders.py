@@ -116,7 +116,7 @@ def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None 
 def _find_owners_of_views(
     views: Iterable[Watched], modules: Iterable[nn.Module], keepers: Mapping[int, object]
 ) -> None:
-    """Add to these records the places of the modules' tensors with which they share memory."""
+    """Add to the record of each view the places of the modules' tensors that share memory with the view."""
     by_number = {str(number): each for number, each in enumerate(views)}
     view_parts = _find_memory({number: each.tensor for number, each in by_number.items()})
     places = {str(number): place for number, place in enumerate(_list_places(modules))}

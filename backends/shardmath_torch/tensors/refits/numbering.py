@@ -263,6 +263,7 @@ def is_left(found: Found, after: Tensor) -> _Truths:
     """Return a mask of the positions at which `after`, a target's values after a run, still equals `found`, the values
     before it.
     """
+    # An int is the word of every position.
     before = found if isinstance(found, int) else _flatten(found, after.dtype)
     unchanged: _Truths = (_flatten(after, after.dtype) == before).all(axis=1)
     return unchanged

@@ -209,6 +209,7 @@ class Watch(TorchDispatchMode):
         """Note writes into targets, and run an operation that only writes elsewhere."""
         arguments = list(list_tensors((args, kwargs)))
         if self.unread:
+            # What the operation only writes, it does not read.
             read = set(map(key_of, arguments)) - set(map(key_of, written))
             self.unread.difference_update(read)
         is_target = False
@@ -220,6 +221,7 @@ class Watch(TorchDispatchMode):
                 continue
             if self._carries(arguments, into):
                 self.unread.add(key)
+            # Memory that a constant fills without gaps has no elements; after other writes it is unknown.
             self._keep(into, BLANK if _is_blank(func) and is_dense(into) else None)
             self._operations[key] = (str(func),)
         return _return_written(func, written) if is_target else func(*args, **kwargs)
@@ -265,6 +267,7 @@ class Watch(TorchDispatchMode):
         stored = self._target_dtypes[key]
         # A view with elements of another size does not write whole cells.
         is_by_cell = stored is not None and stored.itemsize == target.element_size()
+        # A write without pieces, (), is one of a constant; pieces that are None are unknown.
         if is_by_cell and _is_blank(func):
             self.filled.setdefault(key, set()).add(f"{func} {args[1:]}")
             write = Write((), ())

@@ -281,7 +281,8 @@ class _Receiving(_HookWorker):
     def _make_buffers(
         self, owner: MegatronHook, rank: int, device: torch.device
     ) -> Mapping[str, Tensor]:
-        """The hook's buffers if there is one box, so that nothing is copied; else new buffers for all boxes."""
+        """The hook's buffers, so that nothing is copied, if there is one box and no other tensor has claimed their
+        memory; else new buffers for all boxes."""
         if len(self._hook_buffers) == 1 and owner.claim(self._hook_buffers[0]):
             names = [key for key, _ in self.job.wires]
             return dict(zip(names, self._hook_buffers[0], strict=True))
