@@ -166,7 +166,7 @@ class Board:
             return vote is not None
 
         def word_faults() -> str:
-            # Before the votes are shown, since it reads them again: a rank says what failed there, and then leaves.
+            # First, since it also puts into `votes` the errors of ranks that voted, and then left.
             gone = self._word_left(range(self.size), has_voted)
             faults = [
                 f"place {place} could not {what}: {votes[place]}"

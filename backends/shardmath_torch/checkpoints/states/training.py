@@ -306,13 +306,13 @@ def _match_state(
         raise CheckpointError(complain(path, unmatched))
     goals = set_goals(model, groups, saved, stored)
     check_fillable(goals)
-    free = find_free(model, goals)
+    free_memory = find_free(model, goals)
     jobs = [
         *list_module_jobs(model, saved, stored),
-        *list_state_jobs(goals, model, stored, free),
+        *list_state_jobs(goals, model, stored, free_memory),
     ]
     trained = None if optimizer is None else name_trained(groups)
-    return _Restoration(unmatched, goals, jobs, plan_options(goals, free), trained)
+    return _Restoration(unmatched, goals, jobs, plan_options(goals, free_memory), trained)
 
 
 def _fill(

@@ -160,8 +160,9 @@ class Reading:
 
         Runs before which the target holds a given `value` do not count.
         """
-        first, *later = self._wrote[False]
-        return not any(later) and (first or any(self._wrote[True]))
+        first_wrote, *later_wrote = self._wrote[False]
+        keeping_wrote = self._wrote[True]  # runs that began with the old content
+        return not any(later_wrote) and (first_wrote or any(keeping_wrote))
 
     def find_fault(self) -> str:
         """Return an error for the first position of the target whose values match no checkpoint element, or several; ""
