@@ -312,7 +312,7 @@ class _Binder:
             if not having:
                 joined[name] = _pile_copies(before, copy)
                 continue
-            # If one stage is first and last, the copy is the tensor itself.
+            # Without lacking ranks the copy is the tensor itself, as where one stage is first and last.
             lacking = set(copy.mesh.ranks) - having
             if lacking:
                 what = f"rank {min(having)} stores {name!r} by a row before '{row}', and rank {min(lacking)} does not"

@@ -259,7 +259,7 @@ def load_state(
     missing.
     `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
-    optimizer = hold(optimizer)
+    optimizer = hold(optimizer)  # an iterator of optimizers could be read only once
     # In inference mode an optimizer's state would be made of inference tensors, which no step can write.
     with shared(group), torch.inference_mode(False), torch.no_grad():
         checkpoint = on_all("find what save_state wrote", partial(_open_state, path), group)
