@@ -217,9 +217,9 @@ class Grid:
         snapped = begin + self._snap_in_box(row, inside)
 
         # Rows with several boxes, which have -1, are cut one by one; all may be cut at their first byte.
-        is_left = (self.rows[row] < 0) & (inside > 0)
+        needs_cutter = (self.rows[row] < 0) & (inside > 0)
         cutter = Cutter(self.demands, self.batches)
-        for i in np.flatnonzero(is_left).tolist():
+        for i in np.flatnonzero(needs_cutter).tolist():
             row_number = int(row[i])
             byte = int(inside[i])
             snapped[i] = begin[i] + cutter.of_row(row_number, byte)
