@@ -84,7 +84,7 @@ class Broadcast:
         """Copy elements of all ranks' `src` into this rank's `dst`, in place, as the plan says; both are dicts of local
         tensors by name. `watch` records the time when `dst` is complete. Raises PeerFailure if a message fails or is
         late."""
-        # Unknown during the move: tensors arrive in another order than in the part's steps.
+        # The number of begun steps, unknown during the move: tensors arrive in another order than in the part's steps.
         self.begun = None
         # Only in inference mode may inference tensors be written.
         with torch.inference_mode():
@@ -97,6 +97,7 @@ class Broadcast:
                     _apply(transfer, whole, destination)
             for work in self._part.divisions:
                 divide(work, dst)
+        # More than there are: all are done.
         self.begun = self._part.steps + 1
         watch.lap(ARRIVED)
 

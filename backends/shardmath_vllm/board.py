@@ -166,7 +166,7 @@ class Board:
             return vote is not None
 
         def word_faults() -> str:
-            # Before the votes are listed: `_word_left` reads them again, since a rank may vote, and then leave.
+            # First, since it also puts into `votes` the errors of ranks that voted, and then left.
             gone = self._word_left(range(self.size), has_voted)
             faults = [
                 f"place {place} could not {what}: {votes[place]}"

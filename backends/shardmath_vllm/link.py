@@ -223,8 +223,10 @@ class Life:
 
     def _tell(self, error: BaseException) -> str:
         """Report this rank's failure, so that no rank waits for it; return another rank's reason for it, or ""."""
+        # It failed before weights moved: others may wait for this rank's vote.
         if self.update.phase is Phase.KEPT:
             self._board.decline(self._name("begin"), error)
+        # It failed after weights moved: this rank will not read how the update ended.
         if self.update.phase is Phase.STALE and not isinstance(error, ExchangeError):
             self._board.excuse(self._name("finish"))
         self._board.give_up(map(self._name, WAITED_FOR), error)

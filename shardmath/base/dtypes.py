@@ -71,6 +71,7 @@ def canonical(dtype: object) -> str:
         raise LayoutError(f"{what}; write {AMBIGUOUS[name]}")
     if name not in ITEMSIZE or module not in ("", "torch", "numpy", "np"):
         raise LayoutError(f"unknown dtype {shown(text)}; {_suggest(name)}")
+    # Not `name`, which may be of a subclass of str.
     return _PLAIN[name]
 
 

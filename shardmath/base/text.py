@@ -159,8 +159,9 @@ def show_ranks(
     runs = _join_ranges(ranks)
     # Not by len, which fails from 2**63 on: a caller may give a range of more ranks.
     count = sum(run.stop - run.start for run in runs)
-    # One word more than may be shown, to see whether there are more.
-    words = list(itertools.islice(_list_words(runs, joined_from), most and most + 1))
+    # One word more than may be shown, to see whether there are more; without `most`, all.
+    end = most + 1 if most else most
+    words = list(itertools.islice(_list_words(runs, joined_from), end))
     if most is not None and len(words) > most:
         words = [*words[: most // 2], f"... ({count:,} in all)"]
     listed = ", ".join(words)

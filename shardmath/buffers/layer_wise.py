@@ -69,10 +69,10 @@ def layer_wise(
     # Equal shards of this divisor make buckets that end at a multiple of `end`.
     divisor = math.lcm(START, end // shards)
     draft = Draft()
-    work = [0] * shards
+    work_by_shard = [0] * shards
     for bucket in _fill_buckets(listed, size, shards, divisor):
-        params_by_shard, fullest = _assign_shards(bucket, work)
-        shard_size = round_up(fullest, divisor)
+        params_by_shard, largest_size = _assign_shards(bucket, work_by_shard)
+        shard_size = round_up(largest_size, divisor)
         first = draft.first
         for shard, shard_params in enumerate(params_by_shard):
             position = first + shard * shard_size

@@ -113,21 +113,22 @@ _Numbered: TypeAlias = tuple[tuple[Runs, ...], tuple[int, ...]]
 
 @memo()
 def _number_parts(dim: Dimension, mesh: Mesh, order: _Order) -> _Numbered:
-    """The parts in the order of the first position that holds them, and each position's number.
+    """The parts, numbered by the first position that holds them, and the number of each position's part.
 
-    A single part has no numbers, so that an undivided dimension is equal on all meshes.
+    Positions are taken in this `order`, or in the mesh's. A single part has no numbers, so that an undivided dimension
+    is equal on all meshes.
     """
     divided = partition(dim)
     if len(divided.parts) == 1:
         return divided.parts, ()
-    part_of = divided.by_rank(mesh)
+    part_by_position = divided.by_rank(mesh)
     if order is not None:
-        part_of = part_of[list(order)]
-    part_at = part_of.tolist()
+        part_by_position = part_by_position[list(order)]
+    old_numbers = part_by_position.tolist()
     # A dict keeps the order in which its keys first came.
-    number_of = {part: i for i, part in enumerate(dict.fromkeys(part_at))}
-    numbered = tuple(divided.parts[part] for part in number_of)
-    return numbered, tuple(map(number_of.__getitem__, part_at))
+    new_number = {old: new for new, old in enumerate(dict.fromkeys(old_numbers))}
+    parts = tuple(divided.parts[old] for old in new_number)
+    return parts, tuple(map(new_number.__getitem__, old_numbers))
 
 
 @memo()

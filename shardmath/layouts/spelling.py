@@ -87,6 +87,7 @@ def from_text(
         )
     _check_notation(spec, mesh)
     named = {} if rules is None else mapping(rules, "rules=", "name to placement", LayoutError)
+    # Only results without placements are cached.
     if not named:
         return _parse(text(spec, "spec", LayoutError), shape, mesh.axes)
     for placement in named.values():

@@ -131,7 +131,10 @@ def _choose_cut(reader: LayoutReader, word: WrittenDigit, parts: int) -> Cut:
 
 
 def _make_blocks(reader: LayoutReader, words: list[WrittenDigit]) -> list[Digit]:
-    """The blocks of the free name, and the digits of the words right of it: each a block of all right of it."""
+    """The digits of the free name, and of the words right of it.
+
+    Each cuts into blocks that are as long as the numbers of all words right of its own, multiplied.
+    """
     digits: list[Digit] = []
     block = 1
     for word in reversed(words):
@@ -143,6 +146,7 @@ def _make_blocks(reader: LayoutReader, words: list[WrittenDigit]) -> list[Digit]
             )
         sizes = _axis_sizes(reader, word)
         digits.append(Digit(FixedBlock(block), word.axes, sizes))
-        block *= word.number or math.prod(sizes)
+        parts = word.number or math.prod(sizes)  # a word is a number, or axes
+        block *= parts
     digits.append(Digit(FixedBlock(block)))
     return digits[::-1]

@@ -217,13 +217,13 @@ class Grid:
         begin = at - inside
         snapped = begin + self._snap_in_box(row, inside)
 
-        box_row = self.rows[row]
-        several = (box_row < 0) & (inside > 0)
+        # Rows with several boxes, which have -1, are cut one by one; all may be cut at their first byte.
+        needs_cutter = (self.rows[row] < 0) & (inside > 0)
         cutter = Cutter(self.demands, self.batches)
-        for i in np.flatnonzero(several).tolist():
-            of_row = int(row[i])
-            place = int(inside[i])
-            snapped[i] = begin[i] + cutter.of_row(of_row, place)
+        for i in np.flatnonzero(needs_cutter).tolist():
+            row_number = int(row[i])
+            byte = int(inside[i])
+            snapped[i] = begin[i] + cutter.of_row(row_number, byte)
         return snapped
 
     def _find_rows(self, block: Ints, at: Ints) -> tuple[Ints, Ints]:

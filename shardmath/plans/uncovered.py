@@ -282,11 +282,12 @@ def count_cells(layout: Layout) -> Ints:
     held = np.ones(layout.mesh.size, np.int64)
     for dim in layout.dims:
         divided = partition(dim)
-        size = np.array([runs.size for runs in divided.parts], np.int64)
-        if len(size) == 1:
-            held *= size[0]
+        part_sizes = np.array([runs.size for runs in divided.parts], np.int64)
+        if len(part_sizes) == 1:
+            held *= part_sizes[0]
         else:
-            held *= size[divided.by_rank(layout.mesh)]
+            part_by_position = divided.by_rank(layout.mesh)
+            held *= part_sizes[part_by_position]
     return held
 
 

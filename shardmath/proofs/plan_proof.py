@@ -312,11 +312,11 @@ def _count_arrivals(plan: Plan, places: Places) -> Iterator[Ints]:
 
 
 def _list_rows(plan: Plan) -> Iterator[Ints]:
-    """By batch, its rows."""
-    of_row = plan.lines.batch
-    order = np.argsort(of_row, kind="stable")
+    """The rows of each batch, batch by batch."""
+    batch_of_row = plan.lines.batch
+    order = np.argsort(batch_of_row, kind="stable")
     numbers = np.arange(len(plan.batches) + 1)
-    bounds = np.searchsorted(of_row[order], numbers)
+    bounds = np.searchsorted(batch_of_row[order], numbers)
     for begin, end in itertools.pairwise(bounds.tolist()):
         yield order[begin:end]
 
@@ -391,11 +391,12 @@ def _list_boxes(plan: Plan, batches: Sequence[Batch], group: set[int]) -> dict[i
         unit = int(demands.unit[row])
         lo = int(demands.lo[row])
         hi = int(demands.hi[row])
-        holding = demands.sets[holders[row]]
-        asking = demands.sets[receivers[row]]
-        sender = batch.src.position(holding[0])
-        receiving = map(batch.dst.position, asking)
-        for receiver in group.intersection(receiving):
+        holder_ranks = demands.sets[holders[row]]
+        receiver_ranks = demands.sets[receivers[row]]
+        # All holders have the same elements, so that any of them gives the boxes.
+        sender = batch.src.position(holder_ranks[0])
+        receiver_positions = map(batch.dst.position, receiver_ranks)
+        for receiver in group.intersection(receiver_positions):
             pieces = expand(batch.template, unit, sender, receiver, lo, hi)
             for piece in pieces:
                 box = from_slices(piece.global_slices)

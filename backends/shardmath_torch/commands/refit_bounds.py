@@ -114,6 +114,6 @@ def _count_common(a: Held, b: Held, shape: tuple[int, ...]) -> int:
     """The number of elements in both pieces."""
     sizes = []
     for p, q, n in zip(a, b, shape, strict=True):
-        both = compose(p, invert(q, n))
+        both = compose(p, invert(q, n))  # p's positions as places in q: only those that q has
         sizes.append(both.size)
     return math.prod(sizes)

@@ -78,6 +78,7 @@ class Loading:
 
         try:
             self.begin()
+            # The recording sees every load: vLLM's loaders of a reload hold loads back until a layer has all.
             for module in self._model.modules():
                 for tensor in _list_tensors(module).values():
                     if hasattr(tensor, "weight_loader"):
@@ -148,6 +149,7 @@ class Loading:
             for native, name in names.items():
                 tensor = getattr(module, name)
                 if name in taken_back:
+                    # In memory of the system, to which it goes back when the weights have been converted.
                     tensor.data = take_like(tensor.data)
                     if natives[native]:
                         tensor.data.zero_()

@@ -339,6 +339,7 @@ def _draw_bar(bucket: Bucket, letters: dict[str, str], width: int) -> tuple[str,
 
 def _ticks(ranks: int, width: int) -> str:
     """The numbers of some ranks, if there is no room for all; each stands at its rank's first character."""
+    # The longest number, its line and two spaces.
     step = every(ranks, width, len(str(ranks)) + 3)
     ruler = [" "] * width
     for rank in range(0, ranks, step):

@@ -121,7 +121,7 @@ def show(value: object, most: int = 32) -> Shown:
 
 @singledispatch
 def _text(value: object, most: int) -> str:
-    """The text of a value, with at most `most` items of each list."""
+    """The text of a value, with at most `most` items of each list. Raises PlanError for a class without a text."""
     kind = type(value).__name__
     raise PlanError(
         f"show cannot show a {kind}, {shown(value)}; pass a Mesh, a Layout, a Plan or a Program"

@@ -223,12 +223,13 @@ def first_gap(held: Ranges, boxes: Sequence[Box]) -> tuple[int, ...] | None:
 def _find_in_slab(
     rest: Ranges, active: dict[int, Box], ended: list[Box] | None, new: list[Box]
 ) -> tuple[int, ...] | None:
-    """`first_gap` of the active boxes, which are those of the slab by number, in the dimensions `rest` after the first.
+    """`first_gap` of one slab, in the dimensions `rest` after the first; `active` has the slab's boxes by number.
 
-    If `ended` is given, the slab before had no gap, and the active boxes differ from its boxes by `ended` and `new`.
+    If `ended` is given, the slab before had no gap, and its boxes had `ended` instead of `new`.
     """
     if ended is not None and _is_replaced(rest, ended, new, len(active)):
         return None
+    # Without further dimensions any box fills the slab, and a list of all would take time.
     if active and not rest:
         return None
     return first_gap(rest, list(active.values()))

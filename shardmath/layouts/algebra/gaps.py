@@ -59,6 +59,7 @@ def _count_numbers(borders: list[Ints], products: int) -> int:
     """How many numbers a grid of the cells takes: the factors of the matrix product, and the product."""
     first, *others = map(len, borders)
     rest = math.prod(others)
+    # Marks (products, cells) of every dimension, marks (products, rest) of all but the first, and (first, rest) counts.
     marks = products * (first + sum(others))
     return (products + first) * rest + marks
 

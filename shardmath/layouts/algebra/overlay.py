@@ -134,6 +134,7 @@ def _cut_atoms(held: Partition) -> _Atoms:
     """The atoms of a side."""
     start, stop, local, part = list_spans(held.parts)
     apart = stop[:-1] <= start[1:]
+    # If no two spans overlap, each is an atom, which one part holds.
     if apart.all():
         numbers = range(len(held.parts))
         alone = tuple((number,) for number in numbers)
@@ -193,6 +194,7 @@ def _tabulate_starts(first: Ints, local: Ints, widest: int) -> Ints:
 
 def overlap_table(source: Partition, target: Partition) -> Ints:
     """Return a matrix: the number of positions that each part of `source` (row) and of `target` (column) share."""
+    # Most dimensions are divided on neither side.
     if len(source.parts) == 1 and source.parts == target.parts:
         return np.array([[source.parts[0].size]], np.int64)
     start, stop, _, source_part = list_spans(source.parts)

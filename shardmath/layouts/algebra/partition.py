@@ -58,6 +58,7 @@ def overlapping(dimension: Dimension) -> bool:
     """Return whether any position along `dimension` is on ranks at two different coordinates of the mesh axes that
     divide `dimension`."""
     start, stop, _, _ = list_spans(cells(dimension))
+    # By start: if any two ranges overlap, so do two neighbors.
     meets_next = stop[:-1] > start[1:]
     return bool(meets_next.any())
 

@@ -47,9 +47,9 @@ def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) ->
     without_scales = {name: entry for name, entry in of.shapes.items() if name not in companions}
     try:
         layouts = bind(side, without_scales).layouts
-        for name, companion in companions.values():
+        for tensor, companion in companions.values():
             scales = Component("scales", companion.dtype, companion.grain)
-            lay(layouts[name], scales, "destination", name)
+            lay(layouts[tensor], scales, "destination", tensor)
     except StoreError:
         return None
     except PlanError as error:

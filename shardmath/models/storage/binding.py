@@ -119,10 +119,10 @@ class Bound:
         for held in self.held if rows is None else rows:
             for block in held.blocks:
                 meshes = block.owner.meshes
-                numbered = _list_numbers(block, coords)
-                numbers = [(local, number) for local, number in numbered if rank in meshes[number]]
-                if numbers:
-                    yield from _list_slots(held, block, coords, numbers)
+                pairs = _list_numbers(block, coords)
+                rank_pairs = [(local, number) for local, number in pairs if rank in meshes[number]]
+                if rank_pairs:
+                    yield from _list_slots(held, block, coords, rank_pairs)
 
 
 def _list_numbers(block: OwnedTensor, coords: Mapping[str, int]) -> list[tuple[int, int]]:
@@ -131,7 +131,7 @@ def _list_numbers(block: OwnedTensor, coords: Mapping[str, int]) -> list[tuple[i
     stack = block.owner.stack
     if stack is None:
         return [(0, 0)]
-    numbers = stack.at(coords).indices().tolist()
+    numbers = stack.at(coords).indices().tolist()  # -1 in a hole of the stack
     return [(local, number) for local, number in enumerate(numbers) if number >= 0]
 
 
@@ -276,7 +276,11 @@ class _Binder:
         raise StoreError(f"{what}; leave {taken[0]!r} out of one of the two rows")
 
     def _applies(self, row: Row, numbers: _Numbers, stacked: int | None) -> bool:
-        """Whether the row's conditions hold. Raises StoreError for a condition with the stacked index."""
+        """Whether the vocabulary has the tensor that the row needs, and not the one that it lacks.
+
+        `numbers` leaves out the stacked index, which is at position `stacked`. Raises StoreError for a condition with
+        the stacked index.
+        """
         indices = [index.name for index in row.logical.indices]
         if stacked is not None:
             del indices[stacked]
@@ -310,7 +314,7 @@ class _Binder:
             if not having:
                 joined[name] = _pile_copies(before, copy)
                 continue
-            # If one stage is first and last, the copy is the tensor itself.
+            # Without lacking ranks the copy is the tensor itself, as where one stage is first and last.
             lacking = set(copy.mesh.ranks) - having
             if lacking:
                 what = f"rank {min(having)} stores {name!r} by a row before '{row}', and rank {min(lacking)} does not"

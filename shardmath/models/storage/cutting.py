@@ -127,7 +127,7 @@ class _GroupLayer:
 
     def _explain_repeat(self, group: GroupedDim, pieces: Iterable[_Piece]) -> str:
         """The error for a position that is in two of the pieces; "" if there is none."""
-        spans = sorted(piece for piece in pieces if piece[0] >= 0)
+        spans = sorted(piece for piece in pieces if piece[0] >= 0)  # without holes
         for (_, stop), (start, _) in itertools.pairwise(spans):
             if start < stop:
                 fix = "write each component once, and at most its length after %"

@@ -229,7 +229,7 @@ class Owners:
     def _make_stack(self, count: int) -> Stack:
         """The stack of `count` numbers: those that each coordinate has. Raises LayoutError as `lay_out` does."""
         stored = self.stored
-        index = self.stacked or ""
+        index = self.stacked or ""  # only rows with a stacked index have a stack
         group = self._find_group(index)
         frame = Frame(self.mesh.shape, stored.numbers, {index: count}, stored.exact)
         axes = axes_of(group, frame)

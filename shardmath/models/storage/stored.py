@@ -314,6 +314,7 @@ class Vocabulary:
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = _read_shapes(shapes)
         self.templates: dict[str, dict[_Numbers, str]] = {}
+        # The results of `find` by its arguments, and of `order` by the id of the names, which are kept with them.
         self._grouped: dict[tuple[str, int | None], _Grouped] = {}
         self._ordered: dict[int, tuple[Mapping[int, str], list[str]]] = {}
         for name in shapes:

@@ -176,7 +176,6 @@ class _Reader:
 
 
 def _list_named(structure: Structure, components: Sequence[str]) -> dict[str, Number | None]:
-    """The components that a dimension names, with the number of stored positions that it gives for each."""
-    words = () if isinstance(structure, str) else list_words((structure,))
-    stored = {word.name: word.stored for word in words}
+    """The components that a dimension names, with the number of stored positions that it gives for each, if any."""
+    stored = {word.name: word.stored for word in list_words((structure,))}
     return {name: stored[name] for name in components if name in stored}

@@ -136,7 +136,7 @@ def _place_layers(
     config: Config, pp: int, stages: Sequence[int] | None
 ) -> dict[str, tuple[Spot, ...]]:
     """The spot of each layer. Layers that predict further tokens are numbered behind the others."""
-    # The last stage has the head, and the first the embedding: those before the last take more.
+    # The last stage has the head, and the first the embedding: extra layers go to the stages just before the last.
     counts = divide_layers(config.layers, pp, spared=1) if stages is None else stages
     layers = place_layers(counts, layers=config.layers, pp=pp)
     further = tuple(Spot({"pp": pp - 1}, 0, config.layers + m) for m in range(config.drafts))

@@ -294,7 +294,8 @@ def _describe(found: Collective, move: Move, places: Mapping[Members, Members]) 
 def _list_buffers(
     move: Move, group: Members, places: Mapping[Members, Members]
 ) -> tuple[list[Buffer | None], list[Buffer | None]]:
-    """The buffers that are sent to each member of a group, and the buffers that each needs."""
+    """The buffers that are sent to each member of a group, and the buffers that each needs. `places` has the place of
+    each member's sender in a group, itself if the group is not in it."""
     senders = places.get(group, range(len(group)))
     have = []
     for place in senders:

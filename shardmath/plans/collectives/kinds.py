@@ -114,6 +114,7 @@ def _all_gather(
         if set(after.boxes(group)) != {shared}:
             return None
         dims |= find_divided(have, shared)
+    # Without senders: every member sends to all.
     return tuple(sorted(dims)), {}
 
 

@@ -210,7 +210,7 @@ def list_cuts(table: BlockTable, machine: Machine, label: Ints) -> Iterator[Cut]
 
 
 def _find_worst(forced: Ints, intra: Ints, inter: Ints) -> list[int]:
-    """Of the labels that have equal links, the one with the most forced bytes, if it has any."""
+    """Of each set of labels with equal links, the label with the most forced bytes, if it has any."""
     labels = np.flatnonzero(forced)
     # In this order sets with equal links are neighbors, most bytes first: the first of each run is taken.
     order = np.lexsort((labels, -forced[labels], inter[labels], intra[labels]))

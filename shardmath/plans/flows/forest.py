@@ -35,7 +35,8 @@ def list_edges(network: Network) -> Iterator[Edge]:
     """
     for leaf in list_leaves(network):
         forest = _free_of_cycles(leaf.sent)
-        yield from _round(forest, leaf.weight or 1)
+        yield from _round(forest, leaf.weight or 1)  # a network without sinks weighs 0
+    # Lines that have one sink left are in no leaf.
     for line, sinks in enumerate(network.reach):
         if len(sinks) == 1:
             yield line, sinks[0], network.nbytes[line]
@@ -64,6 +65,7 @@ def _peel(near: dict[int, dict[int, None]], sent: Sent, out: list[Edge]) -> None
     """Move the edges that are on no cycle into the forest, beginning at the leaves."""
     leaf_nodes = [node for node, others in near.items() if len(others) == 1]
     for leaf in leaf_nodes:
+        # Of two leaves with one edge, the first has taken the edge.
         if near[leaf]:
             parent, _ = near[leaf].popitem()
             del near[parent][leaf]

@@ -341,7 +341,7 @@ def _list_ahead(network: Network, flow: _Flow, layers: dict[int, int], node: int
 
 
 def _push(flow: _Flow, path: list[int]) -> None:
-    """Send as many bytes along the path as it can carry.
+    """Send as many bytes along the path (line, sink, line, ..., sink) as it can carry.
 
     Every sink takes more of the line before it, and every sink except the last takes less of the line after it.
     """
@@ -350,6 +350,7 @@ def _push(flow: _Flow, path: list[int]) -> None:
     first_line, *later = lines
     last_sink = sinks[-1]
     rows = [flow.sent[sink] for sink in sinks]
+    # Each line after a sink, with the sink's row; there is none after the last sink.
     reduced = list(zip(later, rows, strict=False))
     amount = min(flow.left[first_line], flow.spare[last_sink])
     for line, row in reduced:

@@ -184,14 +184,14 @@ def _keep_batches(whole: Plan, staying: Staying) -> dict[int, Batch]:
 def _keep_batch(whole: Plan, batch: Batch, staying: Staying, templates: _Known) -> Batch | None:
     """A batch without the ranks that left; None if its destination window is gone."""
     name = batch.names[0]
-    before = whole.dst[name]
-    windows, places = staying.keep(name, before)
-    target = places.get(batch.target)
+    old_windows = whole.dst[name]
+    new_windows, new_places = staying.keep(name, old_windows)
+    target = new_places.get(batch.target)
     if target is None:
         return None
-    window = windows[target]
+    window = new_windows[target]
     template = batch.template
-    if window is not before[batch.target]:
+    if window is not old_windows[batch.target]:
         key = template, window
         if key not in templates:
             source = whole.src[name][batch.source]

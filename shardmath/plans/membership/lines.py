@@ -176,10 +176,10 @@ def _find_places(demands: Demands, length: Ints, line: Ints, at: Ints) -> list[_
 
 def _keep_before(demands: Demands, left: frozenset[int], place: _PlaceInBlock) -> int:
     """The bytes of the block before this place that go to receivers that stay."""
+    # The block has its content once for each receiver: the place is in one of these copies.
     each = int(demands.nbytes[place.block])
-    receiver, rest = divmod(place.at, each)
-    asking = list_receivers(demands, place.line, place.block)
-    earlier = asking[:receiver]
-    before = [rank for rank in earlier if rank not in left]
-    kept = each * len(before)
-    return kept if asking[receiver] in left else kept + rest
+    copy, rest = divmod(place.at, each)
+    receivers = list_receivers(demands, place.line, place.block)
+    staying_before = [rank for rank in receivers[:copy] if rank not in left]
+    kept = each * len(staying_before)
+    return kept if receivers[copy] in left else kept + rest

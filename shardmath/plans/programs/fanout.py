@@ -202,7 +202,8 @@ class _Plot(NamedTuple):
 def _plot_blocks(
     demands: Demands, node_sizes: list[list[int]], shed: dict[int, int]
 ) -> list[_Plot]:
-    """By block, how nodes relay its content; most blocks are not relayed."""
+    """By block, how nodes relay its content. Most blocks are not relayed; `shed` has the bytes of copies that are."""
+    # From byte 0 on, a content goes straight to its only class, of all nodes.
     all_straight = _Plot(1, (_PlotPart(0, 0, 1),))
     plots = [all_straight] * len(node_sizes)
     for block, nbytes in shed.items():
@@ -262,14 +263,14 @@ def _make_bands(
 ) -> Bands:
     """The bands of all blocks: a new band begins at each part of a plot, and at each stripe."""
     first, stripes = _list_bands(legs, node_sizes, plots)
-    unsnapped, begin, count, place, span = stripes.T
+    unsnapped_at, begin, count, place, span = stripes.T
     classes = [plot.classes for plot in plots]
     grid = make_grid(legs.lines, plan.batches)
-    empty = np.zeros(0, np.int64)
+    empty = np.zeros(0, np.int64)  # until `_cut_first_leg`
     return Bands(
         first=first,
         classes=np.array(classes, np.int64),
-        at=grid.snapped(Offsets(first).owners(), unsnapped),
+        at=grid.snapped(Offsets(first).owners(), unsnapped_at),
         begin=begin,
         count=count,
         place=place,
@@ -294,12 +295,12 @@ def _list_bands(
         stripes += _list_stripes(kind.size, kind.replicas, kind.plot.parts)
         first.append(len(stripes))
     table = np.array(stripes, np.int64)
-    bands = table.reshape(-1, 5)
+    kind_bands = table.reshape(-1, 5)
     begin = np.array(first, np.int64)
     # Every block has the bands of its kind.
-    row, block = ranges(begin[kind_of_block], begin[kind_of_block + 1])
+    row, block_of_row = ranges(begin[kind_of_block], begin[kind_of_block + 1])
     blocks = np.arange(len(kind_of_block) + 1)
-    return np.searchsorted(block, blocks), bands[row]
+    return np.searchsorted(block_of_row, blocks), kind_bands[row]
 
 
 def _number_kinds(
@@ -350,19 +351,19 @@ def _list_borders(span: int, replicas: Set[int]) -> list[int]:
 def _cut_first_leg(plan: Plan, legs: Legs, node_sizes: list[list[int]]) -> Legs:
     """The legs with the first leg's lines cut among their holders."""
     lines = legs.lines
-    by_block = Offsets(legs.bands.first)
-    owners = by_block.owners()
-    copies = count_straight(legs.bands, owners, node_sizes)
+    bands_by_block = Offsets(legs.bands.first)
+    block_of_band = bands_by_block.owners()
+    copies = count_straight(legs.bands, block_of_band, node_sizes)
     # Bands are laid end to end, each as often as it goes straight; blocks and lines are sums of these.
     sizes = measure_bands(lines, legs.bands)
-    straight = sizes * copies
-    sent = by_block.sums(straight)
-    length = lines.blocks.sums(sent)
-    start = lines.blocks.begin(sent)
+    band_bytes = sizes * copies
+    block_bytes = bands_by_block.sums(band_bytes)
+    length = lines.blocks.sums(block_bytes)
+    start = lines.blocks.begin(block_bytes)
     cut_first, cuts = share_lines(lines, length.tolist())
     bands = replace(legs.bands, start=start, cut_first=cut_first, cuts=cuts)
-    cut = replace(legs, bands=bands)
-    snapped = _snap_cuts(plan, cut)
+    unsnapped_legs = replace(legs, bands=bands)
+    snapped = _snap_cuts(plan, unsnapped_legs)
     bands = replace(bands, cuts=snapped)
     return replace(legs, bands=bands)
 
@@ -396,12 +397,12 @@ def _snap_places(plan: Plan, legs: Legs, lines: Ints, base: Ints, at: Ints) -> I
     line = np.searchsorted(lines, numbers)
     begin_of_item = base[line] + straight.place
     item = np.searchsorted(begin_of_item, at, "right") - 1
-    place = begin_of_item[item]
-    begin = straight.begin[item]
+    item_place = begin_of_item[item]
+    begin_in_block = straight.begin[item]
     # A place at the very end of a line is behind its last item; the caller does not move it.
-    inside = np.minimum(at - place, straight.size[item] - 1)
+    inside = np.minimum(at - item_place, straight.size[item] - 1)
     grid = make_grid(legs.lines, plan.batches)
-    snapped = grid.snapped(straight.block[item], begin + inside)
+    snapped = grid.snapped(straight.block[item], begin_in_block + inside)
     # A row may begin before the item does.
-    into_item: Ints = np.maximum(snapped - begin, 0)
-    return place + into_item
+    into_item: Ints = np.maximum(snapped - begin_in_block, 0)
+    return item_place + into_item

@@ -226,8 +226,8 @@ def _divide_by_size(bundle: Bundle, slots: int) -> tuple[Streams, list[int]]:
     by_line = Offsets(bundle.first)
     slices = by_line.counts() * slots
     is_small = slices <= FEW_SLICES
-    of_small = by_line.spread(is_small)
-    small = Streams(*(column[of_small] for column in bundle.streams))
+    is_in_small = by_line.spread(is_small)  # by stream
+    small = Streams(*(column[is_in_small] for column in bundle.streams))
     large = bundle.lines[~is_small]
     return small, large.tolist()
 
@@ -287,9 +287,9 @@ def _describe_line(
 
 
 def _count_ends(prog: Program, streams: Streams, ends: list[tuple[Ints, Ints]]) -> list[Ints]:
-    """Bytes by end and slot, as sent and as received."""
+    """Bytes by end and slot, as sent and as received; `ends` has for each the codes, and the index of each stream's."""
     slices = cut_streams(prog, streams)
-    return [_count_slices(slices, prog.slots, which, len(code)) for code, which in ends]
+    return [_count_slices(slices, prog.slots, index, len(codes)) for codes, index in ends]
 
 
 def _count_slices(slices: Slices, slots: int, which: Ints, ends: int) -> Ints:

@@ -33,8 +33,8 @@ def spell_parts(
     which transfers send each part. `demands` is the table of the plan's bytes; where `relayed` is true, a range is sent
     from the sender's destination tensors, where it arrived before.
 
-    The sender of a `relayed` stretch is a rank of the destination and sends what it has received,
-    folded in already. Raises MeshError if a rank is not in the mesh of its side.
+    The sender of a `relayed` stretch is a rank of the destination. In a reduction it sends what it has
+    received and folded. Raises MeshError if a rank is not in the mesh of its side.
     """
     ends = _PartEnds(
         batch=demands.batch[parts.row],

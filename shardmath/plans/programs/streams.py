@@ -234,12 +234,13 @@ class _Roots(NamedTuple):
 
 
 def _find_streams(legs: Legs, lines: Ints) -> Streams:
-    """The streams of all three legs: straight, to other nodes, inside nodes."""
+    """The streams of all three legs: straight from holders, to other nodes, inside nodes."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     roots = _leave_holders(legs, lines, entries)
     to_nodes = _relay_to_nodes(entries, roots)
     inside_nodes = _relay_inside_nodes(entries, roots, nodes.ranks)
+    # For each column of Streams, that of every leg.
     columns = zip(roots.streams, to_nodes, inside_nodes, strict=True)
     return Streams(*map(np.concatenate, columns))
 
@@ -278,8 +279,8 @@ def _cut_items(
     """
     # Lines laid end to end, so that one search serves all.
     numbers = np.arange(len(lines) + 1)
-    on_lines = Offsets(np.searchsorted(line, numbers))
-    length = on_lines.sums(items.size)
+    items_by_line = Offsets(np.searchsorted(line, numbers))
+    length = items_by_line.sums(items.size)
     base = np.cumsum(length) - length
     shares = _list_shares(legs, lines, base)
     place = base[line] + items.place

@@ -126,7 +126,7 @@ def _set_apart(classes: _Classes) -> _Classes:
 
 
 def _add(common: Ints, shared: _Shared) -> None:
-    """Add what classes have in common to what ranks have."""
+    """Add what classes of ranks have in common to `common`, a table by the places of source and destination ranks."""
     rows, columns, table = shared
     block = table.take(rows.number, axis=0)
     block = block.take(columns.number, axis=1)
@@ -165,15 +165,15 @@ def _classify(layout: Layout, place: Ints) -> _Classes:
     return _Classes(place_of_position[order], renumbered, parts[first_members])
 
 
-def _list_parts(layout: Layout, order: Ints) -> Ints:
-    """The parts that positions of the layout's mesh hold: (positions, dimensions)."""
-    shape = len(order), layout.ndim
+def _list_parts(layout: Layout, positions: Ints) -> Ints:
+    """The parts that these positions of the layout's mesh hold, as an array (positions, dimensions)."""
+    shape = len(positions), layout.ndim
     parts = np.zeros(shape, np.int64)
     for d, dim in enumerate(layout.dims):
         divided = partition(dim)
         if len(divided.parts) > 1:
-            part = divided.by_rank(layout.mesh)
-            parts[:, d] = part[order]
+            part_by_position = divided.by_rank(layout.mesh)
+            parts[:, d] = part_by_position[positions]
     return parts
 
 

@@ -131,13 +131,13 @@ class Senders:
         self._cuts: list[_CutIndex] = []
         self._cut_rows: dict[str, _CutRow] = {}
         self.pieces: list[range] = []
-        firsts: list[int] = []
+        first_elements: list[int] = []  # of each piece, as a number in its message
         for message in messages:
-            before = len(firsts)
-            firsts += _list_firsts(message)
-            numbers = range(before, len(firsts))
+            before = len(first_elements)
+            first_elements += _list_firsts(message)
+            numbers = range(before, len(first_elements))
             self.pieces.append(numbers)
-        self._first_elements = as_row(firsts)
+        self._first_elements = as_row(first_elements)
         known: dict[object, int] = {}
         for key, pieces in _group_pieces(messages).items():
             self._index(key, shapes[key], pieces, known)

@@ -113,10 +113,10 @@ def read_side(held: Held) -> dict[str, Windows]:
 def _digest(name: str, windows: Windows, arrays: _Arrays, seed: int) -> int:
     """The digest of one tensor. Raises DigestError if replicas differ."""
     shares = {rank: list_shares(windows, rank, local, seed) for rank, local in arrays.items()}
-    unlike = find_unlike(windows, shares)
-    if unlike is not None:
-        box = _bound_unlike(windows, arrays, unlike, seed)
-        raise DigestError(word_unlike(name, unlike, box))
+    unlike_patch = find_unlike(windows, shares)
+    if unlike_patch is not None:
+        box = _bound_unlike(windows, arrays, unlike_patch, seed)
+        raise DigestError(word_unlike(name, unlike_patch, box))
     return seal(windows, add_patches(windows, shares))
 
 

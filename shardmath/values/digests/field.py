@@ -118,10 +118,11 @@ def weigh_positions(seed: int, dimension: int, index: Ints, shift: int = 0) -> I
     """
     weights: Ints | None = None
     most = int(index.max(initial=0))
+    # A weight is the product of the factors of a position's bits: some bits at a time are looked up in a table.
     for bit in range(0, max(1, most.bit_length()), TABLE_BITS):
         bits = min(TABLE_BITS, INDEX_BITS - shift - bit)
-        of_bits = table(seed, dimension, shift + bit, bits)
-        factors = of_bits[(index >> bit) & (len(of_bits) - 1)]
+        products = table(seed, dimension, shift + bit, bits)
+        factors = products[(index >> bit) & (len(products) - 1)]
         weights = factors if weights is None else multiply(weights, factors)
     assert weights is not None, "the range has one bit at least"
     return weights

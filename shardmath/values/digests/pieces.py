@@ -85,8 +85,9 @@ def _divide_runs(runs: Runs, words: int) -> tuple[DimensionPart, ...]:
     """The parts of a dimension whose positions have `words` words each."""
     whole = _span_segments(runs.segments)
     longest = max(size for _, _, size in runs.segments)
-    few = words * whole.size <= MOST
-    if words >= ROW or (few and words * longest < LONG):
+    is_small = words * whole.size <= MOST
+    # A position that fills a row needs no parts, nor do short ranges that are few: their weights are written out.
+    if words >= ROW or (is_small and words * longest < LONG):
         return (whole,)
     # The least power of two that fills a row.
     bits = (-(-ROW // words) - 1).bit_length()

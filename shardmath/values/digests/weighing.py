@@ -235,7 +235,8 @@ def _sum_rows(
 
 
 def _sum_words(values: Array, outer: int, halves: Sequence[Array], library: Library) -> Numbers:
-    """The sums of all rows, in the shape of the outer axes."""
+    """The sums of weighted words of all rows, in the shape of the outer axes; `halves` are low and high parts of
+    weights."""
     length = len(halves[0])
     lows = []
     highs = []

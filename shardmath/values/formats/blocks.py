@@ -118,7 +118,8 @@ class Blocks:
         which gives all positions that have these scales. The result is a tuple of integers, slices, and None for new
         axes; error messages give the tensor's `name`.
 
-        An integer becomes the slice of its block. Raises FormatError as `scale_slice` does.
+        An integer becomes the slice of its block. Raises FormatError, with the tensor's `name`, for an invalid index,
+        and for a slice with another step than 1.
         """
         sizes = self.per_dimension(len(shape), name)
         out: list[int | slice | None] = []

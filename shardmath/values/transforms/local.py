@@ -176,10 +176,11 @@ def _compute(job: WireJob, wired: Wired, rank: int, given: Sequence[Array]) -> l
     """The rank's packed arrays of the tensor and its companions."""
     arrays = _read_all(given, job.wires, rank)
     shapes = [_count_held(layout, rank) for _, layout in job.held]
-    # On a rank that holds nothing, no function is called: its arrays are empty.
-    if any(0 not in shape for shape in shapes):
+    holds_elements = any(0 not in shape for shape in shapes)
+    if holds_elements:
         made = wired.transform.finalize(arrays, wired.src, wired.dst)
         return _read_made(job, wired, rank, made, shapes)
+    # On a rank that holds nothing, no function is called: its arrays are empty.
     dtypes = [numpy_type(layout.dtype) for _, layout in job.held]
     return list(map(np.zeros, shapes, dtypes))
 

@@ -123,7 +123,7 @@ class NegativeExp:
 
 
 def _negate_exp(array: Array, src: str, dst: str) -> Array:
-    """-exp of the elements, computed in float64 and rounded twice."""
+    """-exp of the elements, computed in float64, and rounded to float32 and then to `dst`."""
     wide = cast_array(array, src, "float64").astype(numpy_type("float64"))
     positive = exp(wide, power_of_two)
     rounded = cast_array(np.negative(positive), "float64", "float32")

@@ -66,6 +66,7 @@ def _check_format(given: object) -> None:
 def _divide_blocks(blocks: Blocks, count: int) -> Blocks:
     """Blocks of numbers as blocks of data elements, each of which holds `count` numbers."""
     *before, last = blocks.sizes or (None,)
+    # A block of the whole dimension, or without sizes, needs no division.
     if last is None:
         return blocks
     return Blocks((*before, last // count), blocks.others)

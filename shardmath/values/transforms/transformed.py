@@ -79,7 +79,8 @@ class Transformed:
 
     def __str__(self) -> str:
         lines = [f"{name or 'the tensor'}: {wired}" for name, wired in self.wired.items()]
-        tensors = self._list_tensors(self.held_src, 0)
+        source = 0
+        tensors = self._list_tensors(self.held_src, source)
         others = len(tensors) - len(self.wired)
         if others:
             lines.append(f"{plural(others, 'tensor')} as held")

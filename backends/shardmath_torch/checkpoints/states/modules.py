@@ -152,9 +152,9 @@ def describe(module: nn.Module) -> Description:
             extra[name] = pack_extra(_find_owner(module, name), name, state[name])
     for name, tensor in tensors.items():
         check_shaped(name, tensor)
-    first_names, names = _list_names(parameters)
-    names |= {name: [name] for name in (*buffers, *extra)}
-    return Description(module, parameters, buffers, extra, names, first_names)
+    first_by_id, names_by_first = _list_names(parameters)
+    names_by_first |= {name: [name] for name in (*buffers, *extra)}
+    return Description(module, parameters, buffers, extra, names_by_first, first_by_id)
 
 
 def _list_names(

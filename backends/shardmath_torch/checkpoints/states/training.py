@@ -260,7 +260,7 @@ def load_state(
     missing.
     `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
-    optimizer = hold(optimizer)
+    optimizer = hold(optimizer)  # an iterator of optimizers could be read only once
     # In inference mode an optimizer's state would be made of inference tensors, which no step can write.
     with shared(group), torch.inference_mode(False), torch.no_grad():
         checkpoint = on_all("find what save_state wrote", partial(_open_state, path), group)
@@ -307,13 +307,13 @@ def _match_state(
         raise CheckpointError(complain(path, unmatched))
     goals = set_goals(model, groups, saved, stored)
     check_fillable(goals)
-    free = find_free(model, goals)
+    free_memory = find_free(model, goals)
     jobs = [
         *list_module_jobs(model, saved, stored),
-        *list_state_jobs(goals, model, stored, free),
+        *list_state_jobs(goals, model, stored, free_memory),
     ]
     trained = None if optimizer is None else name_trained(groups)
-    return _Restoration(unmatched, goals, jobs, plan_options(goals, free), trained)
+    return _Restoration(unmatched, goals, jobs, plan_options(goals, free_memory), trained)
 
 
 def _fill(

@@ -58,9 +58,11 @@ def _join_tensor_and_scales(
         if scales is None:
             continue
         key = name + scales.removeprefix(part.name)
-        # Without a format it only matters that there are scales.
-        joined = format and _join_scales(checkpoint, tensor, key, parts, format)
-        yield key, joined or checkpoint[scales]
+        if format is None:
+            # It only matters that there are scales.
+            yield key, checkpoint[scales]
+        else:
+            yield key, _join_scales(checkpoint, tensor, key, parts, format)
         return
 
 
@@ -113,6 +115,7 @@ def _join_scales(
         index = tuple(slice(start, stop) for start, stop in part.box)
         block_slices = format.blocks.scale_slice(index, tensor.shape, part.name)
         box = tuple((cut.start, cut.stop) for cut in block_slices if isinstance(cut, slice))
+        # Saved scales have the dimensions that the saved part has.
         shape = tuple(box[d][1] - box[d][0] for d in part.kept)
         scale_parts.append(SavedPart(scales, shape, name, box, part.kept))
     return _join_parts(checkpoint, name, scale_parts)

@@ -213,9 +213,9 @@ class FailureDetector:
             self.reports.setdefault(rank, Report(**report))
 
     def _has_enough(self) -> bool:
-        """Whether the reports suffice: a goodbye, or all ranks' reports except those of one or more blamed ranks.
+        """Whether the reports suffice: a goodbye, or the reports of all ranks except at least one, which others blame.
 
-        Of two ranks, the silent one need not be blamed.
+        In a group of two ranks, the one without a report need not be blamed.
         """
         silent = {rank for rank in self.ranks if rank not in self.reports}
         blamed = {report.blames for report in self.reports.values()}

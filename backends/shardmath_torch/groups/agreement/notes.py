@@ -27,7 +27,7 @@ NOWHERE = "\0 nobody writes this"
 
 def read(store: Store, key: str) -> str | None:
     """Return the text stored under `key`; None if there is none. Raises RuntimeError if the store is lost."""
-    # Another program's value may not be UTF-8.
+    # Not `get`, which waits for a missing key; this changes nothing. Another program's value may not be UTF-8.
     text = store.compare_set(key, NOWHERE, NOWHERE).decode(errors="replace")
     return None if text == NOWHERE else text
 

@@ -226,7 +226,9 @@ class Party:
                 self.turns.give_up = None
 
     def _find_goodbye(self, number: int, blamed: int | None = None) -> str:
-        """The goodbye and its fix, by `Goodbyes.find` for this party's turn whose latest vote is `number`, or ""."""
+        """The goodbye of ranks that left before the group's vote `number`, as `Goodbyes.find` words it, and its fix; ""
+        if none left.
+        """
         goodbyes = self.turns.goodbyes
         goodbye = "" if goodbyes is None else goodbyes.find(self.key, number, blamed)
         return f"{goodbye}; {GO_ON}" if goodbye else ""

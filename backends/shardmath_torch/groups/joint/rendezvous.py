@@ -188,6 +188,7 @@ def _announce(met: Met) -> Steps[None]:
     announced = yield Read(LEAD)
     previous = _read_lead(announced)
     yield Swap(met.meeting, None, OPEN)
+    # The swap fails as long as others announce meetings between the read and the swap.
     while (announced := (yield Swap(LEAD, announced, text))) != text:
         previous = _read_lead(announced)
     if previous is not None:

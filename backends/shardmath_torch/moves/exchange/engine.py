@@ -137,7 +137,7 @@ class Exchange:
                 divide(work, dst)
                 watch.lap(FOLDED)
             rounds.finish()
-            # More than there are: all are done, on a GPU too.
+            # One more than the part has: all are done, and `finish` has waited for a GPU.
             self.begun = part.steps + 1
 
     def _note_begun(self, steps: int) -> None:

@@ -196,6 +196,7 @@ def _make_ready(
 
     return party.together(
         act,
+        # If a rank fails, the error names a tensor that was to cross to or from that rank.
         lambda failure, rank: describe_crossing(plan, failure.tensor, rank),
     )
 

@@ -209,6 +209,7 @@ class Mover(Leaving):
         """The state that a replan continues from."""
         ready = self._ready
         device = ready.party.wire.device
+        # None: moves of any unfinished commit block are in the way.
         objection = self._word_closed() or self._landing.word_waiting(None)
         return Former(ready.part, ready.carrier, device, ready.peers, self.version, objection)
 

@@ -86,6 +86,7 @@ def _split_packet(
     """The numbers and the words of each size, as views of the packet."""
     reader = _PacketReader(packet)
     words = {}
+    # Numbers lie between larger and smaller words, so that all are aligned.
     for size, count in zip(sizes, counts, strict=True):
         if size >= NUMBER_BYTES:
             words[size] = reader.take(dtypes.WORDS[size], count)

@@ -34,6 +34,7 @@ class Incoming:
     def __init__(self, dst: Tensors, messages: Sequence[Message]) -> None:
         self.messages = messages
         self.sizes = [list_sizes(message) for message in messages]
+        # A row of words for each storage of destinations, which `_find_rows` appends.
         self._rows: list[Tensor] = []
         self._receivers = Receivers(self._find_rows(dst), messages)
 

@@ -175,6 +175,7 @@ axis divides the dimension. They stay when the modules are gone, since copies of
 def recorded(tensor: DTensor) -> Layout | None:
     """Return the layout of a fused weight divided by `set_device_mesh`, or of its gradient; None for other tensors."""
     if COMPONENTS not in vars(tensor) and _misleads(mesh_of(tensor.device_mesh), tensor.placements):
+        # It may be a parameter that was made since its module was marked, as by `to_empty`.
         for module in list(_placed_modules):
             _mark_parameters(module)
     axis, sizes = vars(tensor).get(COMPONENTS, ("", ()))

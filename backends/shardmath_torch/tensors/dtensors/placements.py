@@ -71,7 +71,7 @@ def layout_of_placements(
     try:
         spec = tuple(_translate(placement) for placement in placements)
     except PlacementError as error:
-        return error.with_traceback(None)
+        return error.with_traceback(None)  # as in `_try_layout`
     return _try_layout(shape, mesh, spec, dtype, reading)
 
 

@@ -292,7 +292,7 @@ class _Redistribution(torch.autograd.Function):
 
 
 def _move(local: Tensor, route: _Route) -> tuple[Tensor, str]:
-    """Move `local` from `src` to `dst`. Returns this rank's local tensor, and the move's name."""
+    """Move `local` along the route. Returns this rank's local tensor at its end, and the move's name."""
     src, dst = route.src, route.dst
     rank = compat.my_rank()
     receives = rank in dst.mesh

@@ -99,6 +99,7 @@ class Slab:
         """Return the box's part of a tensor with one element per block, shaped for broadcasting to `take`'s result."""
         for d, span in enumerate(self.spans):
             shared = shared.narrow(d, span.first, span.count)
+        # After each block dimension, a dimension of 1 for the positions in a block, as `split` makes it.
         for d in reversed(range(len(self.spans))):
             if self.spans[d].is_split:
                 shared = shared.unsqueeze(d + 1)

@@ -188,6 +188,7 @@ def list_runs(kinds: Sequence[TypedElements]) -> list[Run]:
     # Most numbers of a wide type are too large or too small for a target of few bits.
     ways += [("held", digits + 2 + n_further + i) for i in range(n_further * is_wide)]
     ways += [(way, 0) for way in _list_special(kinds)]
+    # Bytes that, repeated, are ordinary positive numbers of most types.
     fill_bytes = np.random.default_rng(0).integers(0x21, 0x60, len(ways)).tolist()
     # The same byte before a run and its mirror image, so that no element has this value in both.
     fill_bytes[digits + 2] = fill_bytes[digits + 1]

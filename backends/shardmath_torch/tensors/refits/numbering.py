@@ -78,15 +78,16 @@ class Numbering:
         for kind in self.kinds:
             starts = dict(zip(kind.names, kind.starts.tolist(), strict=False))
             numbers = np.zeros(len(words), np.int64)
-            right = np.zeros(len(words), np.bool_)
+            is_in_piece = np.zeros(len(words), np.bool_)
             for piece in pieces:
                 if piece.tensor in starts:
                     numbers[piece.cells] = starts[piece.tensor] + piece.elements
-                    right[piece.cells] = True
-            guess = _Guess(kind, after.dtype, numbers, right)
+                    is_in_piece[piece.cells] = True
+            guess = _Guess(kind, after.dtype, numbers, is_in_piece)
             guess.check(run, words)
             if guess.fault is not None:
-                return guess.fault[1]
+                _, fault_text = guess.fault
+                return fault_text
         return ""
 
     def find_written(self, found: Found, after: Tensor) -> tuple[_Truths, _Truths]:
@@ -163,8 +164,9 @@ class Reading:
 
         Runs before which the target holds a given `value` do not count.
         """
-        first, *later = self._wrote[False]
-        return not any(later) and (first or any(self._wrote[True]))
+        first_wrote, *later_wrote = self._wrote[False]
+        keeping_wrote = self._wrote[True]  # runs that began with the old content
+        return not any(later_wrote) and (first_wrote or any(keeping_wrote))
 
     def find_fault(self) -> str:
         """Return an error for the first position of the target whose values match no checkpoint element, or several; ""

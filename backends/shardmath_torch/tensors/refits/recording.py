@@ -220,7 +220,9 @@ class _Recording:
             )
 
     def _run_watched(self, spoiled: Collection[int]) -> tuple[Watch, dict[str, list[Write]]]:
-        """Run the loader without data; return each target's writes. Memory of these keys is spoiled before."""
+        """Run the loader without data, after the values in memory with the keys `spoiled` were changed; return the
+        Watch and each target's writes.
+        """
         sources = {}
         for name, (shape, dtype) in self.shapes.items():
             sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")

@@ -319,6 +319,7 @@ class Refit(Leaves):
         self._mover.check_open()
 
         def bind() -> None:
+            # Without arguments: tensors that were bound before a replan stay bound.
             if src is None and dst is None and self._rebindable is not None:
                 self._watched = self._rebindable
                 return
@@ -365,7 +366,7 @@ class Refit(Leaves):
         try:
             self._party.vote(Ballot(f"prepare {self._name}", objection=objection))
         except BaseException:
-            # Nothing is prepared, to which the next call must object: so even ranks that agree once have to vote.
+            # Nothing is prepared, so the next call must fail: ranks vote on it, even if they agree only once.
             ask_again(self._mover)
             raise
 
@@ -453,6 +454,7 @@ class Refit(Leaves):
         planned = self.planned
         rank = self._party.rank
         bound = planned.trainer if engine is None else planned.engines[engine]
+        # `_bind` passes only engines that have this rank, so that this is the trainer.
         if rank not in bound.ranks:
             if natives:
                 raise ExchangeError(

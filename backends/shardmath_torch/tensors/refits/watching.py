@@ -346,6 +346,7 @@ class Watch(TorchDispatchMode):
             return None
         if before is BLANK:
             return BLANK if func in COPIES else None
+        # Seen as another type than its content's: only a copy keeps the elements.
         is_bits = source.dtype != self._dtypes[key_of(source)]
         if self._find_copied_dtype(source, result) is None or (is_bits and func not in COPIES):
             return None

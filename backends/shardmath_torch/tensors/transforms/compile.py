@@ -200,7 +200,8 @@ class EndStage(Stage):
         """
         finalized = self._finalize_targets if self.shadows is None else self.shadows.tensors
         plain = {}
-        for job, worker in self._parts[1]:
+        _, targets = self._parts
+        for job, worker in targets:
             if worker is None:
                 for (key, _), (wire, _) in zip(job.held, job.wires, strict=True):
                     plain[key] = arrived[wire]
@@ -234,9 +235,11 @@ class EndStage(Stage):
         that a transform was computing at the failure.
         """
         torn = []
-        for job, worker in self._parts[1]:
-            pairs = zip(job.held, job.wires, strict=True) if worker is None else ()
-            torn += [key for (key, _), (wire, _) in pairs if wire in keys]
+        _, targets = self._parts
+        for job, worker in targets:
+            if worker is None:
+                pairs = zip(job.held, job.wires, strict=True)
+                torn += [key for (key, _), (wire, _) in pairs if wire in keys]
         if self._finalizing_key in self._finalizers:
             torn += [key for key, _ in self._finalizers[self._finalizing_key].job.held]
         return tuple(torn)
@@ -308,6 +311,7 @@ def _make_wanted(t: Transformed, side: str, rank: int, parts: Iterable[_PartWork
     """The tensors that the rank must pass for a side."""
     tensors = {}
     for job, worker in parts:
+        # A worker that holds a tensor itself is passed none.
         if worker is None or not worker.holds:
             for key, layout in job.held:
                 tensors[key] = layout.local_shape(rank), layout

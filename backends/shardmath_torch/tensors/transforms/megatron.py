@@ -253,6 +253,7 @@ class _Sending(_HookWorker):
         (tensor,) = tensors
         for box in self._boxes:
             for component, target in self._call(box, tensor):
+                # As integers of the elements' size, so that bits are copied.
                 words(target).copy_(words(component))
 
 

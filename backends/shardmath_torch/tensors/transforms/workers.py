@@ -77,7 +77,8 @@ def make_worker(job: WireJob, rank: int, end: End, device: torch.device) -> Work
     if job.wired is None:
         return None
     as_held = job.wired.as_held
-    if as_held.source if end == "source" else as_held.destination:
+    is_as_held = as_held.source if end == "source" else as_held.destination
+    if is_as_held:
         return None
     transform = job.wired.transform
     if isinstance(transform, HasWorkers):
