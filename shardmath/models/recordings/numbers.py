@@ -59,7 +59,7 @@ class _Groups:
         shapes = []
         first = 0
         for last_step in self._list_ends(steps):
-            # The stretch before has taken the first piece of this one, which was all of it.
+            # A stretch of one step, whose first piece the stretch before has taken; its second begins the next stretch.
             if last_step < first:
                 continue
             starts.append(first)
