@@ -226,4 +226,5 @@ def _bind_to_destination(message: Message, strides: Strides) -> Endpoint:
         views.append(locate(key, strides[key], piece.dst_slices, piece.shape))
     # Received in place, a piece would overwrite the value that it is reduced into.
     folds = any(piece.op != "copy" for piece in message.pieces)
-    return Endpoint(message, tuple(views), None if folds else join(views), 0, folds)
+    contiguous = None if folds else join(views)
+    return Endpoint(message, tuple(views), contiguous, start=0, folds=folds)
