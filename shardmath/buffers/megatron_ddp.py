@@ -152,7 +152,7 @@ def nvfp4_packed(
     draft = Draft()
     position = 0
     for param in reversed(listed):
-        bucket = layout.param_index_map[param.name][2]
+        _, _, bucket = layout.param_index_map[param.name]
         position = round_up(position, start)
         if bucket != draft.bucket:
             position = _close(draft, position, divisor)

@@ -148,6 +148,7 @@ def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
 
 
 def _separate_large_pieces(whole: Round, nbytes: int) -> Round:
+    """The round with a message for each piece of at least `nbytes`."""
     sends = [part for message in whole.sends for part in _split_message(message, nbytes)]
     receives = [part for message in whole.receives for part in _split_message(message, nbytes)]
     return whole._replace(sends=tuple(sends), receives=tuple(receives))
