@@ -73,8 +73,8 @@ class _Groups:
         return _Groups(self.cells[starts], self.elements[starts], shapes)
 
     def _list_ends(self, steps: list[tuple[int, int]]) -> list[int]:
-        """The last step of each stretch of equal steps between pieces of one shape; at the end, for a last piece that
-        is in no stretch, the step that would follow it."""
+        """The last step of each stretch of equal steps between pieces of one shape; at the end, the step that would
+        follow the last piece, which may be in no stretch."""
         # Whether the pieces at both ends of each step have one shape.
         alike = [one == other for one, other in itertools.pairwise(self.shapes)]
         ends = []

@@ -152,7 +152,7 @@ def _list_scales(
     """(tensor, companion) by the name of its scales. A trainer has no scales, and may cut its tensors anywhere."""
     try:
         chosen = choose(rules, list(tensors.shapes))
-    except PlanError:  # about the rules, which the plan of the refit raises too
+    except PlanError:  # a trainer may lack the tensors of a pattern
         return {}
     scales = {}
     for name, transform in chosen.items():
