@@ -73,7 +73,7 @@ def among_trainers(info: TrainerInfo) -> Iterator[dist.ProcessGroup | None]:
     """Connect the trainer's ranks in a process group for the `with` block, and yield it; yield None if the trainer has
     one rank.
 
-    Collective. Raises ExchangeError where one does not come, and on all ranks where one was told otherwise.
+    Collective. Raises ExchangeError if a rank does not connect, and on all ranks if their settings differ.
     """
     if info.trainers == 1:
         yield None

@@ -231,11 +231,12 @@ class _Chunks:
         """Place the parameter at the next chunk, and others in the gap that its odd end leaves in the last chunk."""
         param = self._large[number]
         self.starts.append((param, self.end))
-        gap = self.end + param.numel
+        gap_start = self.end + param.numel
         self.end += round_up(param.numel, self.factor)
-        if gap < self.end:
-            gap_end = self._pair_odd(number + 1, self.end - gap)
-            self._fill_gap(gap, gap_end)
+        if gap_start < self.end:
+            # The gap ends where the odd end of a later parameter begins, if one fits.
+            gap_end = self._pair_odd(number + 1, self.end - gap_start)
+            self._fill_gap(gap_start, gap_end)
 
     def _pair_odd(self, first: int, room: int) -> int:
         """Place the first later parameter whose odd end fits in `room`, that end first; return where the gap ends."""

@@ -58,8 +58,8 @@ class FullParamLayout(Mapping[BufferKey, PerBufferParamLayout]):
     entries: tuple[tuple[BufferKey, PerBufferParamLayout], ...]
 
     def __init__(self, layouts: Mapping[BufferKey, PerBufferParamLayout]) -> None:
-        of = "BufferKey to PerBufferParamLayout"
-        checked = mapping(layouts, "layouts are ", of, ParamLayoutError)
+        kinds = "BufferKey to PerBufferParamLayout"
+        checked = mapping(layouts, "layouts are ", kinds, ParamLayoutError)
         for key, layout in checked.items():
             if not isinstance(key, BufferKey) or not isinstance(layout, PerBufferParamLayout):
                 what = f"layouts has {key!r}: {type(layout).__name__}"

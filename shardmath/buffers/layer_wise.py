@@ -114,7 +114,8 @@ class _BucketLoad:
         enough = int(self.shards * self.largest * FILLED)
         if self.total < max(bucket_size, enough):
             return True
-        return self._hold(numel) <= round_up(self.fullest, divisor)
+        filled = self._hold(numel)
+        return filled <= round_up(self.fullest, divisor)
 
     def _hold(self, numel: int) -> int:
         """The elements of the emptiest shard with the parameter added."""

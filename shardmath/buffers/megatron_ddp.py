@@ -152,7 +152,7 @@ def nvfp4_packed(
     draft = Draft()
     position = 0
     for param in reversed(listed):
-        bucket = layout.param_index_map[param.name][2]
+        _, _, bucket = layout.param_index_map[param.name]
         position = round_up(position, start)
         if bucket != draft.bucket:
             position = _close(draft, position, divisor)
@@ -196,7 +196,7 @@ def _check_same(params: Sequence[Param], layout: PerBufferParamLayout) -> None:
 
 
 def _count_bytes(param: Param) -> int:
-    """The bytes of a parameter in the packed buffer."""
+    """The bytes of a parameter in the packed buffer: half a byte per element of NVFP4, and one of others."""
     if param.quantized not in (True, "nvfp4"):
         return param.numel
     if param.numel % 2:

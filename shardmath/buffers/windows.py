@@ -136,12 +136,12 @@ def _make_tensor_windows(
         raise ParamLayoutError(f"{what}; give the mesh of the ranks that hold it")
     windows: list[Layout] = []
     holders: list[WindowHolder] = []
-    for runs, cuts in _group_cuts(groups).items():
-        for piece in _cut_pieces(cuts):
-            mesh = _make_replicas([held.rank for held in piece.cuts])
+    for runs, held_cuts in _group_cuts(groups).items():
+        for piece in _cut_pieces(held_cuts):
+            mesh = _make_replicas([rank for _, _, rank in piece.cuts])
             for start, box in _list_boxes(runs, piece):
                 for group, cut, rank in piece.cuts:
-                    holder = WindowHolder(len(windows), group, cut, rank, start - cut.lo)
+                    holder = WindowHolder(len(windows), group, cut, rank, within=start - cut.lo)
                     holders.append(holder)
                 stored = _select_box(runs, box)
                 window = Layout(shape, mesh, {}, dtype=dtype, stored=stored)

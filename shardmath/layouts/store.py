@@ -289,7 +289,7 @@ def check(store: Store, layouts: Held, rank: int) -> None:
 
 
 def _find_clash(owner: NDArray[np.int32], elements: NDArray[np.int64]) -> int | None:
-    """An element that has an owner, or the first element if any is listed twice; None if all are free."""
+    """An element whose owner is not 0, or the first element if any is listed twice; None if all are free."""
     if len(np.unique(elements)) < len(elements):
         return int(elements[0])
     owned = owner[elements] > 0

@@ -376,8 +376,8 @@ def _sort(requests: _Requests, sets: int) -> tuple[Ints, Offsets]:
     block = requests.lines() * addends + requests.addend
     block = block * sets + requests.receivers
     orders = int(requests.order.max(initial=0)) + 1
-    within = requests.batch * orders + requests.order
-    order = np.lexsort((requests.lo, within, block))
+    unit_number = requests.batch * orders + requests.order
+    order = np.lexsort((requests.lo, unit_number, block))
     return order, Offsets.of_sorted(block[order])
 
 

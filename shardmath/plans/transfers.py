@@ -249,12 +249,12 @@ def expand(
 
 @memo(1 << 14)
 def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
-    """The column of a source position in each of the unit's keys."""
+    """By dimension, the index in the unit's key of the part that a source position holds."""
     columns = []
     pairs = t.unit_pairs[unit].tolist()
     for over, pair in zip(t.overlays, pairs, strict=True):
-        key = over.keys[over.pair_key[pair]]
-        columns.append(_find_column(key, over.source, position, t.src.mesh))
+        key_parts = over.keys[over.pair_key[pair]]
+        columns.append(_find_column(key_parts, over.source, position, t.src.mesh))
     return tuple(columns)
 
 

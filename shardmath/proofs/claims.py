@@ -392,10 +392,10 @@ def _first_common(a: Box, b: Box) -> tuple[int, ...]:
 def _name_element(runs: tuple[Runs, ...], local: tuple[int, ...]) -> tuple[int, ...]:
     """The global element at a local position."""
     element = []
-    for r, at in zip(runs, local, strict=True):
-        for lo, g, n in r.segments:
-            if lo <= at < lo + n:
-                element.append(g + at - lo)
+    for dim_runs, position in zip(runs, local, strict=True):
+        for local_start, start, size in dim_runs.segments:
+            if local_start <= position < local_start + size:
+                element.append(start + position - local_start)
     return tuple(element)
 
 

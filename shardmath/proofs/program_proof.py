@@ -250,10 +250,10 @@ def _check_once(prog: Program, inbox: _Inbox, streams: Streams, begin: Ints) -> 
 
 def _raise_gap(prog: Program, inbox: _Inbox, place: int) -> None:
     """Raise PlanError for a place of the inbox that no stream fills."""
-    i = int(np.searchsorted(inbox.base, place, "right")) - 1
-    block = int(inbox.block[i])
-    rank = inbox.rank[i]
-    byte = place - inbox.base[i]
+    row = int(np.searchsorted(inbox.base, place, "right")) - 1
+    block = int(inbox.block[row])
+    rank = inbox.rank[row]
+    byte = place - inbox.base[row]
     name = _name_tensor(prog, block)
     what = f"rank {rank} never receives byte {byte} of block {block}, {name}"
     _require(False, prog, what)

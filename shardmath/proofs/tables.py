@@ -74,8 +74,8 @@ def _name_row(demands: Demands, batches: Sequence[Batch], row: int) -> str:
 
 
 def _check_tables(demands: Demands) -> None:
-    """Check that the tables fit each other: lines have blocks and cuts, blocks have rows."""
-    rows = (
+    """Check that the tables fit each other: each line has blocks and cuts, and each block has rows."""
+    row_columns = (
         demands.batch,
         demands.unit,
         demands.lo,
@@ -83,11 +83,12 @@ def _check_tables(demands: Demands) -> None:
         demands.at,
         demands.each,
     )
-    blocks = demands.receivers, demands.addend, demands.count, demands.nbytes, demands.start
+    # The first column of lines is `holders`, the first of blocks `receivers`.
+    block_columns = demands.receivers, demands.addend, demands.count, demands.nbytes, demands.start
     fits = (
         len(demands.near) == len(demands.holders)
-        and _are_owned(demands.holders, demands.first, blocks)
-        and _are_owned(demands.receivers, demands.row_first, rows)
+        and _are_owned(demands.holders, demands.first, block_columns)
+        and _are_owned(demands.receivers, demands.row_first, row_columns)
         and _are_owned(demands.holders, demands.cut_first, (demands.cuts,))
     )
     require(fits, "tables of lines are not of one length")

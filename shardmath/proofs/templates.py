@@ -144,7 +144,7 @@ def _check_side(
     segments = _list_segments(held)
     for m in range(widest):
         part = members[set_numbers, m]
-        rows = np.flatnonzero(part >= 0)
+        rows = np.flatnonzero(part >= 0)  # those whose set has a member m
         start = over.start[rows]
         size = over.size[rows]
         local = local_places[rows, m]

@@ -330,13 +330,13 @@ def deterministic(case: RuleCase) -> None:
     layout = case.layout()
     again = case.layout()
     copied_params = pickle.loads(pickle.dumps(case.params))
-    of_copies = replace(case, params=copied_params).layout()
+    layout_of_copies = replace(case, params=copied_params).layout()
     what = (
         "the rule returns different layouts for equal parameters; use only parameters and options"
     )
-    _require(layout == again == of_copies, case, what)
+    _require(layout == again == layout_of_copies, case, what)
     pickled = pickle.loads(pickle.dumps(layout))
-    same_hash = hash(pickled) == hash(layout) == hash(of_copies)
+    same_hash = hash(pickled) == hash(layout) == hash(layout_of_copies)
     what = "the layout differs from its pickled copy"
     _require(pickled == layout, case, what)
     _require(same_hash, case, what)

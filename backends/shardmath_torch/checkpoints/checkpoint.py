@@ -283,7 +283,8 @@ def _describe_load(verify: bool, job: _LoadJob) -> dict[str, str]:
 def _find_wanted(
     checkpoint: Checkpoint, layouts: Layouts, names: Mapping[str, str], rank: int
 ) -> tuple[dict[str, LayoutOrWindows], dict[str, str]]:
-    """The layout and the stored name of each tensor that this rank wants; per-rank bytes are tensors of uint8."""
+    """The layout and the stored name of each tensor that this rank wants. A name without a layout stands for bytes of
+    each rank, which are read as a tensor of uint8."""
     wanted: dict[str, LayoutOrWindows] = {}
     stored: dict[str, str] = {}
     for name, layout in layouts.items():

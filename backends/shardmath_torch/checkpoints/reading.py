@@ -211,10 +211,10 @@ class Reader(storage.StorageReader):
         for read in reads:
             by_box.setdefault(read.box, []).append(read)
         for box, its_reads in by_box.items():
-            numbers = self._chunks.list_marked(box, self._marks_to_check)
-            begin, end = _span_of_reads(box, its_reads, numbers)
+            chunk_numbers = self._chunks.list_marked(box, self._marks_to_check)
+            begin, end = _span_of_reads(box, its_reads, chunk_numbers)
             data = self._fetch_part(file, begin, end)
-            _check_fetched(box, numbers, memoryview(data), begin)
+            _check_fetched(box, chunk_numbers, memoryview(data), begin)
             memory = _as_memory(data)
             for read in its_reads:
                 target = planner.resolve_tensor(read.item)

@@ -186,7 +186,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def _find_model(text: str) -> PretrainedConfig | str:
-    """The default config, if the text is a model type; else the text."""
+    """The default config, if the text is a model type and neither in MODELS nor a path; else the text."""
     from transformers import CONFIG_MAPPING
 
     if text in MODELS or Path(text).exists() or text not in CONFIG_MAPPING:

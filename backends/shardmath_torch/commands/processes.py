@@ -273,7 +273,8 @@ def _receive(job: _Job[R], child: _Child) -> bool:
         word, *values = child.pipe.recv()
     except (EOFError, OSError):
         error = _describe_death(job, child)
-        job.failures.append(_Failure(False, time.monotonic(), rank, error))
+        now = time.monotonic()
+        job.failures.append(_Failure(reported=False, when=now, rank=rank, error=error))
         return True
     if word == "progress":
         job.progress[rank] = Progress(*values)
@@ -283,7 +284,7 @@ def _receive(job: _Job[R], child: _Child) -> bool:
         job.progress[rank] = Progress("done", 1.0, 1.0)
     else:
         when, error = values
-        job.failures.append(_Failure(True, when, rank, error))
+        job.failures.append(_Failure(reported=True, when=when, rank=rank, error=error))
     return True
 
 

@@ -47,16 +47,16 @@ class Bounds:
 def find_bounds(src: Layouts, dst: Layouts) -> Bounds:
     """Return lower bounds on the bytes that ranks receive and send when all tensors move from the layouts `src` to the
     layouts `dst` (both by name), and no rank forwards bytes for others. No layout may be Partial."""
-    received, demand = _sum_demands(src, dst)
+    received, demand_by_holders = _sum_demands(src, dst)
     senders = _list_ranks(src)
     ranks = sorted({*senders, *_list_ranks(dst)})
     # No bytes that any sender could send, so that every sender is in one of the levels (ranks of equal load).
-    demand[senders] += 0
-    highest = find_levels(list(demand.values()), list(demand))[0]
+    demand_by_holders[senders] += 0
+    highest = find_levels(list(demand_by_holders.values()), list(demand_by_holders))[0]
     return Bounds(
         received={rank: received[rank] for rank in ranks},
         # What only this rank holds: the holders are a tuple of one.
-        sent={rank: demand[rank,] for rank in ranks},
+        sent={rank: demand_by_holders[rank,] for rank in ranks},
         busiest=-(-highest.nbytes // len(highest.ranks)),  # rounded up
         forced_by=frozenset(highest.ranks),
     )

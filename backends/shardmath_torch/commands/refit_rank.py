@@ -165,7 +165,7 @@ def _prepare_peer(plan: sm.Plan, rank: int) -> Step:
 
 
 def _make_buffers(end: End, sizes: Mapping[int, int], rank: int) -> list[_Buffer]:
-    """A buffer for each peer with which the rank exchanges bytes."""
+    """(`end`, buffer, peer), the arguments of a P2POp, for each peer with which the rank exchanges bytes."""
     buffers: list[_Buffer] = []
     for peer, nbytes in sorted(sizes.items()):
         if peer != rank and nbytes:

@@ -116,15 +116,15 @@ class _PlainScreen:
     @contextlib.contextmanager
     def progress(self) -> Iterator[Watch]:
         start = time.monotonic()
-        shown = ""
+        shown_phase = ""
         shown_at = 0.0
 
         def watch(progress: Mapping[int, Progress]) -> None:
-            nonlocal shown, shown_at
+            nonlocal shown_phase, shown_at
             now = time.monotonic() - start
             phase = _find_slowest(progress)
-            if phase != shown or now - shown_at > PLAIN_EVERY:
-                shown, shown_at = phase, now
+            if phase != shown_phase or now - shown_at > PLAIN_EVERY:
+                shown_phase, shown_at = phase, now
                 self.line(f"[{now:5.1f} s] {_summarize(progress)}")
 
         yield watch

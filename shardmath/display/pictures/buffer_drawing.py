@@ -240,10 +240,10 @@ def _list_drawn(bucket: Bucket, scale: float, groups: int) -> Iterator[BucketSpa
 
 
 def _is_beyond(bucket: Bucket, first: BucketSpan, span: BucketSpan, groups: int) -> bool:
-    """Whether a border between groups of ranks lies between the beginnings of the two."""
-    group = first.start * groups // bucket.numel
-    other = span.start * groups // bucket.numel
-    return group != other
+    """Whether a border between groups of ranks lies between the beginnings of the two spans."""
+    first_group = first.start * groups // bucket.numel
+    group = span.start * groups // bucket.numel
+    return first_group != group
 
 
 def _merge(run: Sequence[BucketSpan]) -> BucketSpan:
@@ -267,10 +267,11 @@ def _tooltip(bucket: Bucket, span: BucketSpan) -> str:
     ranks = bucket.held_by(span)
     noun = "ranks" if "-" in ranks else "rank"
     where = f"{count(span.numel, 'element')} at {bucket.within(span)}, {noun} {ranks}"
-    if not span.several:
+    params = span.several
+    if not params:
         return f"padding\n{where}"
-    what = f"{span.several:,} parameters: {span.name}"
-    if span.several == 1:
+    what = f"{params:,} parameters: {span.name}"
+    if params == 1:
         what = f"{span.name} {shape_of(span)}"
     if span.padding:
         where += f"\n{span.padding:,} of them padding"
@@ -279,7 +280,7 @@ def _tooltip(bucket: Bucket, span: BucketSpan) -> str:
 
 def _label(span: BucketSpan, wide: float) -> str:
     """The longest label that has room, "" if none has."""
-    letters = int((wide - 6) / LETTER)
+    letters = int((wide - 6) / LETTER)  # 3 pixels on either side stay free
     for text in _list_labels(span):
         if len(text) <= letters:
             return text

@@ -268,7 +268,7 @@ def buffer_map(layout: PerBufferParamLayout, shards: int, *, width: int = 96, mo
     The list has up to `most` of the bucket's largest parameters. The share of padding is of all buckets. A buffer that
     every rank holds whole has one shard. Raises ParamLayoutError if ranks do not divide a bucket evenly.
     """
-    ranks, wide, most = read_arguments(layout, shards, width, 16, most)
+    ranks, wide, most = read_arguments(layout, shards, width, narrowest=16, most=most)
     lines = [*summarize(layout, ranks), KEY]
     for bucket in list_buckets(layout, ranks, most):
         lines += ["", *_draw_bucket(bucket, wide, most)]

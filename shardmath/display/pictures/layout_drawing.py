@@ -198,6 +198,7 @@ class _PanelDrawer:
         if self.layout.partial:
             parts += [HATCH, self._hatch(left)]
         parts += self._labels(left)
+        # The numbers of the last ticks are centered at the panel's ends, and reach beyond them.
         width = left + self.columns.total + LETTER * 3
         height = TOP + self.rows.total + 4
         drawing = Drawing(width, height, tuple(parts))

@@ -84,9 +84,9 @@ def _leading(mesh: Mesh) -> Iterator[dict[str, int]]:
 
 
 def _look(mesh: Mesh, topology: Topology | None) -> _Look:
-    """A width that fits the longest number, and the colors of the nodes."""
+    """A width, at least 26 pixels, that fits the longest number, and the colors of the nodes."""
     longest = str(max(mesh.ranks))
-    needed = len(longest) * LETTER + 10
+    needed = len(longest) * LETTER + 10  # 5 pixels on either side stay free
     width = max(26.0, needed)
     if topology is None:
         return _Look(width, {}, None)

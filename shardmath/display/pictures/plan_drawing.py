@@ -279,12 +279,12 @@ def _column_names(columns: _HeatAxis, left: float, top: float) -> Iterator[str]:
 def _node_spans(axis: _HeatAxis) -> Iterator[tuple[int, float, float]]:
     """Each node that has its own rows or columns, with the pixels at which it begins and ends."""
     spans: dict[int, tuple[float, float]] = {}
-    for group, at in zip(axis.groups, axis.at, strict=True):
+    for group, start in zip(axis.groups, axis.at, strict=True):
         node = group.node
         if node is None:
             continue
-        end = at + axis.each
-        begin, _ = spans.get(node, (at, end))
+        end = start + axis.each
+        begin, _ = spans.get(node, (start, end))
         spans[node] = (begin, end)
     for node, (begin, end) in spans.items():
         yield node, begin, end

@@ -296,7 +296,7 @@ def _draw_legend(colors: Colors) -> Drawing:
     x = 0.0
     y = 0.0
     for kind, color in colors.items():
-        width = ROW + (len(kind) + 3) * LETTER
+        width = ROW + (len(kind) + 3) * LETTER  # the color, the text, and gaps of 3 letters
         if x + width > WIDTH:
             x = 0.0
             y += ROW + ROWS_GAP

@@ -110,6 +110,7 @@ def _draw_messages(
 
 
 def _draw_message(place: Place, message: Message, begin: float, seconds: float) -> Span:
+    """The span of a message on the track of its other rank."""
     track = name_track(message, place.rank)
     name = f"{message.payload} B"
     about = describe_message(message)

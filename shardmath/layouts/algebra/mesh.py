@@ -175,7 +175,8 @@ class Mesh:
         out = np.zeros(self.size, np.int64)
         for name in _read_names(names):
             n = self.axis_size(name)
-            out = out * n + self._steps[name] % n
+            coordinate = self._steps[name] % n
+            out = out * n + coordinate
         return out
 
     def ranks_along(self, names: Iterable[str]) -> tuple[frozenset[int], ...]:

@@ -46,12 +46,12 @@ class Partition:
 def partition(dimension: Dimension) -> Partition:
     """Return the Partition of `dimension`: the distinct sets of positions that ranks hold, and the index of such a set
     for each combination of coordinates on the mesh axes that divide the dimension."""
-    number: dict[Runs, int] = {}
+    number_by_part: dict[Runs, int] = {}
     cell = []
     for runs in cells(dimension):
-        part = number.setdefault(runs, len(number))
-        cell.append(part)
-    return Partition(tuple(dimension.axes), tuple(number), np.array(cell, np.int64))
+        number = number_by_part.setdefault(runs, len(number_by_part))
+        cell.append(number)
+    return Partition(tuple(dimension.axes), tuple(number_by_part), np.array(cell, np.int64))
 
 
 def overlapping(dimension: Dimension) -> bool:

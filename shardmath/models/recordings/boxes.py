@@ -74,6 +74,7 @@ def align(piece: Piece, cells: Sequence[int], elements: Sequence[int]) -> list[B
 def _unroll(piece: Piece) -> Iterator[Piece]:
     """A piece for each step of the outermost block."""
     (count, cell_stride, element_stride), *rest = piece.blocks
+    # One more than `align` allows is enough for it to raise.
     for i in range(min(count, MOST_BOXES + 1)):
         cell = piece.cell + i * cell_stride
         element = piece.element + i * element_stride

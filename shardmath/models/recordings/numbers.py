@@ -59,7 +59,7 @@ class _Groups:
         shapes = []
         first = 0
         for last_step in self._list_ends(steps):
-            # The stretch before has taken the first piece of this one, which was all of it.
+            # A stretch of one step, whose first piece the stretch before has taken; its second begins the next stretch.
             if last_step < first:
                 continue
             starts.append(first)
@@ -73,7 +73,8 @@ class _Groups:
         return _Groups(self.cells[starts], self.elements[starts], shapes)
 
     def _list_ends(self, steps: list[tuple[int, int]]) -> list[int]:
-        """The last step of each stretch of equal steps between pieces of one shape, and the last piece."""
+        """The last step of each stretch of equal steps between pieces of one shape; at the end, the step that would
+        follow the last piece, which may be in no stretch."""
         # Whether the pieces at both ends of each step have one shape.
         alike = [one == other for one, other in itertools.pairwise(self.shapes)]
         ends = []

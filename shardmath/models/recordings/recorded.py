@@ -208,14 +208,16 @@ def _check_inside(native: Native, sizes: Mapping[str, int]) -> None:
 
 def _check_once(native: Native) -> None:
     """Raise StoreError if a cell is written twice, or an element lies in two cells."""
+    # More cells are written than there are; to look for one of so many would take long.
     if native.unwritten < 0 and native.written > LARGE:
         raise StoreError(
             f"pieces write {native.written} cells of {native.label!r}, which has "
             f"{math.prod(native.shape)}; write each cell once"
         )
-    cells = overlap(native.pieces, 1)
-    if cells is not None:
-        one, other = (piece.tensor for piece in cells)
+    # Side 1 of a block counts cells, side 2 elements.
+    clash = overlap(native.pieces, 1)
+    if clash is not None:
+        one, other = (piece.tensor for piece in clash)
         what = f"cells of {native.label!r} are written by {one!r} and again by {other!r}"
         raise StoreError(f"{what}; write each cell once")
     by_tensor: dict[str, list[Piece]] = {}
@@ -273,5 +275,7 @@ def _read_piece(
     names: Sequence[str], tensor: int, cell: int, element: int, listed: Sequence[Sequence[int]]
 ) -> Piece:
     """A piece of the tensor at this position in `names`."""
-    blocks = tuple((int(count), int(across), int(along)) for count, across, along in listed)
-    return Piece(names[tensor], int(cell), int(element), blocks)
+    blocks = []
+    for count, cell_stride, element_stride in listed:
+        blocks.append((int(count), int(cell_stride), int(element_stride)))
+    return Piece(names[tensor], int(cell), int(element), tuple(blocks))

@@ -100,14 +100,14 @@ def _make_runs(segments: list[Segment], length: int) -> Runs:
 def _pair(boxes: Sequence[Box]) -> dict[int, int]:
     """The stored dimension of each logical dimension of which the boxes have more than one position."""
     stored_dims: dict[int, int] = {}
-    for of, dim in _list_stepped(boxes):
-        if stored_dims.setdefault(of, dim) != dim:
-            what = f"its dimension {of} lies along several dimensions of the stored tensor"
+    for logical_dim, dim in _list_stepped(boxes):
+        if stored_dims.setdefault(logical_dim, dim) != dim:
+            what = f"its dimension {logical_dim} lies along several dimensions of the stored tensor"
             raise StoreError(f"{what}; {LOAD_SLICES}")
     if len(set(stored_dims.values())) != len(stored_dims):
         what = "several of its dimensions lie along one dimension of the stored tensor"
         raise StoreError(f"{what}; {LOAD_SLICES}")
-    _pair_moving(stored_dims, boxes)
+    _pair_moving(stored_dims, boxes)  # adds the dimensions along which no box has a step
     return stored_dims
 
 
@@ -126,9 +126,9 @@ def _pair_moving(stored_dims: dict[int, int], boxes: Sequence[Box]) -> None:
         raise StoreError(NO_PRODUCT)
 
 
-def _is_bijective(boxes: Sequence[Box], dim: int, of: int) -> bool:
-    """Whether the first positions of boxes in stored dimension `dim` and logical `of` determine each other."""
-    pairs = {(box.cell[dim], box.element[of]) for box in boxes}
+def _is_bijective(boxes: Sequence[Box], dim: int, logical_dim: int) -> bool:
+    """Whether the first positions of boxes in the stored and in the logical dimension determine each other."""
+    pairs = {(box.cell[dim], box.element[logical_dim]) for box in boxes}
     cells = {cell for cell, _ in pairs}
     elements = {element for _, element in pairs}
     return len(cells) == len(pairs) == len(elements)

@@ -146,16 +146,16 @@ def _find_lacking(needed: Layout, held: Layout) -> int | None:
 
 
 def _list_scales(
-    of: Vocabulary, rules: Mapping[str, Transform]
+    tensors: Vocabulary, rules: Mapping[str, Transform]
 ) -> dict[str, tuple[str, Companion]]:
     """(tensor, companion) by the name of its scales. A trainer has no scales, and may cut its tensors anywhere."""
     try:
-        chosen = choose(rules, list(of.shapes))
-    except PlanError:
+        chosen = choose(rules, list(tensors.shapes))
+    except PlanError:  # a trainer may lack the tensors of a pattern
         return {}
     scales = {}
     for name, transform in chosen.items():
         for companion in list_companions(transform, "destination"):
-            if name + companion.suffix in of.shapes:
+            if name + companion.suffix in tensors.shapes:
                 scales[name + companion.suffix] = name, companion
     return scales

@@ -218,7 +218,7 @@ class _Binder:
 
     def _hold(self, row: Row, star: str) -> Iterator[Held]:
         """The stored tensors of the row with this star, if there are any."""
-        words = row.logical.components or ("",)
+        words = row.logical.components or ("",)  # without [...] the name is of one component
         templates = [row.logical.template(word, star) for word in words]
         if not set(templates) <= self.vocabulary.templates.keys():
             return
@@ -371,7 +371,7 @@ def _is_distinct(row: Row, stored: Stored) -> bool:
 
 
 def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
-    """An error for the first stored tensor of a rank that has two logical tensors of these rows; "" for none."""
+    """The error for the first stored tensor in which a rank has two logical tensors of the group; "" for none."""
     # Bit r of a mask stands for rank r. `masks` has the ranks of a tuple of meshes, by its id; `stored_masks` the ranks
     # that have a stored tensor so far, by (chunk, name).
     masks: dict[int, int] = {}
@@ -386,6 +386,7 @@ def _find_shared(bound: Bound, group: Sequence[Held]) -> str:
             for name in owner.list_names(held.row, held.star):
                 native = owner.chunk, name
                 before = stored_masks.get(native, 0)
+                # Ranks that may store both; `_explain_shared` looks whether one does.
                 shared = before & masks[meshes]
                 fault = _explain_shared(bound, group, native, shared) if shared else ""
                 if fault:

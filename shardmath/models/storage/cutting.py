@@ -325,7 +325,8 @@ class _GroupLayer:
             raise LayoutError(
                 f"'{leaf}': {length} positions do not fit into {padded}; write {length} or more after ="
             )
-        return [*pieces, (-1, padded - length)]
+        hole = -1, padded - length
+        return [*pieces, hole]
 
     def _repeat(self, pieces: list[_Piece], length: int, cycle: Number) -> list[_Piece]:
         """The pieces, of `length` positions together, repeated up to `cycle` positions."""

@@ -96,7 +96,8 @@ def vllm(
 
 
 def _choose_gated(backend: str, processed: bool) -> str:
-    """The order of gate and up in an expert. Raises StoreError if rows cannot describe it."""
+    """The order of gate and up in an expert, "parts" or, for up first, "swapped". Raises StoreError if rows cannot
+    describe it."""
     if not processed:
         return "parts"
     if backend in TILES:

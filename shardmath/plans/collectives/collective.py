@@ -277,8 +277,8 @@ def _describe(found: Collective, move: Move, places: Mapping[Members, Members]) 
     senders = []
     if places:
         for group in found.groups:
-            of_group = places[members[group]]
-            senders.append(tuple(group[place] for place in of_group))
+            sender_places = places[members[group]]
+            senders.append(tuple(group[place] for place in sender_places))
     gathered, scattered = _split_dims(found)
     even = contiguous = True
     for classes in dict.fromkeys(members.values()):

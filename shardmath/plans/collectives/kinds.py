@@ -56,6 +56,7 @@ def _broadcast(
         holders = [i for i, box in enumerate(have) if box != NOTHING]
         if len(holders) > 1:
             return None
+        # A box without elements has no holder, and comes from any rank of the source's mesh.
         root = holders[0] if holders else _find_member(before, group)
         if set(after.boxes(group)) != {have[root]}:
             return None

@@ -50,17 +50,15 @@ def compare_ranks(src: Layout, dst: Layout) -> Move:
     """Group ranks that hold the same in `src`, and the same in `dst`, into classes; return their boxes as a Move."""
     parts_before, by_rank_before = _list_parts(src)
     parts_after, by_rank_after = _list_parts(dst)
-    # Classes are numbered as they come.
+    # By the part numbers before and after; classes are numbered as they come.
     classes: dict[tuple[Members | None, Members | None], int] = {}
-    number: dict[int, int] = {}
+    class_of_rank: dict[int, int] = {}
     for rank in sorted({*src.mesh.ranks, *dst.mesh.ranks}):
         part_numbers = by_rank_before.get(rank), by_rank_after.get(rank)
-        number[rank] = classes.setdefault(part_numbers, len(classes))
-    befores = [before for before, _ in classes]
-    afters = [after for _, after in classes]
-    before = _make_side(parts_before, befores)
-    after = _make_side(parts_after, afters)
-    return Move(before, after, number)
+        class_of_rank[rank] = classes.setdefault(part_numbers, len(classes))
+    before = _make_side(parts_before, [numbers for numbers, _ in classes])
+    after = _make_side(parts_after, [numbers for _, numbers in classes])
+    return Move(before, after, class_of_rank)
 
 
 def _list_parts(layout: Layout) -> tuple[_Parts, dict[int, Members]]:

@@ -92,14 +92,15 @@ def find_shared(hold: TouchedLabels, need: TouchedLabels, count: int) -> tuple[I
 
 
 def _force(table: BlockTable, label: Ints, key: Ints, nbytes: Ints, count: int) -> Ints:
-    """Bytes by label, given rows (label, key, bytes): for each group the most bytes of any addend, then the sum.
+    """The bytes of each of `count` labels, given rows (label, key, bytes): for each group the most bytes of any addend,
+    summed over the groups.
 
     A group's addends are copies of the same elements, and one sum may bring all missing addends.
     """
     keys = len(table.group)
     groups = int(table.group[-1]) + 1
     code, amount = sum_by_code(label * keys + key, nbytes)
-    # Keys ascend by group, so the codes of one (label, group) stand together.
+    # A key is an addend of a group. Keys ascend by group, so the codes of one (label, group) stand together.
     of_label, of_key = np.divmod(code, keys)
     label_and_group = of_label * groups + table.group[of_key]
     first = begins(label_and_group)

@@ -171,11 +171,11 @@ def _find_missed(table: BlockTable, hold: TouchedLabels, unit: Ints, count: int)
     Of a group only those of its first addend: elements count once.
     """
     need = touch(table.receivers, unit, count)
-    _, served = find_shared(hold, need, count)
-    units_served = np.bincount(served, minlength=len(table.key))
+    _, served_blocks = find_shared(hold, need, count)
+    units_served = np.bincount(served_blocks, minlength=len(table.key))
     missed = need.widths() > units_served
     step = np.diff(table.group, prepend=-1)
-    is_first = step != 0
+    is_first = step != 0  # by key, which is an addend of a group
     counted = is_first[table.key]
     return np.flatnonzero(counted & missed)
 

@@ -202,17 +202,17 @@ def _find_kind(network: Network, kinds: list[_HolderKind], sink: int) -> _Holder
 def _rank_network(total: dict[Holders, int], kinds: list[_HolderKind]) -> Network:
     """The network in which every kind takes the level once for each of its ranks."""
     nbytes = [total[held] for held in _list_shared(total)]
-    first = len(nbytes)
+    first_sink = len(nbytes)  # sinks are numbered after the lines
     reach: list[list[int]] = [[] for _ in nbytes]
     weight = {}
     base = {}
-    for sink, kind in enumerate(kinds, first):
+    for sink, kind in enumerate(kinds, first_sink):
         for line in kind.lines:
             reach[line].append(sink)
         count = len(kind.ranks)
         weight[sink] = count
         base[sink] = count * kind.base
-    return Network(first, nbytes, reach, weight, base)
+    return Network(first_sink, nbytes, reach, weight, base)
 
 
 def _divide_by_rank(total: dict[Holders, int]) -> dict[Holders, list[int]]:
@@ -233,15 +233,16 @@ def _divide_lines(total: dict[Holders, int]) -> list[dict[int, int]]:
     kinds = _find_kinds(total)
     network = _rank_network(total, kinds)
     sent: list[dict[int, int]] = [{} for _ in network.nbytes]
-    rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    # What a kind of several ranks takes of its lines, to be divided among these ranks.
+    rows_by_sink: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for line, sink, nbytes in list_edges(network):
         kind = _find_kind(network, kinds, sink)
         if len(kind.ranks) == 1:
             (rank,) = kind.ranks
             sent[line][rank] = nbytes
         else:
-            rows[sink].append((line, nbytes))
-    for sink, row in rows.items():
+            rows_by_sink[sink].append((line, nbytes))
+    for sink, row in rows_by_sink.items():
         row.sort()
         kind = _find_kind(network, kinds, sink)
         _divide_kind(row, kind.ranks, sent)
@@ -299,11 +300,12 @@ def _divide_among_nodes(
     total: dict[Holders, int], nodes: Mapping[int, int]
 ) -> Iterator[tuple[Holders, Holders, int]]:
     """(holders of a line, its holders in a node, bytes that leave from there) for all lines and nodes."""
-    shared = _list_shared(total)
+    holders_by_line = _list_shared(total)
     for (line, node), nbytes in _sum_by_node(total, nodes).items():
-        held = shared[line]
+        held = holders_by_line[line]
         local = tuple(rank for rank in held if nodes[rank] == node)
         yield held, local, nbytes
+    # A line with one holder is not a shared line.
     for held, nbytes in total.items():
         if len(held) == 1:
             yield held, held, nbytes
@@ -326,9 +328,9 @@ def _sum_by_node(total: dict[Holders, int], nodes: Mapping[int, int]) -> dict[tu
 
 
 def _find_cap(network: Network) -> int:
-    """The highest level, rounded up; uses the network up."""
+    """The highest load of a rank, rounded up; the network cannot be used again."""
     cap = 0
-    for leaf in list_leaves(network, top=True):
+    for leaf in list_leaves(network, top=True):  # one in each connected part
         load = -(-leaf.nbytes // leaf.weight)
         cap = max(cap, load)
     return cap

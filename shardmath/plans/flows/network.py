@@ -216,10 +216,11 @@ def _start_greedily(network: Network, part: Subnetwork, nbytes: int, weight: int
 
 
 def _empty_flow(network: Network, part: Subnetwork, nbytes: int, scale: int) -> _Flow:
-    """No line sent: every sink can spare what it lacks of the average."""
+    """A flow that sends no line: every sink can spare what it lacks of the average, `nbytes` / `scale`."""
     spare = {}
     over = []
     for sink in part.sinks:
+        # Times the scale, as all bytes of a flow, which makes it a whole number.
         room = nbytes * network.weight[sink] - scale * network.base[sink]
         spare[sink] = max(room, 0)
         if room < 0:
@@ -241,7 +242,7 @@ def _spill(flow: _Flow, line: int, size: int, sinks: list[int]) -> None:
 
 
 def _maximize(network: Network, flow: _Flow) -> Mapping[int, int]:
-    """Make the flow maximum; return all lines and sinks that then have too much among themselves.
+    """Make the flow maximum; return, as keys, the lines and sinks that then have too much among themselves.
 
     Each turn takes shortest paths from all lines that have bytes left (Dinic). But bytes of one such line
     do not pass another such line, so a long chain of them would take one turn per line: after a few
@@ -251,9 +252,9 @@ def _maximize(network: Network, flow: _Flow) -> Mapping[int, int]:
         starts = list(flow.left)
         if starts and turn > 8 and turn % 2:
             starts = [starts[turn * SPREAD % len(starts)]]
-        layers, room = _find_layers(network, flow, starts)
-        if room:
-            _augment(network, flow, layers, room)
+        layers, open_sinks = _find_layers(network, flow, starts)
+        if open_sinks:
+            _augment(network, flow, layers, open_sinks)
         elif len(starts) == len(flow.left):
             break  # no path is left from any line
     return layers | dict.fromkeys(flow.over, 0)

@@ -222,9 +222,9 @@ def _check_held(before: Plan, after: Plan) -> None:
         layout = before.dst[name][0]
         _, element = find_held(layout, layout.mesh.ranks)
         raise PlanError(f"{label(name)}: all ranks that hold {element} of {layout} leave; {fix}")
-    fewer = set(after.in_part).difference(before.in_part)
-    if fewer:
-        name = min(fewer)
+    newly_in_part = set(after.in_part).difference(before.in_part)
+    if newly_in_part:
+        name = min(newly_in_part)
         windows = after.dst[name]
         raise PlanError(
             f"{label(name)}: none of the ranks that stay holds element {first_unheld(windows)} "

@@ -142,9 +142,10 @@ def _is_counted(plan: Plan, number: int) -> bool:
     Elements that several windows of a destination share count only for the first of them.
     """
     batch = plan.batches[number]
+    # Of the ranks along these axes, any one may receive an element.
     if batch.template.reduction.chosen:
         return False
-    if batch.target == 0:
+    if batch.target == 0:  # the destination's first window
         return True
     windows = plan.dst[batch.names[0]]
     common = find_meeting(windows, windows)

@@ -169,12 +169,13 @@ def _share_in_nodes(nbytes: int, sizes: list[int]) -> list[Fraction]:
 def _spread_evenly(sizes: dict[int, int], copies: list[int], nbytes: int) -> dict[int, int]:
     """The bytes that each block sheds: evenly over large ones, or over all if those do not suffice."""
     largest = max(sizes.values())
+    # Those with at least a sixteenth of the largest block's bytes.
     large = [block for block, size in sizes.items() if 16 * size >= largest]
     for blocks in (large, sizes):
         room = {}
         for block in blocks:
-            relayed = copies[block] - 1
-            room[block] = relayed * sizes[block]
+            most_relayed = copies[block] - 1  # one copy has to come from the holders
+            room[block] = most_relayed * sizes[block]
         total = sum(room.values())
         if total >= nbytes:
             return {block: free * nbytes // total for block, free in room.items()}
@@ -307,15 +308,14 @@ def _number_kinds(
     legs: Legs, node_sizes: list[list[int]], plots: Sequence[_Plot]
 ) -> tuple[list[_BandKind], Ints]:
     """The distinct kinds, which are few, and the number of each block's kind."""
-    number: dict[_BandKind, int] = {}
+    number_of_kind: dict[_BandKind, int] = {}
     numbers = []
     sizes = legs.lines.nbytes.tolist()
-    for size, nodes, plot in zip(sizes, node_sizes, plots, strict=True):
-        replicas = frozenset(nodes or [1])  # a block that only its holders need has no nodes
+    for size, replica_counts, plot in zip(sizes, node_sizes, plots, strict=True):
+        replicas = frozenset(replica_counts or [1])  # only its holders need a block without nodes
         kind = _BandKind(size, replicas, plot)
-        numbers.append(number.setdefault(kind, len(number)))
-    of_block = np.array(numbers, np.int64)
-    return list(number), of_block
+        numbers.append(number_of_kind.setdefault(kind, len(number_of_kind)))
+    return list(number_of_kind), np.array(numbers, np.int64)
 
 
 def _list_stripes(size: int, replicas: Set[int], parts: tuple[_PlotPart, ...]) -> list[_Stripe]:

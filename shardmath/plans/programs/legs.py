@@ -182,8 +182,8 @@ def list_nodes(demands: Demands, sharing: int, lines: Ints) -> Nodes:
     ranks = join(receivers)
     places = np.arange(len(blocks))
     place = places.repeat(lengths(receivers))  # the index in `blocks` of each rank's block
-    shared = _find_sharing(demands, sharing, blocks, lines[line])
-    node = ranks // shared[place]
+    sharing_by_block = _find_sharing(demands, sharing, blocks, lines[line])
+    node = ranks // sharing_by_block[place]
     # A node begins where the block or the number of the node changes.
     is_first = np.diff(place, prepend=-1) != 0
     is_first |= np.diff(node, prepend=-1) != 0
@@ -215,6 +215,7 @@ def legs_as_cut(demands: Demands) -> Legs:
     count = len(demands.nbytes)
     zero = np.zeros(count, np.int64)
     one = np.ones(count, np.int64)
+    # Each block is one band, which goes to the block's one class of nodes.
     bands = Bands(
         first=np.arange(count + 1),
         classes=one,
@@ -227,4 +228,4 @@ def legs_as_cut(demands: Demands) -> Legs:
         cut_first=demands.cut_first,
         cuts=demands.cuts,
     )
-    return Legs(demands, bands, 1)
+    return Legs(demands, bands, sharing=1)

@@ -279,11 +279,13 @@ def _describe_line(
 ) -> tuple[bytes, ...]:
     """A key of everything on which the slices of a line, and the `ends` of its streams, depend."""
     demands = prog.legs.lines
-    first, end = demands.first[line : line + 2].tolist()
+    first_block, end_block = demands.first[line : line + 2].tolist()
     grid = make_grid(demands, prog.plan.batches)
-    columns = [streams.block - first, streams.lo, streams.hi, streams.root, *ends]
+    # Counted from the line's first block, since lines that are alike have different blocks.
+    block = streams.block - first_block
+    columns = [block, streams.lo, streams.hi, streams.root, *ends]
     described = [column.tobytes() for column in columns]
-    return (*described, *grid.describe(first, end))
+    return (*described, *grid.describe(first_block, end_block))
 
 
 def _count_ends(prog: Program, streams: Streams, ends: list[tuple[Ints, Ints]]) -> list[Ints]:

@@ -214,10 +214,10 @@ def _put_large_first(
     batches = prog.plan.batches
     parts = list_parts(demands, batches, stretches)
     grid = make_grid(demands, batches)
-    item = grid.item[parts.row]
+    itemsize = grid.item[parts.row]
     message_of_part = message[parts.stretch]
     # Large elements first, so that a message needs no padding; otherwise in the order of stretches.
-    order = np.lexsort((-item, message_of_part))
+    order = np.lexsort((-itemsize, message_of_part))
     return parts.take(order), message_of_part[order]
 
 
@@ -382,8 +382,8 @@ def turn_of(places: Places, leg: Places, ranks: int) -> Places:
 def _find_lines(demands: Demands, rank: int) -> Ints:
     """The lines that the rank holds, or of which it asks for a block."""
     has_rank = np.array([rank in ranks for ranks in demands.sets], bool)
-    is_posted = has_rank[demands.holders]
+    is_listed = has_rank[demands.holders]
     is_asked = has_rank[demands.receivers]
     asked_lines = demands.blocks.owners()[is_asked]
-    is_posted[asked_lines] = True
-    return np.flatnonzero(is_posted)
+    is_listed[asked_lines] = True
+    return np.flatnonzero(is_listed)

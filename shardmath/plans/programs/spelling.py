@@ -190,9 +190,9 @@ def _number_templates(batches: Sequence[Batch]) -> tuple[list[Template], Ints]:
     """The distinct templates, and the number of each batch's template."""
     templates = [batch.template for batch in batches]
     each_once = list(dict.fromkeys(templates))
-    number = {template: i for i, template in enumerate(each_once)}
-    numbers = [number[template] for template in templates]
-    return each_once, np.array(numbers, np.int64)
+    number_of = {template: number for number, template in enumerate(each_once)}
+    template_of_batch = [number_of[template] for template in templates]
+    return each_once, np.array(template_of_batch, np.int64)
 
 
 def _find_positions(batches: Sequence[Batch], ends: _PartEnds) -> tuple[Ints, Ints]:

@@ -57,16 +57,17 @@ def _list_entries(legs: Legs, nodes: Nodes) -> _Entries:
     block = nodes.block[node]
     size = nodes.size[node]
     start = nodes.start[node]
-    place = bands.place[band] * size // bands.span[band]  # the entry rank, as Bands says
+    # A band enters at the same fraction of the ranks in every node.
+    place = bands.place[band] * size // bands.span[band]
     # A band ends where the next one of its block begins, or at the end of the block.
     is_last = band + 1 == end[node]
-    after = np.append(bands.at[1:], 0)
+    next_at = np.append(bands.at[1:], 0)
     nbytes = legs.lines.nbytes[block]
     return _Entries(
         block=block,
         rank=nodes.ranks[start + place],
         lo=bands.at[band],
-        hi=np.where(is_last, nbytes, after[band]),
+        hi=np.where(is_last, nbytes, next_at[band]),
         origin=_find_origins(bands, nodes, node, band),
         start=start,
         size=size,
@@ -219,9 +220,9 @@ def _find_bundle(legs: Legs, number: int) -> Bundle:
     line = legs.lines.blocks.owners_of(found.block)
     order = np.argsort(line, kind="stable")
     in_order = line[order]
-    end = lines[-1] + 1
-    ends = np.append(lines, end)
-    first = np.searchsorted(in_order, ends)
+    # The lines of a bundle are consecutive: each ends where the next one begins.
+    bounds = np.append(lines, lines[-1] + 1)
+    first = np.searchsorted(in_order, bounds)
     streams = Streams(*(column[order] for column in found))
     return Bundle(lines, streams, first)
 

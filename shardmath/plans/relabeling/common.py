@@ -83,14 +83,15 @@ def _compare(pairs: Mapping[Pair, int], ranks: Ints) -> Iterable[_Shared]:
         if not len(rows.place):
             continue
         elements = _count_elements(a, b, rows.parts, columns.parts)
-        each = count * a.itemsize
-        table = elements * each
+        bytes_per_element = count * a.itemsize
+        table = elements * bytes_per_element
+        # With a class per rank on one side, the tables of more pairs have equal keys.
         shared = _widen(_Shared(rows, columns, table))
         key = shared.key
-        before = out.get(key)
-        if before is not None:
-            together = before.table + shared.table
-            shared = shared._replace(table=together)
+        earlier = out.get(key)
+        if earlier is not None:
+            sum_table = earlier.table + shared.table
+            shared = shared._replace(table=sum_table)
         out[key] = shared
     return out.values()
 

@@ -243,7 +243,9 @@ class Amaxes:
         return sum(len(share.received) for share in shares)
 
     def _find_arrived(self, rank: int, arrived: Mapping[str, Floats]) -> Floats:
+        """The amaxes that the rank has received, one per slot. Raises PlanError if they do not fit the plan."""
         row = np.zeros(0, np.float32)
+        # A rank has one array of slots, or none.
         for key in self.list_local("destination", rank):
             if key not in arrived:
                 what = f"{label(self.name)}rank {rank}: {key!r} is not in arrived"
@@ -390,13 +392,13 @@ def _divide_ranks(
     part_of = {rank: read_part(layout.runs(rank)) for rank in sorted(layout.mesh.ranks)}
     # Ranks with equal parts share their slots.
     distinct = list(dict.fromkeys(part_of.values()))
-    slots = [number_slots(distinct, blocks, shape) for blocks in kinds]
+    slots_by_kind = [number_slots(distinct, blocks, shape) for blocks in kinds]
     with_slots = {}
-    for part, shares in zip(distinct, join_slots(slots, len(distinct)), strict=True):
+    for part, shares in zip(distinct, join_slots(slots_by_kind, len(distinct)), strict=True):
         touched = touch(part, format.blocks, shape)
         with_slots[part] = _RankPart(part, touched.shape, shares)
     by_rank = {rank: with_slots[part] for rank, part in part_of.items()}
-    return by_rank, sum(kind.size for kind in slots)
+    return by_rank, sum(slots.size for slots in slots_by_kind)
 
 
 def _concatenate(slots: Sequence[Ints]) -> Ints:

@@ -209,13 +209,13 @@ def _find_fields(grid: _Grid, along: Sequence[Ints]) -> tuple[Ints, Sequence[Int
         intervals = len(ends) - 1
         interval = _count_borders(ends, along[k])
         interval -= 1
-        within = interval >= 0
-        within &= interval < intervals
-        if not within.all():
-            inside = inside[within]
-            field = field[within]
-            interval = interval[within]
-            along = [coordinate[within] for coordinate in along]
+        has_interval = interval >= 0
+        has_interval &= interval < intervals
+        if not has_interval.all():
+            inside = inside[has_interval]
+            field = field[has_interval]
+            interval = interval[has_interval]
+            along = [coordinate[has_interval] for coordinate in along]
         field = field * intervals + interval
     return inside, along, field
 

@@ -166,7 +166,7 @@ _Weigher: TypeAlias = Callable[[list[Box]], list[int]]
 
 
 def _bound_unlike(windows: Windows, arrays: _Arrays, unlike: Unlike, seed: int) -> Box:
-    """The box in which a replica differs from the first holder's."""
+    """The box in which a patch differs between its first holder and a holder of other bits."""
     weighers = []
     for window, rank in (unlike.alike[0], unlike.others[0]):
         portions = list_portions(windows, rank)

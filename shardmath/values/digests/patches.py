@@ -101,16 +101,16 @@ class _Sets(NamedTuple):
 
 
 def _divide_group(windows: Windows, group: Sequence[int]) -> list[Patch]:
-    """The patches of the windows of a group."""
+    """The patches of the windows of a group: each is the product of one set of each dimension."""
     dims = [_divide_dimension(windows, group, d) for d in range(windows[0].ndim)]
-    holders: dict[tuple[int, ...], list[Holder]] = {}
+    holders: dict[tuple[int, ...], list[Holder]] = {}  # by the numbers of the sets
     for i, window in enumerate(group):
         layout = windows[window]
-        sets_of_rank = _list_sets(layout, [dim.of_part[i] for dim in dims])
-        for rank, sets in zip(layout.mesh.ranks, sets_of_rank, strict=True):
-            for numbers in itertools.product(*sets):
-                holders.setdefault(numbers, []).append(Holder(window, rank))
-    return [_make_patch(dims, numbers, of_patch) for numbers, of_patch in holders.items()]
+        sets_by_rank = _list_sets(layout, [dim.of_part[i] for dim in dims])
+        for rank, sets_by_dim in zip(layout.mesh.ranks, sets_by_rank, strict=True):
+            for set_numbers in itertools.product(*sets_by_dim):
+                holders.setdefault(set_numbers, []).append(Holder(window, rank))
+    return [_make_patch(dims, *patch) for patch in holders.items()]
 
 
 def _make_patch(dims: Sequence[_Sets], numbers: Sequence[int], holders: Sequence[Holder]) -> Patch:

@@ -152,8 +152,9 @@ def _weigh_piece(
     index = tuple(slice(part.start, part.stop) for part in piece)
     # This reshape only splits axes in two, which needs no copy in any library.
     values = library.transpose(array[index], outward).reshape(lengths)
-    outer = _count_outer(lengths, words)
+    outer = _count_outer(lengths, words)  # the axes after these are a row
     weights = [library.constant(_weigh_axis(seed, axis), values) for axis in axes[:outer]]
+    # The lower and the higher parts of the weights of a row.
     halves = [library.constant(half, values) for half in _weigh_row(seed, axes[outer:], words)]
     return int(_sum_rows(values, weights, halves, library))
 
@@ -168,14 +169,14 @@ class _PieceAxis(NamedTuple):
 
 
 def _list_axes(piece: Piece, outward: Sequence[int]) -> tuple[_PieceAxis, ...]:
-    """The axes of the piece, with its dimensions in this order."""
+    """The axes of the piece, with its dimensions in this order: one or two axes for each."""
     axes = []
     for d in outward:
         part = piece[d]
-        block = 1 << part.inner
-        axes.append(_PieceAxis(d, part, 0, part.size // block))
+        block = 1 << part.inner  # the length of the inner axis
+        axes.append(_PieceAxis(d, part, number=0, length=part.size // block))
         if part.inner:
-            axes.append(_PieceAxis(d, part, 1, block))
+            axes.append(_PieceAxis(d, part, number=1, length=block))
     return tuple(axes)
 
 

@@ -165,8 +165,8 @@ def read_shape(shape: object) -> tuple[int, ...]:
 def find_cuts(position: int, block: int, n: int) -> tuple[int, int]:
     """Return (start, stop) of the block that contains `position` (less than `n`), in a dimension of length `n` that is
     divided into blocks of `block` positions. The last block can be shorter."""
-    below = position - position % block
-    return below, min(below + block, n)
+    start = position - position % block
+    return start, min(start + block, n)
 
 
 # Indices

@@ -50,6 +50,7 @@ def exp(x: _N, power: Callable[[_N], _N]) -> _N:
     clipped = x.clip(-LIMIT, LIMIT)
     # e^x = 2^k e^rest, where rest is so small that the series ends soon.
     k = (clipped * LOG2_E).round()
+    # In two steps, of which the first has an exact product, so that rest keeps its low bits.
     rest = clipped - k * LN2_HIGH - k * LN2_LOW
     # rest * 0.0 makes a constant of the same shape and device, and keeps NaN.
     total = rest * 0.0 + 1 / math.factorial(TERMS)

@@ -91,7 +91,7 @@ def divide_amax(amax: Floats, most: np.float32) -> Floats:
 
 
 def _divide_roundly(amax: Floats, most: np.float32) -> Floats:
-    """As `divide_amax`, but with 1 / scale rounded down to a power of two."""
+    """The scales `amax` / `most`, but at least 2^-126, and with 1 / scale rounded down to a power of two."""
     inverse: Floats = np.minimum(most / amax, GREATEST)
     # Clearing the fraction rounds down; the exponent field of 1 / 2^k is 254 minus the field of 2^k.
     power = inverse.view(np.uint32) & 0x7F80_0000

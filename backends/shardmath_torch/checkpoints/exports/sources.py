@@ -230,14 +230,14 @@ def _lay_out_dtensors(
     """Return DTensors, and plain tensors that are the same on all ranks of `mesh`, with their layouts."""
     divided = {name: t for name, t in tensors.items() if isinstance(t, DTensor)}
     layouts = from_dtensors(divided, ask) | from_boxes(tensors, ask)
-    plain_on = mesh or _find_mesh(layouts, group)
+    plain_mesh = mesh or _find_mesh(layouts, group)
     # As in a module, a DTensor on a part of the mesh is lifted to all of it, replicated over the parts.
-    layouts = {name: lift(layout, plain_on) for name, layout in layouts.items()}
+    layouts = {name: lift(layout, plain_mesh) for name, layout in layouts.items()}
     local: dict[str, Tensor] = {}
     rank = compat.rank_or_0()
     for name, tensor in tensors.items():
         if name not in layouts:
-            layouts[name] = _lay_out_plain(name, tensor, plain_on)
+            layouts[name] = _lay_out_plain(name, tensor, plain_mesh)
         if rank in layouts[name].mesh:  # else the local tensor is empty
             local[name] = local_of(tensor) if isinstance(tensor, DTensor) else tensor
     return ExportSource(local, read_windows(layouts, CheckpointError), {}, {})

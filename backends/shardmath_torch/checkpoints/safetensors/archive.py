@@ -123,7 +123,8 @@ def _make_frame(tensor: Tensor) -> _ArchiveFrame:
             raise error.__context__ from None
         raise
     before, *after = map(b"".join, records.parts)
-    assert len(after) == (tensor.nbytes > 0), "the data are left out once"
+    has_data = tensor.nbytes > 0
+    assert len(after) == has_data, "the data are left out once"
     # An empty tensor has no data to leave out; its whole frame is placed behind it.
     return _ArchiveFrame(before, after[0]) if after else _ArchiveFrame(b"", before)
 

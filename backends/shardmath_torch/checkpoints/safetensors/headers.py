@@ -99,11 +99,11 @@ def read_header(file: Place) -> tuple[dict[str, HeaderEntry], dict[str, object]]
     with _raise_as_weights_error(file):
         size = length_of(file)
     length = _read_length(file, size)
-    data = PREFIX + length
+    data_start = PREFIX + length
     header = read_object(read_bytes(file, PREFIX, length), file, "the header")
     metadata = header.pop(RESERVED, None)
-    entries = {name: _read_entry(file, name, value, data) for name, value in header.items()}
-    _check_back_to_back(file, size, data, entries)
+    entries = {name: _read_entry(file, name, value, data_start) for name, value in header.items()}
+    _check_back_to_back(file, size, data_start, entries)
     return entries, metadata if isinstance(metadata, dict) else {}
 
 

@@ -101,7 +101,8 @@ def _place_boxes(file: Place, entries: _Entries, sharding: object) -> Iterator[t
 
 
 def _read_sharding(file: Place, sharding: object) -> dict[str, object]:
-    """The records in a file's metadata by tensor; none if these are not an object. Raises WeightsError if not JSON."""
+    """The records by tensor in the text `sharding` of a file's metadata; none if it is not a text of a JSON object.
+    Raises WeightsError for text that is not JSON."""
     try:
         records = read_json(sharding.encode()) if isinstance(sharding, str) else None
     except (ValueError, RecursionError) as error:

@@ -319,7 +319,8 @@ def _check_lists(
     members: tuple[str, ...],
     stored: Mapping[str, str],
 ) -> None:
-    """Raise CheckpointError if an option has an item for each of these saved parameters, and the group has others."""
+    """Raise CheckpointError if an option may have an item for each of the saved parameters `members`, and the group
+    consists of other parameters; `stored` has the saved names of the group's."""
     if members == tuple(map(stored.get, group.parameters)):
         return
     for key, value in options.items():
@@ -328,10 +329,10 @@ def _check_lists(
         if not may_be_per_parameter:
             continue
         if not isinstance(held, list) or not is_same(held, value):
-            there, here = _list_some(members), _list_some(tuple(group.parameters))
-            what = f"option {key!r} is {shown(value)} in the checkpoint, maybe an item for each of {there}"
+            saved, present = _list_some(members), _list_some(tuple(group.parameters))
+            what = f"option {key!r} is {shown(value)} in the checkpoint, maybe an item for each of {saved}"
             fix = f"group the parameters as they were, or give the group {key}={shown(value)} if it fits"
-            raise CheckpointError(f"{what}, but the group has {here} here; {fix}")
+            raise CheckpointError(f"{what}, but the group has {present} here; {fix}")
 
 
 def _check_same_options(options_by_name: Mapping[str, Mapping[str, object]]) -> None:
@@ -401,13 +402,14 @@ def _fit_items(what: str, held: object, value: tuple[object, ...] | list[object]
 
 
 def _fit_kinded(what: str, held: object, value: Kinded) -> object:
-    """The value as an Enum or namedtuple of the held one's class. Raises CheckpointError if that has another name."""
+    """The value as an Enum or namedtuple of the held value's class. Raises CheckpointError if the class has another
+    name."""
     if isinstance(held, Kinded):  # in a group that only other ranks' optimizers have
         return value
-    here = type(held).__qualname__
+    held_kind = type(held).__qualname__
     plain = plain_of(held)
     is_plain = plain is held  # neither an Enum nor a namedtuple
-    if is_plain or here != value.kind:
+    if is_plain or held_kind != value.kind:
         said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
         fix = f"make the optimizer with a {value.kind}"
         raise CheckpointError(f"{said}, but {shown(held)} here, which is not one; {fix}")
@@ -416,7 +418,7 @@ def _fit_kinded(what: str, held: object, value: Kinded) -> object:
         return rebuild(held, fitted)
     except (TypeError, ValueError) as error:
         said = f"{what} is a {value.kind} of {shown(value.plain)} in the checkpoint"
-        why = f"which the class {here} here does not take: {error}"
+        why = f"which the class {held_kind} here does not take: {error}"
         fix = "define the class as it was when the optimizer was saved"
         raise CheckpointError(f"{said}, {why}; {fix}") from error
 

@@ -398,7 +398,7 @@ def call_load_hooks(
     """Call the hooks that torch calls after a module's `load_state_dict`, as it does: on each submodule before the
     module that has it. The hooks get the names that only the module (`missing`) or only the checkpoint has."""
     keys = _IncompatibleKeys(list(missing), list(unexpected))
-    for part in _list_inner_first(module, set()):
+    for part in _list_inner_first(module, seen=set()):
         for hook in list(part._load_state_dict_post_hooks.values()):
             hook(part, keys)
 

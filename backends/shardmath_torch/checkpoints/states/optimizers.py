@@ -158,10 +158,10 @@ def find_all_groups(
     groups = find_groups(model, optimizer)
     known = set(name_trained(groups))
     for group in elsewhere.groups:
-        lacking = [
+        absent_names = [
             name for name in group.parameters if name not in known and not is_here(model, name)
         ]
-        parameters = {name: model.slots[name].local for name in lacking}
+        parameters = {name: model.slots[name].local for name in absent_names}
         if parameters:
             # Stands for another rank's optimizer: only its state, which is empty, is read.
             stand_in = Optimizer(list(parameters.values()), {})

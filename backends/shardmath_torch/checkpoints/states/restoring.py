@@ -258,6 +258,7 @@ def _fits(
 
 
 def _make_state(parameter: Tensor, entry: Like | Own, device: torch.device) -> Tensor:
+    """A tensor of zeros to be filled: laid out as its parameter, or of the shape in the entry."""
     dtype = dtype_of(entry.dtype)
     if isinstance(entry, Like):
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -437,11 +438,13 @@ def restore(
 
 
 def _set_options(model: Model, options: OptionsPlan) -> None:
-    """Assign the options; tensors of the module in them, or views of these, stay if they have their value by now."""
+    """Assign the options. A tensor of the module in an option, or a view of one, stays there if it has the option's
+    value by now."""
     slots = spots_of(slot.local for slot in model.slots.values())
     held_tensors = []
     for target, key, _ in options.values:
         held_tensors += list_tensors(target.get(key))
+    # The module's spots, and those of held tensors that overlap them.
     module_spots = set(slots)
     for pair in find_meetings([*(slot.local for slot in model.slots.values()), *held_tensors]):
         if not module_spots.isdisjoint(pair):

@@ -108,10 +108,10 @@ def _find_group(ranks: Sequence[int], tensors: Iterable[Tensor]) -> ProcessGroup
 def _find_firsts(model: Model, ranks: Sequence[int]) -> dict[str, int | None]:
     """The first rank that holds each tensor that not all of `ranks` hold, by name; None if none of them does."""
     meshes = {slot.layout.mesh for slot in model.slots.values()}
-    on_mesh = {mesh: [rank for rank in ranks if rank in mesh] for mesh in meshes}
+    ranks_by_mesh = {mesh: [rank for rank in ranks if rank in mesh] for mesh in meshes}
     firsts = {}
     for name, slot in model.slots.items():
-        holders = on_mesh[slot.layout.mesh]
+        holders = ranks_by_mesh[slot.layout.mesh]
         if len(holders) < len(ranks):
             firsts[name] = min(holders, default=None)
     return firsts

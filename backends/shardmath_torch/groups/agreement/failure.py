@@ -226,6 +226,7 @@ class FailureDetector:
     def _wait_for_readers(self, store: Store) -> None:
         """Note that this rank has read the reports; if it hosts the store, wait until all ranks that reported have."""
         notes.add_line(store, self._key_of("read"), str(self.rank))
+        # The fifth of the grace that `_collect` leaves.
         deadline = time.monotonic() + self.grace / 5
         while self.host == self.rank and time.monotonic() < deadline:
             readers = notes.read_lines(store, self._key_of("read"))

@@ -308,7 +308,7 @@ class Party:
             reporting = self._make_detector().report(mine, self.wire.abandon)
             # Others read the store that this process serves, which may be about to end.
             if self.turns.host == self.rank:
-                reporting.join(self.grace / 4)
+                reporting.join(self.grace / 4)  # not for all the grace: this rank needs no report
         except BaseException:
             # Even after an interrupt nothing may write into the caller's memory from now on.
             self.wire.abandon()

@@ -206,6 +206,7 @@ def _word_lost(store: Store, seat: Seat) -> str:
     """Words for the ranks that could not be reached: those that left, or have not tried to connect."""
     among = plural(seat.size, "rank")
     try:
+        # `_find_lost` waits for GRACE_S, and the store may take as long again to answer.
         gone, silent = threads.within(2 * GRACE_S, lambda: _find_lost(store, seat))
     except RuntimeError:
         # Without the store other lost ranks cannot be found.

@@ -148,6 +148,7 @@ def set_apart(rounds: Iterable[Round], nbytes: int | None) -> tuple[Round, ...]:
 
 
 def _separate_large_pieces(whole: Round, nbytes: int) -> Round:
+    """The round with a message for each piece of at least `nbytes`."""
     sends = [part for message in whole.sends for part in _split_message(message, nbytes)]
     receives = [part for message in whole.receives for part in _split_message(message, nbytes)]
     return whole._replace(sends=tuple(sends), receives=tuple(receives))
@@ -227,4 +228,5 @@ def _bind_to_destination(message: Message, strides: Strides) -> Endpoint:
         views.append(locate(key, strides[key], piece.dst_slices, piece.shape))
     # Received in place, a piece would overwrite the value that it is reduced into.
     folds = any(piece.op != "copy" for piece in message.pieces)
-    return Endpoint(message, tuple(views), None if folds else join(views), 0, folds)
+    contiguous = None if folds else join(views)
+    return Endpoint(message, tuple(views), contiguous, start=0, folds=folds)

@@ -261,6 +261,7 @@ class MoveViews:
         return copies
 
     def _list_kept(self, source: Endpoint, target: Endpoint) -> _Copies:
+        """The copies and folds of a message that stays on this rank, from tensor to tensor without staging."""
         copies = _Copies([], [], [])
         ends = zip(source.views, target.views, source.message.pieces, strict=True)
         for src_view, dst_view, piece in ends:

@@ -327,11 +327,13 @@ def _make(
     if followed is not None:
         return followed
     plan = request.plan
+    # A proposal to continue the previous part has no outline.
     outline = proposal.outline or outline_part(plan, party.rank)
     limit = _limit_of(request)
     part = outline.part(peers=peers, max_inflight_bytes=limit, by_addend=by_addend)
     assert part.keeps_order or not isinstance(plan, Program), "phases bring addends in order"
-    return _PartCarrier(part, _make_carrier(party, request, part), keeps_bound=False)
+    carrier = _make_carrier(party, request, part)
+    return _PartCarrier(part, carrier, keeps_bound=False)
 
 
 def _follow(party: Party, request: _Request, peers: int, by_addend: bool) -> _PartCarrier | None:

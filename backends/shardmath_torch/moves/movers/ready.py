@@ -69,6 +69,7 @@ class Former(NamedTuple):
         """Return a carrier (the object that moves a rank's bytes) for `task` that reuses the previous carrier's tensors
         and memory, or None if the change of plan does not permit that."""
         change = compare(self.part, task.part.plan)
+        # A carrier can drop ranks that are gone, but not add ranks that are back.
         if change is None or change.back or self.part.rank in change.gone:
             return None
         if task.wire.device != self.device:

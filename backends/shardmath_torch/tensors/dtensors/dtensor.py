@@ -135,6 +135,7 @@ def _list_candidates(tensor: DTensor) -> list[Layout]:
     if not layouts:
         raise next(result for result in by_reading.values() if isinstance(result, ShardError))
     alike = all(equivalent(layouts[0], layout) for layout in layouts[1:])
+    # Of layouts that hold the same, any one will do.
     return layouts[-1:] if alike else layouts
 
 

@@ -191,7 +191,7 @@ def _list_readings(
     """The layouts that the target's placements may stand for, in the given reading or in both, or their errors."""
     found = layout_like(src.shape, mesh, target, src.dtype)
     if reading is None:
-        check_said(mesh_of(mesh), target)
+        check_said(mesh_of(mesh), target)  # raises for a fused weight's placements
         return list(found.values())
     if reading not in found:
         raise LayoutError(f"reading={reading!r} is unknown; pass 'placement' or 'order'")

@@ -111,7 +111,7 @@ class _Kernel:
         holds; otherwise compute these scales, too.
         """
         shape = tuple(self.values.shape)
-        work = _SlabLoop(self.format, shape, self.values.device, 2)
+        work = _SlabLoop(self.format, shape, self.values.device, count=2)
         for slab, (numbers, magnitudes) in work:
             numbers.copy_(slab.take(self.values))
             shared = slab.take_shared(self.scales)

@@ -184,5 +184,7 @@ def _cut_span(start: int, stop: int, block: int, step: int) -> list[BlockSpan]:
     count, rest = divmod(stop - start, block)
     if count and not rest and step >= block:
         return [BlockSpan(start, start // block, count, block)]
+    # The positions are all of one block.
+    first = start // block
     cuts = range(start, stop, step)
-    return [BlockSpan(cut, start // block, 1, min(step, stop - cut)) for cut in cuts]
+    return [BlockSpan(cut, first, count=1, size=min(step, stop - cut)) for cut in cuts]

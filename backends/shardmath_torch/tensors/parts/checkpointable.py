@@ -168,7 +168,8 @@ def from_boxes(tensors: Mapping[str, Tensor], ask: Ask | None = None) -> dict[st
     parts = {name: tensor for name, tensor in tensors.items() if is_checkpointable(tensor)}
     if not parts:
         return {}
-    boxes = (ask or _gather_boxes)(parts)
+    gather_boxes = ask or _gather_boxes
+    boxes = gather_boxes(parts)
     return {name: _find_layout(name, tensor, boxes[name]) for name, tensor in parts.items()}
 
 

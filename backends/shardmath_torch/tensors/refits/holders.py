@@ -252,7 +252,7 @@ def _is_gone(place: _HeldAt, holder_ids: set[int] | None) -> bool:
 def _is_replaced(watched: Watched, place: _HeldAt) -> bool:
     """Whether the place holds a tensor in other memory now, or of another shape, strides or dtype.
 
-    Raises ExchangeError if the mapping raises.
+    A parameter that FSDP2 has gathered does not count. Raises ExchangeError if the mapping raises.
     """
     try:
         now = place.look(place.key)

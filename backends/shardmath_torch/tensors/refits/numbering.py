@@ -109,6 +109,7 @@ class Reading:
         self.digits = numbering.digits
         self.kinds = [kind for kind in numbering.kinds if kind.goes_to(dtype)]
         self.others = [kind.dtype for kind in numbering.kinds if kind not in self.kinds]
+        # The positions that no run has changed, and those that were zero after every run: all, before the first.
         self.unwritten: _Truths = np.array(True)
         self.zero: _Truths = np.array(True)
         self.guesses: list[_Guess] = []

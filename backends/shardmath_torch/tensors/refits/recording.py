@@ -371,14 +371,16 @@ class _Recording:
     def _find_untouched(self, numbering: Numbering) -> set[str]:
         """Find the cells that the loader writes; return the targets without any, which it may read.
 
-        Raises StoreError if it reads one of these that has no data, and if it writes what it did not write by views.
+        Raises StoreError if the loader reads such a target that has no data, and if it writes a target that it left
+        unwritten in the run without data.
         """
-        read = self._find_touched(numbering)
+        read_names = self._find_touched(numbering)
         untouched = {name for name, cells in self.touched.items() if not cells.any()}
-        if read & untouched:
-            raise StoreError(_show_read(min(read & untouched)))
+        if read_names & untouched:
+            raise StoreError(_show_read(min(read_names & untouched)))
         for name, way in self.recorded_by.items():
-            if not way and name not in self.filled and name not in untouched:
+            was_unwritten = not way and name not in self.filled
+            if was_unwritten and name not in untouched:
                 place = np.flatnonzero(self.touched[name])[0]
                 fault = f"position {place} is written only if there are data"
                 raise StoreError(
@@ -488,24 +490,26 @@ class _Recording:
     ) -> str:
         """The difference between a run on numbers and the pieces recorded by views; "" if there is none."""
         pieces = self.pieces[name]
-        written, changed = numbering.find_written(found, after)
+        written, nonzero = numbering.find_written(found, after)
         cells = np.zeros(len(written), np.bool_)
         for piece in pieces:
             cells[piece.cells] = True
-        other_cells = np.flatnonzero(changed & ~cells)
+        other_cells = np.flatnonzero(nonzero & ~cells)
+        # Constants that fill a target are not in its pieces.
         if len(other_cells) and name not in self.filled:
             return f"position {other_cells[0]} is written only if there are data"
+        # The values in a target that a function computes do not identify elements.
         if name not in self.functions:
             return numbering.find_other(pieces, run, after)
         is_missing = cells.any() and not written[cells].any()
         return "it is written only if there are no data" if is_missing else ""
 
     def _differs(self, name: str, reading: Reading) -> bool:
-        """Whether runs on numbers left cells unwritten that a run before them wrote."""
+        """Whether runs on numbers left cells unwritten that an earlier run wrote."""
         if (self.touched[name] & reading.unwritten).any():
             return True
         for write in self.writes.get(name, ()):
-            if write.carries and not reading.is_written:
+            if write.carries and not reading.is_written:  # in whichever cells, which may be unknown
                 return True
             if any(reading.unwritten[piece.cells].any() for piece in write.pieces or ()):
                 return True

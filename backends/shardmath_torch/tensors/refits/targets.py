@@ -111,10 +111,10 @@ class KeptTargets:
             self.place(name, _materialize(target, storages[key]))
 
     def _find_value(self, name: str, target: Tensor, run: Run, unfilled: Collection[str]) -> Found:
-        """The values that a run finds in a target: the word of all, or a tensor."""
+        """What a run finds in a target: the word with which all of it was filled, or its values as a tensor."""
         if name not in unfilled:
             return run.found(target.dtype)
-        if run.keeps:
+        if run.keeps:  # no target that has data was filled
             return self.before.values_of(self.memory[name])
         # Other targets that were filled may lie in the same memory.
         return target.detach().clone()

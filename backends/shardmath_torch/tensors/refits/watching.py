@@ -232,21 +232,21 @@ class Watch(TorchDispatchMode):
         """
         content = self._contents.get(key_of(tensor))
         made_by = self._operations.get(key_of(tensor), ())
-        if content is BLANK:
+        if content is BLANK:  # filled with constants, which are not elements
             return Write((), ())
-        carries = self._carries([tensor], into)
+        has_elements = self._carries([tensor], into)
         dtype = self._find_copied_dtype(tensor, into)
         if content is None or dtype is None:
-            return Write(None, made_by, carries)
+            return Write(None, made_by, has_elements)
         operations = content.explain(dtype)
         stored = self._target_dtypes.get(key_of(into), into.dtype)
         if stored != dtype:
             # The bits of one type are stored as another: no cast gives these values.
             operations = *operations, f"bits of {dtype} seen as {stored}".replace("torch.", "")
         try:
-            return Write(tuple(content.read(tensor, into)), operations, carries)
+            return Write(tuple(content.read(tensor, into)), operations, has_elements)
         except (StoreError, RuntimeError):
-            return Write(None, made_by, carries)
+            return Write(None, made_by, has_elements)
 
     def _carries(self, given: Iterable[Tensor], into: Tensor) -> bool:
         """Whether a given tensor, in other memory than `into`, has elements of logical tensors."""
@@ -387,8 +387,8 @@ class Watch(TorchDispatchMode):
     def _keep(
         self, tensor: Tensor, content: Content | None, dtype: torch.dtype | None = None
     ) -> None:
-        """Note the content of a tensor's memory, and the type of its elements."""
-        self._alive.append(tensor)
+        """Note the content of a tensor's memory, None if unknown, and the type of its elements."""
+        self._alive.append(tensor)  # a key identifies memory only while it lives
         self._contents[key_of(tensor)] = content
         self._dtypes[key_of(tensor)] = dtype or tensor.dtype
 
@@ -484,9 +484,10 @@ class _ReadMode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function. Raises StoreError if it needs memory into which something was really written."""
-        if func in GIVES_MEMORY and self._watch.thread is not None:
+        has_ended = self._watch.thread is None
+        if func in GIVES_MEMORY and not has_ended:
             self._watch.check_values(args[:1])
-        if func in ADDRESSES and self._watch.thread is not None:
+        if func in ADDRESSES and not has_ended:
             self._watch.check_address(args[0])
         return func(*args, **(kwargs or {}))
 

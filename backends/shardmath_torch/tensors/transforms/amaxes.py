@@ -169,10 +169,10 @@ class _QuantizeStage(Stage):
         assert numbers is not None, "bound before"
         amaxes = torch.from_numpy(amax).to(self._device)
         for piece in self._pieces:
-            into = []
+            out_slices = []
             for out, target in zip(self._call.made, piece.targets, strict=True):
-                into.append(out[target])
-            quantize(format, numbers[piece.here], into, amaxes[piece.blocks])
+                out_slices.append(out[target])
+            quantize(format, numbers[piece.here], out_slices, amaxes[piece.blocks])
 
     def end(self) -> None:
         """Drop the references to the caller's tensors."""

@@ -147,9 +147,11 @@ class EndStage(Stage):
         """Apply the transforms at the source to the tensors in `src`; return the tensors to send and those to receive
         into. Raises ExchangeError if a tensor in `src` or `out` is not as planned, or if a transform fails.
         """
+        # Those of the previous call, in case this one fails.
         self._finalize_targets = {}
         self._finalizing_key = ""
-        sending, receiving = by_key(self._wanted[0], src), by_key(self._wanted[1], out)
+        src_wanted, dst_wanted = self._wanted
+        sending, receiving = by_key(src_wanted, src), by_key(dst_wanted, out)
         self._check(sending, receiving)
         sources, targets = self._parts
         with torch.inference_mode():

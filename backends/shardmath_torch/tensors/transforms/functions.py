@@ -101,7 +101,7 @@ def finalize(transform: Transform, src: Form, dst: Form, values: _Values, out: _
     if compute is not None:
         compute(transform, src, dst, values, out)
         return
-    on_tensors = _find_on_tensors(transform, 1)
+    on_tensors = _find_on_tensors(transform, end=1)
     results: object
     if on_tensors is not None:
         results = on_tensors(tuple(values))

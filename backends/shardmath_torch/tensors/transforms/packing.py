@@ -30,12 +30,12 @@ class Packing:
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
         cells = find_cells(layout, rank)
-        self.is_view = all(isinstance(along, slice) for along in cells)
+        self.is_view = all(isinstance(dim_cells, slice) for dim_cells in cells)
         self.shape = tuple(runs.size for runs in layout.runs(rank))
         sizes = layout.local_shape(rank)
         index: tuple[object, ...] = (*cells, ...)
         if not self.is_view:
-            numbers = [np.arange(n)[along] for along, n in zip(cells, sizes, strict=True)]
+            numbers = [np.arange(n)[dim_cells] for dim_cells, n in zip(cells, sizes, strict=True)]
             # Cached between moves: an open mesh, with as many numbers as the sum of the sizes, not their product.
             index = tuple(torch.from_numpy(axis).to(device) for axis in np.ix_(*numbers))
         self._index = index
