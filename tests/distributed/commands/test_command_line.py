@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
@@ -35,5 +36,12 @@ def test_what_is_not_a_count(text: str) -> None:
         read_count(text)
 
 
-def test_a_parser_says_which_command() -> None:
-    assert make_parser("show", "Print it.").format_usage().startswith("usage: python -m shardmath")
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [("/bin/shardmath", "shardmath"), ("/here/shardmath/__main__.py", "python -m shardmath")],
+)
+def test_a_parser_says_which_command(
+    monkeypatch: pytest.MonkeyPatch, typed: str, shown: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", [typed, "show"])
+    assert make_parser("show", "Print it.").format_usage().startswith(f"usage: {shown} show")
