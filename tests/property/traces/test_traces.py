@@ -18,6 +18,7 @@ from shardmath import Layout, Mesh, ShardError, Topology, plan, schedule
 from shardmath.base.text import show_seconds
 from shardmath.display import cli
 from shardmath.display.traces.chrome import spell
+from shardmath.display.traces.drawing import COLORS
 from shardmath.traces import Clock, Place, Span, Trace, Vote, merge, model, read, svg, write
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -256,6 +257,19 @@ def test_a_picture_is_a_document_with_a_row_for_each_track(trace: Trace) -> None
     root = ElementTree.fromstring(svg(trace))
     texts = {text.text for text in root.iter(f"{SVG}text")}
     assert {f"{place} {track}" for place, track in shown} <= texts
+
+
+def _luminance(color: str) -> float:
+    """WCAG's relative luminance of `#rrggbb`."""
+    values = [channel / 255 for channel in bytes.fromhex(color[1:])]
+    red, green, blue = (v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("kind", COLORS)
+def test_bars_are_seen_on_a_dark_background(kind: str) -> None:
+    """WCAG asks for a contrast of 3 to 1; the background is the one of a standalone picture."""
+    assert (_luminance(COLORS[kind]) + 0.05) / (_luminance("#0d1117") + 0.05) >= 3
 
 
 def test_bars_lie_where_their_times_are() -> None:
