@@ -421,18 +421,19 @@ def test_a_function_that_rounds(pool: Pool) -> None:
     assert pool.run(refits.store_by, "narrow") == [None] * 8
 
 
-@pytest.mark.parametrize("changes", [True, False])
-def test_a_function_that_writes_into_what_it_gets(changes: bool) -> None:
-    """With changes, the next ones were put into what the function had written."""
+@pytest.mark.parametrize("options", [{}, {"changes": True}, {"commit": "all"}])
+@pytest.mark.parametrize("check", [None, "digest"])
+def test_a_function_that_writes_into_what_it_gets(options: dict[str, Any], check: Any) -> None:
+    """With changes, the next ones were put into what the function had written; a check compared that."""
     group = smt.connect(dist.HashStore(), 0, 1)
     side, to = (Stored(parse(row), (sm.Mesh(),)) for row in ("w = w", "w = twice(w)"))
     planned = sm.refit(side, to, {"w": ((4,), "float32")})
-    refit = smt.Refit(planned, group=group, changes=changes)
+    refit = smt.Refit(planned, group=group, **options)
     own, its = torch.arange(4.0), torch.zeros(4)
     refit.prepare({"w": own}, {"w": its}, functions={"twice": lambda tensor: tensor.mul_(2)})
     for step in range(3):
         own[step] += 1
-        refit()
+        refit(check=check)
         assert torch.equal(its, own * 2)
     smt.disconnect(group)
 

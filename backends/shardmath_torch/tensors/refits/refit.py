@@ -104,9 +104,9 @@ class _RefitStage(Stage):
         for each in computed:
             received = arrived[each.key]
             with torch.inference_mode():
-                # The next changes are put into this same tensor, and a function may write into its argument.
-                argument = received if self._refit.changes is None else received.clone()
-                value = compute(each, argument)
+                # A copy, as a function may write into its argument: check= reads what was received after this,
+                # and the next changes are put into it.
+                value = compute(each, received.clone())
                 # `is_beside`: values wait for the commit, and may lie in memory that the function writes again.
                 if self._refit.member.is_beside:
                     value = value.clone()
