@@ -160,9 +160,9 @@ def main(steps: int, count: int, page: Path | None = None) -> None:
         f"pretrained one needs a network. In bfloat16 its loss is {loss:.2f} nats per byte. Only the weights of linear "
         'layers are quantized, either from bfloat16 or ("of masters") directly from float32. Arithmetic is in '
         "bfloat16. The first row, without quantization and in float32 throughout, shows the KL that comes from "
-        'bfloat16 alone. The column "KL between the orders" compares weights that were rounded to bfloat16 before they '
-        "were quantized with weights quantized directly from float32. It uses float32 arithmetic, since bfloat16 would "
-        "hide the difference. If both ends quantize the same "
+        'bfloat16 alone. The column "KL between the orders" is the KL between weights quantized from bfloat16 and '
+        "weights quantized directly from float32. It uses float32 arithmetic, since bfloat16 would hide the "
+        "difference. If both ends quantize the same "
         f"way, their bytes are equal and the KL is 0. By `tests/bench/bench_kl.py`.\n\n{PUBLISHED}"
     )
     show(page, "KL of quantized weights", about, HEAD, rows)
