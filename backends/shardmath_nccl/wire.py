@@ -6,9 +6,10 @@
    so no group waits for a later one. NCCL pairs messages by their order only, without tags.
 3. The host waits in `finish` and for votes. NCCL does not report a lost peer: so the host polls
    whether a group is done, and gives up if none has ended within the patience.
-4. A new thread posts each group, for two reasons. NCCL counts open groups per thread, and one
-   whose messages it refuses stays open (2.28.9): all that the thread posts later, in any group, would never
-   start. And a post can wait for a lost peer, which ends neither by itself nor by Ctrl-C.
+4. Another thread posts the groups, for two reasons. NCCL counts open groups per thread, and one whose
+   messages it refuses stays open (2.28.9): all that the thread posts later, in any group, would never
+   start. And a post can wait for a lost peer, which ends neither by itself nor by Ctrl-C. It is the same
+   thread until a post fails, since torch keeps a cache of CUDA events for each thread that has posted.
 5. NCCL does not tell which rank kept a group waiting: failures name none.
 """
 
@@ -60,6 +61,9 @@ _T = TypeVar("_T")
 
 _met: WeakSet[compat.Group] = WeakSet()
 """Groups whose ranks have all come."""
+
+_connected: WeakSet[compat.Group] = WeakSet()
+"""Groups that have a communicator."""
 
 
 class _Batch:
@@ -141,6 +145,8 @@ class NcclWire:
         self._places = {rank: place for place, rank in enumerate(self._ranks)}
         self._batch = _Batch()
         self._started_batches: deque[_Batch] = deque()
+        self._worker = threads.Worker()
+        self._is_abandoned = False
 
     @functools.cached_property
     def device(self) -> torch.device:
@@ -181,8 +187,9 @@ class NcclWire:
         if len(self._started_batches) == MOST_AHEAD:
             self._finish_first()
         compat.check_there(self._group)
-        # torch's watchdog measures from now on, but each batch in flight before this one may take all its patience.
-        compat.allow_seconds(self._group, MOST_AHEAD * self._patience)
+        # torch's watchdog measures from now on, but each batch in flight before this one may take all its patience,
+        # to be posted and to be done.
+        compat.allow_seconds(self._group, 2 * MOST_AHEAD * self._patience)
         post = partial(start_batch, self._group, self.device, batch.ops)
         batch.works = self._post(post, self._patience)
         self._started_batches.append(batch)
@@ -204,31 +211,41 @@ class NcclWire:
         seconds (None: the limit that `begin` set)."""
         if patience is None:
             patience = self._patience
-        until = time.monotonic() + patience
         self._meet(patience)
         compat.check_there(self._group)
-        compat.allow_seconds(self._group, patience)
+        # All ranks have come. To make the communicator, which happens once, takes NCCL long if they are many.
+        is_new = self._group not in _connected
+        longest = max(patience, compat.time_limit_of(self._group)) if is_new else patience
+        compat.allow_seconds(self._group, longest + patience)
         on_host = torch.frombuffer(bytearray(record), dtype=torch.uint8)
         mine = on_host.to(self.device)
         records = mine.new_empty(len(self._ranks), len(record))
-        post = partial(start_gather, self._group, list(records), mine)
-        work = self._post(post, until - time.monotonic())
-        _settle([] if work is None else [work], until - time.monotonic())
+        work = self._post(partial(start_gather, self._group, list(records), mine), longest)
+        _connected.add(self._group)
+        _settle([] if work is None else [work], patience)
         return [row.numpy().tobytes() for row in records.cpu()]
 
     def _post(self, post: Callable[[], _T], patience: float) -> _T:
-        """Return the result of `post`, which runs in a thread with the caller's current CUDA stream. Raises PeerFailure
-        if torch fails, or after `patience` seconds."""
+        """Return the result of `post`, which runs in the worker's thread as it would run here: on the same GPU and CUDA
+        stream, and in inference mode or not. Raises PeerFailure if torch fails, or after `patience` seconds."""
         # None, on the CPU, changes nothing.
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        in_inference = torch.is_inference_mode_enabled()
 
         def act() -> _T:
-            with torch.cuda.stream(stream):
-                return post()
+            if stream is not None:
+                # Otherwise the thread would go back to GPU 0 after the post, and take memory there.
+                torch.cuda.set_device(self.device)
+            with torch.inference_mode(in_inference), torch.cuda.stream(stream):
+                result = post()
+            if self._is_abandoned:
+                # Nobody waits for it any more, and its communicator may be newer than the abort.
+                self._abort()
+            return result
 
         with _converting_errors():
             try:
-                return threads.within(patience, act, SETTLE_S)
+                return self._worker.within(patience, act, SETTLE_S)
             except threads.Late:
                 raise PeerFailure(None, LATE) from None
 
@@ -255,6 +272,11 @@ class NcclWire:
         _met.add(self._group)
 
     def abandon(self) -> None:
-        """Abort the group's communicators, ignoring errors."""
+        """Abort the group's communicators, ignoring errors. Waits for that at most as long as for a batch."""
+        self._is_abandoned = True
+        with suppress(Exception):
+            threads.within(self._default_patience, self._abort)
+
+    def _abort(self) -> None:
         with suppress(Exception):
             compat.channel_of(self._group).abort()

@@ -22,9 +22,11 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import TypeVar
 
-__all__ = ["Errand", "Late", "make_bell", "start", "within"]
+__all__ = ["Errand", "Late", "Worker", "make_bell", "start", "within"]
 
 LAST_SECONDS = 3.0
 """Time for all threads together at exit, enough for a call that a broken connection ends."""
@@ -101,6 +103,68 @@ def make_bell() -> threading.Event:
 
 def _nothing() -> None:
     return None
+
+
+def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run the calls of the queue until None comes."""
+    while (call := calls.get()) is not None:
+        call()
+
+
+class Worker:
+    """A background thread that runs calls one after another. It ends with this object, and after a call that failed or
+    took too long; the next call is then another thread's.
+
+    >>> worker = Worker()
+    >>> worker.within(5.0, lambda: 7)
+    7
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] | None = None
+        self._end: Callable[[], object] = _nothing
+
+    def within(self, limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
+        """Run `make` in the worker's thread, as the function `within` does in a new one."""
+        results: list[_T] = []
+        errors: list[BaseException] = []
+        done = threading.Event()
+
+        def act() -> None:
+            try:
+                results.append(make())
+            except BaseException as error:
+                errors.append(error)
+            done.set()
+
+        calls = self._calls or self._begin()
+        try:
+            calls.put(act)
+            done.wait(limit)
+        except BaseException:
+            self._leave()
+            # Waited for without an event: another Ctrl-C is not lost in between.
+            until = time.monotonic() + settle
+            while not done.is_set() and time.monotonic() < until:
+                time.sleep(SETTLE_AGAIN_S)
+            raise
+        if not results:
+            self._leave()
+            raise errors.pop() if errors else Late(f"no answer in {limit:.0f} s")
+        return results.pop()
+
+    def _begin(self) -> SimpleQueue[Callable[[], None] | None]:
+        calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        start(partial(_serve, calls))
+        self._calls = calls
+        # Also at exit, before `_wait_for_all` joins the thread.
+        self._end = weakref.finalize(self, calls.put, None)
+        return calls
+
+    def _leave(self) -> None:
+        """Let the thread end after its call; the next call begins another."""
+        self._end()
+        self._calls = None
 
 
 class Errand:
