@@ -136,6 +136,11 @@ def test_a_forked_child_is_refused() -> None:
         assert said.startswith("this process was forked from a rank")
 
 
+def test_a_forked_child_calls_no_move_off() -> None:
+    """At its end, though a move of its parent is in flight: it would end connections that the parent uses."""
+    assert alone(2, breaks.forked_beside) == ["", ""]
+
+
 def test_a_child_forked_before_anything_was_compiled() -> None:
     """Is refused at once, and its parent goes on."""
     (said, mine), (_, others) = alone(2, breaks.forked_first)

@@ -56,6 +56,19 @@ def test_who_closes_a_mover_may_come_to_another(ends_too: bool) -> None:
         assert took < SOON_S
 
 
+@pytest.mark.parametrize(
+    ("kind", "waits"), [("", False), ("", True), ("changes", False), ("transforms", False)]
+)
+def test_who_closes_a_mover_does_not_come_to_its_replan(kind: str, waits: bool) -> None:
+    """The others are told at once, and other movers of the group continue, unless ranks waited in the replan."""
+    _, *others = answers = alone(3, leaving.close_as_others_replan, kind, waits)
+    for (said, took), _ in others:
+        assert said.startswith("rank 0 left: it closed plan "), said
+        assert took < SOON_S / 2
+    for _, (said, _) in answers:
+        assert waits == (said != ""), said
+
+
 @pytest.mark.parametrize(("leaver", "moves"), [(0, True), (0, False), (1, False)])
 def test_who_disconnects_has_left(leaver: int, moves: bool) -> None:
     """Of a joint group, whether it serves its store or not, with or without a mover there."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_gloo.wire import GlooWire
+from shardmath_torch.groups.agreement.threads import _wait_for_all
 from tests.distributed.tasks.device import DEVICE
 
 Said = str
@@ -286,6 +287,27 @@ def forked(rank: int) -> Said:
     said = os.read(reading, 1000).decode()
     move(rows.src, out=rows.out)
     return said if not rows.wrong() else "WRONG"
+
+
+def forked_beside(rank: int) -> Said:
+    """A child is forked during a move in the background, and ends as Python does; the move, and another, continue."""
+    rows = Rows(rank, 2, 16)
+    move = smt.compile(rows.plan, timeout=20.0, group=dist.new_group())
+    if rank == 0:
+        handle = move(rows.src, out=rows.out, async_op=True)
+        child = os.fork()
+        if child == 0:
+            _wait_for_all()
+            os._exit(0)
+        os.waitpid(child, 0)
+        dist.barrier()
+        handle.wait()
+    else:
+        # Until then the other rank's move waits for this one's.
+        dist.barrier()
+        move(rows.src, out=rows.out)
+    move(rows.src, out=rows.out)
+    return "WRONG" if rows.wrong() else ""
 
 
 def forked_first(rank: int) -> tuple[Said, Said]:

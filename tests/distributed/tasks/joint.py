@@ -74,6 +74,13 @@ def moves(group: dist.ProcessGroup, place: int, engine: str) -> list[Said]:
     found.append("" if total.item() == sum(range(group.size())) else "another sum")
     dist.broadcast(total.fill_(place), group_src=2, group=group)
     found.append("" if total.item() == 2 else "not that of place 2")
+    places = torch.arange(float(group.size()), device=DEVICE)
+    gathered = torch.empty_like(places)
+    dist.all_gather_into_tensor(gathered, places[place : place + 1], group=group)
+    found.append("" if gathered.equal(places) else "other places")
+    mine = torch.empty(1, device=DEVICE)
+    dist.reduce_scatter_tensor(mine, places, group=group)
+    found.append("" if mine.item() == place * group.size() else "another part of the sum")
     return found
 
 

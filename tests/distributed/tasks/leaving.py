@@ -120,6 +120,33 @@ def close_as_others_compile(rank: int, ends_too: bool) -> Told:
     return timed(lambda: smt.compile(rows.plan, timeout=60.0))
 
 
+def close_as_others_replan(rank: int, kind: str, waits: bool) -> list[Told]:
+    """Rank 0 closes a mover that the others replan, before they do or as they wait; whether another mover works on."""
+    rows = Rows(rank, 3, 6)
+    options: dict[str, Any] = {"timeout": 30.0}
+    other = smt.compile(rows.plan, **options)
+    transforms = sm.transforms.transformed(rows.plan.src[""][0], rows.plan.dst[""][0], {})
+    plan = rows.plan
+    if kind == "changes":
+        move: smt.Mover = smt.compile_changes(plan, **options)
+    elif kind == "transforms":
+        move = smt.compile_transformed(transforms, **options)
+        plan = sm.plan(transforms.src, transforms.dst)
+    else:
+        move = smt.compile(plan, **options)
+    move(rows.src, out=rows.out, acknowledge=True)
+    if rank == 0:
+        time.sleep(LATE_S if waits else 0.0)
+        move.close()
+        # Until the others have heard.
+        time.sleep(LATE_S)
+        found = [("", 0.0)]
+    else:
+        time.sleep(0.0 if waits else LATE_S)
+        found = [timed(lambda: move.replan(plan))]
+    return [*found, timed(lambda: other(rows.src, out=rows.out, timeout=30.0))]
+
+
 def leave_before_blocks(rank: int) -> list[Told]:
     """Rank 0 closes two movers, before a block and in one; how blocks of those end, and the group's next move."""
     group = own_group()

@@ -173,15 +173,17 @@ class Party:
         if longer), and any other exception that `act` raises.
         """
         compat.check_not_forked(self.group)
+        # A rank that has closed a mover does not come to its replan either.
+        party = replace(self, key=self.key or self.turns.heard.replans)
         try:
             with self.turns.taken(max(patience, self.patience), what, self.wire.abandon):
                 next_vote = self.turns.votes + 1
-                goodbye = self._find_goodbye(next_vote)
+                goodbye = party._find_goodbye(next_vote)
                 if goodbye:
                     # Counted for the block of `smt.commit` that this thread may be in.
                     self.turns.heard.goodbyes += 1
                     raise ExchangeError(goodbye)
-                return self._guard(partial(self._watch, act), describe)
+                return party._guard(partial(party._watch, act), describe)
         except Refused as refusal:
             raise ExchangeError(str(refusal)) from None
 
@@ -189,6 +191,17 @@ class Party:
         """Run `act`, watching for goodbyes. Called inside of the guard, which reports a Ctrl-C at any moment."""
         with self._watching_goodbyes():
             return act()
+
+    @contextmanager
+    def replanning(self) -> Iterator[None]:
+        """During the `with` block, let a rank's goodbye from this Party's mover end every call of this thread on the
+        group, even calls that belong to no mover yet."""
+        heard = self.turns.heard
+        heard.replans = self.key
+        try:
+            yield
+        finally:
+            heard.replans = ""
 
     @contextmanager
     def alone(self) -> Iterator[None]:

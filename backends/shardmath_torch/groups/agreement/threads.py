@@ -4,7 +4,7 @@
    end before.
 2. Python kills daemons on their way back from C++, which ends the process with SIGABRT. So at exit
    their bells ring (`make_bell`), and they get a short time to end; errands still running then are
-   called off.
+   called off. A forked child forgets its parent's.
 3. An errand is a thread for whose end others wait. A wait that Ctrl-C interrupts does not change the
    errand: after an interrupted `Thread.join` CPython 3.11 would take the thread for ended.
 
@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -244,4 +245,13 @@ def _join_all(seconds: float) -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
+def _forget_all() -> None:
+    """In a forked child, forget the threads of its parent: they do not run here, and to call an errand off would end
+    connections that the parent uses.
+    """
+    for known in (_started, _errands, _bells):
+        known.clear()
+
+
 atexit.register(_wait_for_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -143,12 +143,14 @@ class _Seat:
 class _Heard(threading.local):
     """Counters of the calling thread: turns refused, and turns not begun because a rank had left.
 
-    `is_beside` is set in a thread that runs moves in the background of another.
+    `is_beside` is set in a thread that runs moves in the background of another. `replans` is the key of the mover that
+    the thread's call is about to change, "" in other calls.
     """
 
     refusals = 0
     goodbyes = 0
     is_beside = False
+    replans = ""
 
 
 class Turns:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Literal
 
 from shardmath.base.errors import ExchangeError
@@ -406,7 +405,7 @@ def replan_by(
         besides()
 
     # A turn of the other group does not keep this group's moves out while the mover changes.
-    with party.alone() if is_other else nullcontext():
+    with party.alone() if is_other else party.replanning():
         mover._ready.again(plan, new_group, timeout, mover._former, take)
 
 
