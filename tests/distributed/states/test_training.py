@@ -189,6 +189,21 @@ def test_state_that_comes_to_lie_otherwise(pool: Pool, tmp_path: Path) -> None:
         assert numbers == ""
 
 
+def test_state_that_was_held_whole(pool: Pool, tmp_path: Path) -> None:
+    """It is made anew: its memory would be filled with copies of each rank's part."""
+    for is_placed, values in pool.run(work.hold_whole, str(tmp_path)):
+        assert is_placed and values == list(range(8))
+
+
+def test_ranks_in_another_order(pool: Pool, tmp_path: Path) -> None:
+    """torch's groups sort their ranks, so rank 0 has FSDP2's first rows, but it is second on the mesh."""
+    for said in pool.run(work.in_another_order, str(tmp_path)):
+        for _, text in said:
+            assert (
+                "'weight' is divided among ranks [1, 0, 2, 3, 4, 5, 6, 7] of a DeviceMesh" in text
+            )
+
+
 def test_state_that_is_one_of_two_parameters(pool: Pool, tmp_path: Path) -> None:
     for is_one, said in pool.run(work.share_state, str(tmp_path)):
         assert is_one

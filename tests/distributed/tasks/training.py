@@ -337,6 +337,35 @@ def lay_out_anew(rank: int, path: str) -> list[str]:
     return said
 
 
+def hold_whole(rank: int, path: str) -> tuple[bool, list[float]]:
+    """Whether a moment that the optimizer held whole lies as its parameter after a load, and its value."""
+    mesh = device_mesh(range(8), (8,), NAMES[1])
+    module = Named("a")
+    module.a = nn.Parameter(distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD(module.parameters(), momentum=0.5)
+    module.a.grad = module.a.detach().clone()
+    optimizer.step()
+    smt.save_state(path, module, optimizer)
+    whole = distribute_tensor(torch.full((8,), 9.0), mesh, [Replicate()])
+    optimizer.state[module.a]["momentum_buffer"] = whole
+    smt.load_state(path, module, optimizer)
+    moment = optimizer.state[module.a]["momentum_buffer"]
+    return moment.placements == module.a.placements, moment.full_tensor().tolist()
+
+
+def in_another_order(rank: int, path: str) -> list[Any]:
+    """What is said of a module that FSDP2 divides among ranks that do not ascend, in each call."""
+    from torch.distributed.fsdp import fully_shard
+
+    module = nn.Linear(2, 8, bias=False)
+    fully_shard(module, mesh=device_mesh([1, 0, *range(2, 8)], (8,), NAMES[1]))
+    return [
+        caught(lambda: smt.layout_of(module)),
+        caught(lambda: smt.save_state(path, module)),
+        caught(lambda: smt.export(path, module)),
+    ]
+
+
 def share_state(rank: int, path: str) -> tuple[bool, str]:
     """Whether the moment and the step of two DTensors are one each again on another mesh, and what is said where the
     DTensors are divided differently."""

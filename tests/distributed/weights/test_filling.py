@@ -333,3 +333,21 @@ def test_scales_that_are_no_scales(tmp_path: Path) -> None:
     lies = sm.Layout((4, 2), sm.Mesh(), {}, dtype="uint8")
     with pytest.raises(CheckpointError, match="stored as float32"):
         smt.load(tmp_path, {"w_scale_inv": lies})
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"w": "averge.w"}, "averge.w"),
+        ({"W": "average.w"}, "names= has 'W': 'average.w', but the module has no 'W'"),
+    ],
+)
+def test_names_that_are_not_there(tmp_path: Path, names: dict[str, str], said: str) -> None:
+    """A misspelled name, of either side, is not replaced by the module's own, which has other values."""
+    save_file({"w": torch.ones(2), "average.w": torch.full((2,), 2.0)}, tmp_path / "m.safetensors")
+    module = work.tree({"w": (2,)})
+    with pytest.raises(CheckpointError, match=said):
+        smt.load_weights(tmp_path / "m.safetensors", module, names=names)
+    assert not any(parameter.any() for parameter in module.parameters())
+    smt.load_weights(tmp_path / "m.safetensors", module, names={"w": "average.w"})
+    assert next(module.parameters()).tolist() == [2, 2]

@@ -59,6 +59,7 @@ __all__ = [
     "find_all_groups",
     "find_groups",
     "hold",
+    "is_placed_like",
     "is_here",
     "lay_out_state",
     "name_trained",
@@ -339,7 +340,7 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
         return Value(value)
     check_shaped(f"{name}.{key}", value)
     dtype = str(value.dtype).removeprefix("torch.")
-    if _is_placed_like(value, parameter):
+    if is_placed_like(value, parameter):
         return Like(dtype)
     entry = Own(dtype, tuple(value.shape))
     if isinstance(value, DTensor):
@@ -378,8 +379,9 @@ def _explain_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str)
     return f"state {key!r} of {name!r} has {shapes}, or other placements; {fix}, as {known}"
 
 
-def _is_placed_like(value: Tensor, parameter: Tensor) -> bool:
-    """Whether the value has its parameter's shape, and its mesh and placements if it is a DTensor."""
+def is_placed_like(value: Tensor, parameter: Tensor) -> bool:
+    """Whether an optimizer's `value` has the shape of its `parameter`, and, if that is a DTensor, its mesh and
+    placements."""
     if value.shape != parameter.shape:
         return False
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):

@@ -40,7 +40,12 @@ from shardmath_torch.checkpoints.states.memory import (
     spots_of,
 )
 from shardmath_torch.checkpoints.states.modules import Model, call_load_hooks
-from shardmath_torch.checkpoints.states.optimizers import UNVALUED, is_here, lay_out_state
+from shardmath_torch.checkpoints.states.optimizers import (
+    UNVALUED,
+    is_here,
+    is_placed_like,
+    lay_out_state,
+)
 from shardmath_torch.checkpoints.states.values import (
     KINDS,
     Extra,
@@ -246,15 +251,14 @@ def _device_of_state(goal: Goal, parameter: Tensor, key: str, entry: Like | Own)
 def _fits(
     held: object, parameter: Tensor, entry: Like | Own, device: torch.device
 ) -> TypeGuard[Tensor]:
-    """Whether what the optimizer holds is a tensor of the right dtype, shape and device, a DTensor if it must be."""
+    """Whether what the optimizer holds is a tensor of the right dtype, shape, placements and device."""
     if not isinstance(held, Tensor) or held.is_nested:
         return False
-    divided = isinstance(entry, Like) and isinstance(parameter, DTensor)
-    if isinstance(held, DTensor) != divided:
-        return False
-    shape = parameter.shape if isinstance(entry, Like) else entry.shape
-    same_type = held.dtype == dtype_of(entry.dtype)
-    return same_type and tuple(held.shape) == tuple(shape) and held.device == device
+    if isinstance(entry, Like):
+        is_placed = is_placed_like(held, parameter)
+    else:
+        is_placed = not isinstance(held, DTensor) and tuple(held.shape) == entry.shape
+    return is_placed and held.dtype == dtype_of(entry.dtype) and held.device == device
 
 
 def _make_state(parameter: Tensor, entry: Like | Own, device: torch.device) -> Tensor:

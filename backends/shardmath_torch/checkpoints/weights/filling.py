@@ -20,6 +20,7 @@ from shardmath.layouts.edits import cast
 from shardmath.layouts.layout import Layout
 from shardmath.values.formats.format import Format
 from shardmath_torch.checkpoints.checkpoint import check_names, load
+from shardmath_torch.checkpoints.files.json_text import shown
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.files.steps import on_all
 from shardmath_torch.checkpoints.loading import has_same_bytes
@@ -92,8 +93,8 @@ def load_weights(
     layouts may cut blocks.
 
     Collective over the group. Raises CheckpointError on every rank if a tensor is missing or has another shape, if
-    `names` differ between ranks, if a tensor has scales and no `format` fits, and if parameters and buffers partly
-    share memory. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
+    `names` differ between ranks or have a name that the module lacks, if a tensor has scales and no `format` fits, and
+    if parameters and buffers partly share memory. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
     with shared(group):
         model = agree_on_model(module, mesh, group)
@@ -119,6 +120,7 @@ def _match_weights(
     before data are read."""
     check_slots(model)
     check_names(names)
+    _check_here(names or {}, model)
     check_format(format)
     checkpoint = _add_converted_if_needed(open_checkpoint(path), module, model, names or {}, format)
     weights = _Weights(checkpoint, {}, {}, {})
@@ -176,10 +178,22 @@ def _claim_weights(weights: _Weights) -> dict[str, str]:
     return claims
 
 
+def _check_here(renamed: Mapping[str, str], model: Model) -> None:
+    """Raise CheckpointError for a key of `renamed` that is not a name in the module."""
+    here = {name for first in model.slots for name in model.names[first]}
+    for name, stored in renamed.items():
+        if name not in here:
+            what = f"names= has {shown(name)}: {shown(stored)}, but the module has no {shown(name)}"
+            fix = f"give names of its parameters and persistent buffers, such as {shown(sorted(here)[:8])}"
+            raise CheckpointError(f"{what}; {fix}")
+
+
 def _find_weight(checkpoint: Checkpoint, names: list[str], renamed: Mapping[str, str]) -> str:
-    """The stored name of a parameter: the first that exists of its `renamed` names and its own; if none exists, the
-    first of all."""
-    candidates = [*(renamed[name] for name in names if name in renamed), *names]
+    """The stored name of a parameter: the first that exists of its `renamed` names, and of its own names that are not
+    renamed; if none exists, the first of all."""
+    candidates = [renamed[name] for name in names if name in renamed]
+    # A name that is stored besides the renamed one, such as the average of the weights, has other values.
+    candidates += [name for name in names if name not in renamed]
     return next((name for name in candidates if name in checkpoint), candidates[0])
 
 

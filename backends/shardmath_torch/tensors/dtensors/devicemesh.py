@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +23,7 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather, shared
 
-__all__ = ["World", "device_mesh_of", "group_for", "mesh_of", "world"]
+__all__ = ["World", "device_mesh_of", "find_unsorted", "group_for", "mesh_of", "world"]
 
 _T = TypeVar("_T")
 
@@ -66,6 +67,21 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
         mesh = Mesh(sizes, ranks=ranks.flatten().tolist())
         _meshes[device_mesh] = mesh
     return mesh
+
+
+def find_unsorted(mesh: Mesh, axes: Iterable[int]) -> list[int] | None:
+    """Return ranks along one of `axes` (positions) of `mesh` that do not ascend; None if all do.
+
+    torch sorts the ranks of an axis's process group. So its collectives, and FSDP2, divide a tensor among these ranks
+    in ascending order, but its redistribute and torch.distributed.checkpoint divide it in the mesh's order.
+    """
+    array = mesh.array()
+    for axis in axes:
+        lines = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
+        for line in lines:
+            if (np.diff(line) < 0).any():
+                return [int(rank) for rank in line]
+    return None
 
 
 def device_mesh_of(mesh: Mesh, device_type: str) -> DeviceMesh:

@@ -22,6 +22,7 @@ from shardmath.base.errors import LayoutError
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
 from shardmath_torch.groups import compat
+from shardmath_torch.tensors.dtensors.devicemesh import find_unsorted, mesh_of
 from shardmath_torch.tensors.dtensors.dtensor import Ask, from_dtensors
 from shardmath_torch.tensors.parts.checkpointable import from_boxes
 
@@ -44,8 +45,9 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
     DTensors', or all ranks of the default group. Those that say which part they are, such as torch's
     CheckpointableTensor, are that part, and then the call is collective over the default group.
     It is collective over the ranks of the DTensors' meshes if placements have two readings that
-    differ. Raises LayoutError, naming the parameter, for a local shape that fits no reading, and
-    for a lazy module that has not run yet.
+    differ. Raises LayoutError, naming the parameter, for a local shape that fits no reading, for a
+    lazy module that has not run yet, and for a parameter that is divided along a mesh dimension
+    whose ranks do not ascend: there torch's collectives, and FSDP2, have another order of parts.
     """
     return lay_out(module, mesh)
 
@@ -59,6 +61,8 @@ def lay_out(
     """
     parameters = _list_parameters(module)
     dtensors = {n: p for n, p in parameters.items() if isinstance(p, DTensor)}
+    for name, dtensor in dtensors.items():
+        _check_ascending(name, dtensor)
     divided = from_dtensors(dtensors, ask) | from_boxes(parameters, ask)
     if mesh is None:
         mesh = _find_largest(divided.values()) or _mesh_of_world()
@@ -70,6 +74,22 @@ def lay_out(
             dtype = str(parameter.dtype).removeprefix("torch.")
             layouts[name] = Layout(tuple(parameter.shape), mesh, {}, dtype=dtype)
     return layouts
+
+
+def _check_ascending(name: str, dtensor: DTensor) -> None:
+    """Raise LayoutError for a parameter that is divided along a mesh axis whose ranks do not ascend."""
+    placements = enumerate(dtensor.placements)
+    axes = [axis for axis, placement in placements if not placement.is_replicate()]
+    line = find_unsorted(mesh_of(dtensor.device_mesh), axes)
+    if line is not None:
+        what = (
+            f"parameter {name!r} is divided among ranks {line[:8]} of a DeviceMesh, in this order"
+        )
+        why = (
+            "but torch's groups, and so FSDP2 and full_tensor, have these ranks in ascending order"
+        )
+        fix = "make the DeviceMesh with ranks that ascend along each dimension"
+        raise LayoutError(f"{what}, {why}; {fix}")
 
 
 def _list_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
