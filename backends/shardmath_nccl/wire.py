@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,9 @@ _met: WeakSet[compat.Group] = WeakSet()
 
 _connected: WeakSet[compat.Group] = WeakSet()
 """Groups that have a communicator."""
+
+_posting: WeakKeyDictionary[compat.Group, threads.CallThread] = WeakKeyDictionary()
+"""The thread that posts in each group."""
 
 
 class _Batch:
@@ -145,7 +148,7 @@ class NcclWire:
         self._places = {rank: place for place, rank in enumerate(self._ranks)}
         self._batch = _Batch()
         self._started_batches: deque[_Batch] = deque()
-        self._worker = threads.Worker()
+        self._posting = _posting.setdefault(group, threads.CallThread())
         self._is_abandoned = False
 
     @functools.cached_property
@@ -226,7 +229,7 @@ class NcclWire:
         return [row.numpy().tobytes() for row in records.cpu()]
 
     def _post(self, post: Callable[[], _T], patience: float) -> _T:
-        """Return the result of `post`, which runs in the worker's thread as it would run here: on the same GPU and CUDA
+        """Return the result of `post`, which runs in the posting thread as it would run here: on the same GPU and CUDA
         stream, and in inference mode or not. Raises PeerFailure if torch fails, or after `patience` seconds."""
         # None, on the CPU, changes nothing.
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -245,7 +248,7 @@ class NcclWire:
 
         with _converting_errors():
             try:
-                return self._worker.within(patience, act, SETTLE_S)
+                return self._posting.within(patience, act, SETTLE_S)
             except threads.Late:
                 raise PeerFailure(None, LATE) from None
 

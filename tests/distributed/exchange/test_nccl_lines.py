@@ -24,6 +24,7 @@ from tests.distributed.tasks.nccl_lines import (
     PATIENCE_S,
     fail_in_batch,
     meet,
+    move_in_inference,
     move_over_gloo,
     over_gloo,
     start_and_fail,
@@ -45,6 +46,11 @@ def test_moves(pool: Pool) -> None:
     for rank, mine in enumerate(ends):
         for number, (_, wanted) in enumerate(made):
             assert mine[number] == wanted.get(rank, {}), number
+
+
+def test_in_inference_mode(pool: Pool) -> None:
+    """The thread that posts is in it, too."""
+    assert pool.run(move_in_inference) == [["fine", "fine", "fine", ""]] * 8
 
 
 def test_a_rank_that_does_not_come(pool: Pool) -> None:

@@ -18,11 +18,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath_nccl import batches, wire
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement import transport
 from shardmath_torch.groups.agreement.wire import PeerFailure
+from tests.distributed.tasks.breaks import Rows
 from tests.distributed.tasks.scenarios import Case, move_cases
 
 
@@ -70,6 +72,17 @@ def move_over_gloo(rank: int, cases: Sequence[Case]) -> list[dict[str, bytes]]:
     """As `move_cases`."""
     with over_gloo():
         return move_cases(rank, cases)
+
+
+def move_in_inference(rank: int) -> list[str]:
+    """How a compile and two moves end in inference mode, whose tensors no other mode may write; and a wrong result."""
+    rows, movers = Rows(rank, dist.get_world_size(), 16), []
+    with over_gloo(), torch.inference_mode():
+        found = [_tell(lambda: movers.append(smt.compile(rows.plan, timeout=20.0)))]
+        out = torch.zeros_like(rows.out)
+        for _ in range(2):
+            found.append(_tell(lambda: movers[0](rows.src, out=out)))
+    return [*found, "" if out.equal(rows.want) else "WRONG"]
 
 
 PATIENCE_S = 1.5

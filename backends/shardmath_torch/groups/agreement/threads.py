@@ -27,7 +27,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-__all__ = ["Errand", "Late", "Worker", "make_bell", "start", "within"]
+__all__ = ["Errand", "Late", "CallThread", "make_bell", "start", "within"]
 
 LAST_SECONDS = 3.0
 """Time for all threads together at exit, enough for a call that a broken connection ends."""
@@ -112,12 +112,12 @@ def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
         call()
 
 
-class Worker:
+class CallThread:
     """A background thread that runs calls one after another. It ends with this object, and after a call that failed or
     took too long; the next call is then another thread's.
 
-    >>> worker = Worker()
-    >>> worker.within(5.0, lambda: 7)
+    >>> calls = CallThread()
+    >>> calls.within(5.0, lambda: 7)
     7
     """
 
@@ -126,7 +126,7 @@ class Worker:
         self._end: Callable[[], object] = _nothing
 
     def within(self, limit: float, make: Callable[[], _T], settle: float = 0.0) -> _T:
-        """Run `make` in the worker's thread, as the function `within` does in a new one."""
+        """Run `make` in this thread, as the function `within` does in a new one."""
         results: list[_T] = []
         errors: list[BaseException] = []
         done = threading.Event()
@@ -144,7 +144,6 @@ class Worker:
             done.wait(limit)
         except BaseException:
             self._leave()
-            # Waited for without an event: another Ctrl-C is not lost in between.
             until = time.monotonic() + settle
             while not done.is_set() and time.monotonic() < until:
                 time.sleep(SETTLE_AGAIN_S)
