@@ -89,7 +89,8 @@ def _axis_sizes(reader: LayoutReader, word: WrittenDigit) -> tuple[int, ...]:
 
 
 def _read_stage(reader: LayoutReader, words: list[WrittenDigit]) -> Stage:
-    """The digits of one stage: cuts left of the free name, blocks right of it."""
+    """The digits of one stage: cuts left of the free name, then blocks for it and the words right of it; only cuts
+    without a free name."""
     free = [word for word in words if word.free]
     if len(free) > 1:
         first, second, *_ = free
@@ -102,8 +103,8 @@ def _read_stage(reader: LayoutReader, words: list[WrittenDigit]) -> Stage:
         return tuple(_make_cut(reader, word) for word in words)
     middle = words.index(free[0])
     left = [_make_cut(reader, word) for word in words[:middle]]
-    right = _make_blocks(reader, words[middle + 1 :])
-    return (*left, *right)
+    blocks = _make_blocks(reader, words[middle + 1 :])  # the free name's own digit is the first
+    return (*left, *blocks)
 
 
 def _make_cut(reader: LayoutReader, word: WrittenDigit) -> Digit:

@@ -59,7 +59,7 @@ Entry: TypeAlias = tuple[str, Mapping[int, int]]
 class Flip:
     """A callable that turns a transfer of a plan into a transfer of the adjoint (backward) plan: it swaps source and
     destination. The operation becomes "sum" where the adjoint adds values of several ranks, otherwise "copy"; `addend`
-    becomes the place in the order of summation."""
+    becomes the index of the transfer's value in the order in which these are added, 0 for a copy."""
 
     entries: Mapping[str, Entry]
 

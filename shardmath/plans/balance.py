@@ -235,8 +235,8 @@ class Grid:
         return row, inside % self.demands.each[row]
 
     def describe(self, first: int, end: int) -> tuple[bytes, ...]:
-        """Return a dict key for blocks `first` to `end` - 1 (each is bytes that the same ranks need). If two series of
-        blocks have equal keys, messages can be cut at the same bytes of both.
+        """Return a dict key for blocks `first` to `end` - 1; a block is bytes that one set of ranks holds and another
+        set needs. If two series of blocks have equal keys, messages can be cut at the same byte offsets in both.
 
         The cuts are equal whatever the tensors and ranks of the blocks are.
         """

@@ -259,13 +259,14 @@ def _update_copy(folder: Place, index: str, save: str) -> None:
     written is of the save that counts.
     """
     written: str | None = None
+    # Without torch's pickled metadata, of which the index's copy has nothing.
     current = Sealed(b"", index, save)
     while True:
         counting = find_counting(folder)
         if counting is None or counting == written:
             return
-        # None if no sealed file is there by now: the next round finds out what counts.
         if counting != current.save:
+            # None if no sealed file is there by now: the next round finds out what counts.
             current = _read_sealed(folder) or current
         written = current.save if _write_copy(folder, current, save) else None
 
@@ -284,7 +285,7 @@ def _write_copy(folder: Place, current: Sealed, save: str) -> bool:
 
 
 def _read_sealed(folder: Place) -> Sealed | None:
-    """The index that counts, and what it is sealed with; None if `save` did not write what counts."""
+    """The index that counts, and what it is sealed with; None if there is no file, or `save` did not write it."""
     file = folder / METADATA
     try:
         return unseal(content_of(file), file)

@@ -81,7 +81,10 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = make_parser("refit", "Move a model's weights between two parallel layouts.")
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL_DIR", help="folder or file with safetensors weights")
-    usual = "a mesh alone: tp divides by kind, dp dimension 0 as FSDP does, replica replicates"
+    usual = (
+        "without rules, tp divides by kind of layer, dp divides dimension 0 as FSDP does, "
+        "and replica replicates"
+    )
     add("--src", help=f'source mesh and rules, such as "{DEMO_SRC}"; {usual}')
     add("--dst", help='destination mesh and rules, such as "tp=4"; ranks follow the source\'s')
     add("--demo", action="store_true", help="move all-MiniLM-L6-v2 and compare sentence embeddings")
@@ -96,7 +99,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add(
         "--out",
         type=Path,
-        help="folder for what arrives: rank<r>.safetensors of each destination rank, no others",
+        help="folder to write rank<r>.safetensors to, for each destination rank; "
+        "removes those of an earlier refit",
     )
     return parser
 

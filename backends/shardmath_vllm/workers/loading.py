@@ -126,10 +126,12 @@ class Loading:
         """
         for module in self._model.modules():
             info = get_layerwise_info(module)
-            # Also where `begin` was left in the middle of a module.
-            if info.can_load() or info.kernel_tensors is not None:
+            # vLLM is loading the module: `begin` has prepared it, and `process` has not ended that.
+            is_loading = info.can_load()
+            # Or `begin` raised in the middle of the module, after vLLM had set the running tensors aside.
+            if is_loading or info.kernel_tensors is not None:
                 self._put_back(module)
-        # A flag that vLLM's reload has changed.
+        # In `begin`, vLLM turned off its own reload of models that torchao quantized, and kept the earlier flag.
         model: Any = self._model
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
 

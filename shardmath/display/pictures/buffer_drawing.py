@@ -44,6 +44,8 @@ LEFT, RIGHT, TOP = 92, 132, 104
 """Pixels to the left and right of, and above the rows."""
 ROW, PITCH = 30, 46
 """Pixels of a row, and from one row to the next."""
+BASELINE = 19
+"""Pixels from the top of a row to the baseline of text in its middle."""
 NARROW, SLIT = 4.0, 1.0
 """Pixels below which parameters, and padding, are joined with their neighbors."""
 BLUES = (("#56b4e9", "#000"), ("#0072b2", "#fff"))
@@ -179,7 +181,7 @@ def _borders(ranks: int, room: int, top: int, bottom: int) -> Iterator[str]:
 
 def _row(bucket: Bucket, y: int, room: int) -> Iterator[str]:
     """The boxes of a bucket, between its number and its sizes."""
-    yield words(0, y + 19, f"bucket {bucket.number:,}")
+    yield words(0, y + BASELINE, f"bucket {bucket.number:,}")
     for span, x, wide, (fill, _) in _boxes(bucket, room):
         title = _tooltip(bucket, span)
         yield _rect(x, y, wide, ROW, fill, title)
@@ -191,16 +193,19 @@ def _row(bucket: Bucket, y: int, room: int) -> Iterator[str]:
 
 def _labels(bucket: Bucket, y: int, room: int) -> Iterator[str]:
     """The names of a bucket's spans, which hide the borders behind them."""
-    hide = {
+    style = {
         "text_anchor": "middle",
+        # An outline in the box's color, painted before the letters, hides the borders behind them.
         "paint_order": "stroke",
         "stroke_width": 4,
+        # The mouse points at the box behind the name, whose tooltip appears.
         "pointer_events": "none",
     }
-    for span, x, wide, (fill, color) in _boxes(bucket, room):
+    for span, x, wide, (box_color, text_color) in _boxes(bucket, room):
         label = _label(span, wide)
         if label:
-            yield words(x + wide / 2, y + 19, label, fill=color, stroke=fill, **hide)
+            middle = x + wide / 2
+            yield words(middle, y + BASELINE, label, fill=text_color, stroke=box_color, **style)
 
 
 def _boxes(bucket: Bucket, room: int) -> Iterator[tuple[BucketSpan, float, float, tuple[str, str]]]:

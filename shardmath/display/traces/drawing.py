@@ -21,7 +21,6 @@ from shardmath.base.errors import ShardError
 from shardmath.base.text import plural, show_seconds, shown
 from shardmath.display.pictures.elements import (
     LETTER,
-    LINE,
     Drawing,
     below,
     box,
@@ -48,6 +47,9 @@ ROWS_GAP, PLACES_GAP = 3.0, 7.0
 
 TOP = 20.0
 """Pixels above the rows, for the times."""
+
+TICKS_TOP = 16.0
+"""Pixels above the lines at round times; each line's time is there, 5 pixels above the line."""
 
 MOST_ROWS = 128
 
@@ -215,15 +217,16 @@ def _find_axis(rows: Sequence[_Row]) -> _TimeAxis:
 
 
 def _draw_axis(axis: _TimeAxis, height: float) -> Iterator[str]:
-    """Lines at round times, with numbers above them."""
+    """Thin lines at round times, each with its time above it."""
     step = _find_step(axis.seconds)
     count = int(axis.seconds / step) if step else 0
     for number in range(count + 1):
         seconds = number * step
         x = axis.find(axis.first_s + seconds)
-        yield box(x, LINE, 0.5, height - LINE, fill="currentColor", fill_opacity=0.3)
+        length = height - TICKS_TOP
+        yield box(x, TICKS_TOP, 0.5, length, fill="currentColor", fill_opacity=0.3)
         text = show_seconds(seconds) if number else "0"
-        yield words(x, LINE - 5, text, text_anchor="middle")
+        yield words(x, TICKS_TOP - 5, text, text_anchor="middle")
 
 
 def _find_step(seconds: float) -> float:

@@ -64,8 +64,11 @@ def _are_copies(some: Together, others: Together) -> bool:
 
 
 def _is_copy(one: Layout, other: Layout) -> bool:
-    """Whether two layouts differ only in their ranks, and share no rank."""
-    if one.form != other.form or AXIS in one.mesh.shape:
+    """Whether two layouts differ only in their ranks, share none, and can be joined along AXIS."""
+    if one.form != other.form:
+        return False
+    # A mesh that has an axis of this name cannot have another.
+    if AXIS in one.mesh.shape:
         return False
     ranks = set(one.mesh.ranks)
     return ranks.isdisjoint(other.mesh.ranks)

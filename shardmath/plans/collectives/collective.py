@@ -319,7 +319,8 @@ def _have_one_shape(buffers: list[Buffer | None]) -> bool:
     """Whether all buffers have one shape, or all are missing."""
     shapes: set[tuple[int, ...] | None] = set()
     for buffer in buffers:
-        shape = None if buffer is None else tuple(map(len, buffer))
+        # A buffer is the Runs of each dimension; their lengths are its shape.
+        shape = None if buffer is None else tuple(len(runs) for runs in buffer)
         shapes.add(shape)
     return len(shapes) == 1
 

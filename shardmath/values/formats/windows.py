@@ -126,7 +126,8 @@ class Window:
     def spread(self, numbers: NDArray[_Number]) -> NDArray[_Number]:
         """Spread `numbers`, one per block, over an array of the box's shape: each at all positions of its block."""
         for d in range(numbers.ndim):
-            if self.blocks[d] > 1:
+            # Of blocks that are a whole dimension, even an empty box has one.
+            if self.blocks[d] > 1 or self.whole[d]:
                 numbers = np.repeat(numbers, np.diff(self._borders(d)), axis=d)
         return numbers
 

@@ -113,11 +113,13 @@ class NegativeExp:
         return AsHeld(self.at == "destination", self.at == "source")
 
     def prepare(self, array: Array, src: Form, dst: Form) -> tuple[Array, ...]:
-        """Return a tuple of the one array to send: -exp of `array`, in the destination's dtype."""
+        """Return a tuple of the one array to send: -exp of `array`, in the destination's dtype. Called only if `at` is
+        "source" (see `as_held`)."""
         return (_negate_exp(array, src.dtype, dst.dtype),)
 
     def finalize(self, arrays: tuple[Array, ...], src: Form, dst: Form) -> Array:
-        """Return the destination's array: -exp of the array that was sent."""
+        """Return the destination's array: -exp of the array that was sent. Called only if `at` is "destination" (see
+        `as_held`)."""
         (array,) = arrays
         return _negate_exp(array, src.dtype, dst.dtype)
 

@@ -93,12 +93,15 @@ def wire(name: str, transform: Transform, src: Held, dst: Held) -> Wired:
 def _lay_end(
     name: str, transform: Transform, components: Sequence[Component], held: Held, end: End
 ) -> Held:
-    """The components' layouts at an end where something is computed. Raises PlanError for unfit companions."""
+    """The components' layouts at an end where something is computed, made from `held`: the layouts of the tensor and
+    of its companions. Raises PlanError for companions that do not fit the tensor, and for layouts that do not fit the
+    transform."""
     _check_companions(name, list_companions(transform, end), held, end)
+    tensor_held = held[0]
     if isinstance(transform, HasConditions):
-        for layout in _list_layouts(held[0]):
+        for layout in _list_layouts(tensor_held):
             transform.check_layout(layout, end, name)
-    return tuple(_lay_all(held[0], part, end, name) for part in components)
+    return tuple(_lay_all(tensor_held, part, end, name) for part in components)
 
 
 def _check_companions(name: str, companions: Sequence[Companion], held: Held, end: End) -> None:

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from shardmath import FormatError
 from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
+from shardmath.values.formats.blocks import Blocks
+from shardmath.values.formats.windows import make_window
 
 SHAPE = (48, 64)
 FORMATS: list[Format] = [
@@ -127,6 +129,14 @@ def test_amaxes_of_parts_give_what_the_whole_gives(
         np.testing.assert_array_equal(found[1], whole[1][cover])
         back = one.dequantize(*found, where=where, shape=SHAPE)
         np.testing.assert_array_equal(back, one.dequantize(*whole)[where])
+
+
+@pytest.mark.parametrize("block", [None, 1, 2, 4])
+def test_numbers_are_spread_over_the_box_even_if_it_is_empty(block: int | None) -> None:
+    for n in range(4):
+        for start, stop in itertools.combinations_with_replacement(range(n + 1), 2):
+            window = make_window(Blocks((block,)), slice(start, stop), (n,))
+            assert window.spread(np.zeros(window.count)).shape == window.sizes == (stop - start,)
 
 
 @given(start=st.integers(0, 48 * 64 - 1), size=st.integers(1, 48 * 64), seed=st.integers(0, 99))

@@ -190,13 +190,13 @@ def _strip_wrappers(name: str) -> str:
 def _find_owner(module: nn.Module, name: str) -> nn.Module:
     """The submodule whose extra state has that name. Raises CheckpointError if there is none."""
     path, _, last = name.rpartition(".")
-    # A module with several names has an extra state under each.
-    named = module.named_modules(remove_duplicate=False)
-    parts: list[tuple[str, nn.Module]] = list(named)
-    for part_path, part in parts:
-        is_owner = last == "_extra_state" and _strip_wrappers(part_path) == path
-        if is_owner and not _is_wrapper(part):
-            return part
+    if last == "_extra_state":
+        # A module with several names has an extra state under each.
+        parts: Iterable[tuple[str, nn.Module]] = module.named_modules(remove_duplicate=False)
+        for part_path, part in parts:
+            # Without its own part, a wrapper's path is also that of the module inside it, which is meant.
+            if _strip_wrappers(part_path) == path and not _is_wrapper(part):
+                return part
     what = (
         f"the module's state dict has {name!r}, not a parameter, a buffer or an extra state of it"
     )

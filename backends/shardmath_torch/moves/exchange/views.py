@@ -19,7 +19,7 @@ import copy
 import operator
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from shardmath_torch.moves.exchange.rounds import Fold, Keep, Receive, Send, Unp
 __all__ = ["Staged", "Typed", "MoveViews", "divide", "fill"]
 
 Tensors: TypeAlias = Mapping[str, Tensor]
+
+_Kind: TypeAlias = Literal["pack", "unpack", "keep"]
+"""Copies of an endpoint's pieces: from tensors into staging, out of staging, or from tensor to tensor on this rank."""
 
 MOST_PIECES = 1 << 17
 """Most views of staging that are kept, at about half a kilobyte each."""
@@ -146,7 +149,7 @@ class MoveViews:
         self._dst = Typed(dst)
         self.staged = staged
         self._held = held
-        self._copies: dict[tuple[str, int], _Copies] = {}
+        self._copies: dict[tuple[_Kind, int], _Copies] = {}
         self._bytes: dict[int, Tensor] = {}
 
     def over(self, memory: Tensor) -> MoveViews:
@@ -205,9 +208,11 @@ class MoveViews:
         return self._find_copies("unpack", endpoint).run
 
     def _find_copies(
-        self, kind: str, endpoint: Endpoint, target: Endpoint | None = None
+        self, kind: _Kind, endpoint: Endpoint, target: Endpoint | None = None
     ) -> _Copies:
-        """The copies of an endpoint, made once if tensors are held."""
+        """The copies of an endpoint, made once if tensors are held: "pack" and "unpack" copy into and out of staging,
+        "keep" to the endpoint `target`."""
+        # Without the target, as an endpoint from which a message is kept has only one.
         key = kind, id(endpoint)
         copies = self._copies.get(key)
         if copies is None:
@@ -216,7 +221,7 @@ class MoveViews:
                 self._copies[key] = copies
         return copies
 
-    def _make_copies(self, kind: str, endpoint: Endpoint, target: Endpoint | None) -> _Copies:
+    def _make_copies(self, kind: _Kind, endpoint: Endpoint, target: Endpoint | None) -> _Copies:
         if target is not None:
             return self._list_kept(endpoint, target)
         return self._list_packed(endpoint) if kind == "pack" else self._list_unpacked(endpoint)

@@ -179,9 +179,9 @@ class Walker:
         return self.outgoing.sort(changed)
 
     def exchange_counts(self, given: Sorted, watch: Stopwatch) -> list[Counts]:
-        """Send to each receiving rank the numbers of changed elements in `given`, which has these elements by message.
-        Return the numbers that this rank receives: for each message a tuple (one number per element size), or None if
-        all its elements are sent.
+        """Tell each receiving rank how many changed elements each message in `given` has. Return, for each message that
+        this rank receives, a tuple of its numbers of changed elements, one per element size; or None for a message that
+        sends every element, changed or not.
 
         Raises PeerFailure.
         """

@@ -120,7 +120,8 @@ class TypedElements:
         return as_tensor(self.draw(numbers, run), self.dtype).reshape(self.shapes[name])
 
     def draw(self, numbers: _Flat, run: Run) -> Words:
-        """Return the values that the elements with these `numbers` have in a run, as words (bits as integers)."""
+        """Return the values that the weight loader gets in the trial run `run` for the elements with these `numbers`,
+        as words (bits as integers)."""
         real_part = self._draw_part(numbers, run)
         if not self.dtype.is_complex:
             return real_part
