@@ -194,7 +194,7 @@ def half_moved(rank: int, victim: int, timeout: float) -> tuple[Said, float]:
 
     def post(self: Any, memory: torch.Tensor, peer: int) -> Any:
         pending = plain(self, memory, peer)
-        time.sleep(0.02)
+        time.sleep(0.003)
         os.kill(os.getpid(), signal.SIGKILL)
         return pending
 
