@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := $(BIN)/python -m pytest
 # Tests that share processes stay on one worker (tests/conftest.py). More workers than cores: such tests often wait.
-SPREAD := -n 3 --dist loadscope
+SPREAD := -n 4 --dist loadscope
 
 # Tests start hundreds of processes, each of which would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE =
