@@ -110,6 +110,8 @@ def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
     """Run the calls of the queue until None comes."""
     while (call := calls.get()) is not None:
         call()
+        # While the thread waits for the next call, it must not keep what this one holds, such as tensors.
+        del call
 
 
 class CallThread:
