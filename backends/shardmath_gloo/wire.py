@@ -134,7 +134,7 @@ class GlooWire:
         constructor."""
         self._tag = OURS + turn % TURNS * STEPS
         self._patience = self._default_patience if patience is None else patience
-        # A limit of its own may be long, so Ctrl-C must end the waits.
+        # This call's limit may be long, so Ctrl-C must end the waits.
         self._is_late = patience is not None
 
     def receive(self, memory: Tensor, rank: int) -> Pending:

@@ -221,7 +221,7 @@ def _check_tiled(path: Place, name: str, tensor: StoredTensor) -> None:
     """Raise CheckpointError unless the boxes lie in the tensor, and have each of its elements once."""
     boxes = [box.ranges for box in tensor.pieces if box.has_elements]
     outside = _find_outside(boxes, tensor.shape)
-    # The ranges of positions of each dimension, of which there are none if its size is 0.
+    # The ranges of positions of each dimension: no range if its size is 0.
     elements = [[(0, n)] if n else [] for n in tensor.shape]
     if outside is None and tiles(elements, boxes):
         return

@@ -180,7 +180,7 @@ def _take_model(module: nn.Module, model: Model) -> ExportSource:
     tensors = {n: slot.local for n, slot in model.slots.items() if rank in slot.layout.mesh}
     layouts = {name: slot.layout for name, slot in model.slots.items()}
     shapes = {name: (layout.shape, layout.dtype) for name, layout in layouts.items()}
-    # transformers would save a tied name's tensor under names of its own, which are then tied.
+    # transformers would save a tied name's tensor under other names, which are then tied.
     shapes |= {name: shapes[first] for name, first in tied.items()}
     recorded = record_conversion(module, shapes)
     parts = [] if recorded is None else find_parts(recorded)

@@ -194,7 +194,7 @@ def _find_owner(module: nn.Module, name: str) -> nn.Module:
         # A module with several names has an extra state under each.
         parts: Iterable[tuple[str, nn.Module]] = module.named_modules(remove_duplicate=False)
         for part_path, part in parts:
-            # Without its own part, a wrapper's path is also that of the module inside it, which is meant.
+            # Stripped of wrappers, a wrapper and the module inside it have the same path. The module is meant.
             if _strip_wrappers(part_path) == path and not _is_wrapper(part):
                 return part
     what = (

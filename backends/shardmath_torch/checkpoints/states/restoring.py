@@ -448,7 +448,7 @@ def _set_options(model: Model, options: OptionsPlan) -> None:
     held_tensors = []
     for target, key, _ in options.values:
         held_tensors += list_tensors(target.get(key))
-    # The module's spots, and those of held tensors that overlap them.
+    # The module's spots, and the spots of held tensors that overlap them.
     module_spots = set(slots)
     for pair in find_meetings([*(slot.local for slot in model.slots.values()), *held_tensors]):
         if not module_spots.isdisjoint(pair):

@@ -150,7 +150,7 @@ def _list_parts(value: object) -> Iterator[_Part]:
     yield from _list_elements(value)
     as_dict = dict(value) if isinstance(value, MappingProxyType) else value
     if isinstance(as_dict, dict):
-        # dict's own methods, not those of a subclass; and keys, too, as an optimizer may be a key.
+        # The methods of dict, which a subclass may override; and keys, too, as an optimizer may be a key.
         yield from ((INDEXED, key, one) for key, one in list(dict.items(as_dict)))
         yield from ((ENUMERATED, i, key) for i, key in enumerate(list(dict.keys(as_dict))))
     yield from ((FIELD, name, one) for name, one in _list_fields(value))

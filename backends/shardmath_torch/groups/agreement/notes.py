@@ -39,7 +39,7 @@ def swap(store: Store, key: str, old: str | None, new: str) -> str | None:
     """
     # An expected "" means that there is no text yet.
     text = store.compare_set(key, old or "", new).decode()
-    # If `old` is expected and there is no text at all, stores write nothing and answer with `old`.
+    # Without a text, stores that expect `old` write nothing and answer with `old`.
     return None if text == old else text
 
 
