@@ -181,7 +181,7 @@ def show_agreement(repeats: int, page: Path | None) -> None:
     """Of 8 processes."""
     rows = tabulate(run(8, agree, repeats), "dist.barrier", 1e6)
     about = (
-        f"A move of an empty plan only holds the vote. The table compares it with torch's collectives on 8 gloo "
+        f"A move of an empty plan consists of the vote alone. The table compares it with torch's collectives on 8 gloo "
         f"processes. Microseconds per call of the slowest rank, the median of {repeats} runs of {CALLS} calls, and a "
         f"rank's processor time. By `tests/bench/bench_small.py`."
     )

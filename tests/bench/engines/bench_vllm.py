@@ -37,13 +37,13 @@ HEADS = [
     "seconds",
     "least and most",
     "peer / ours",
-    "of processors",
-    "of that vLLM's processing",
+    "processor seconds",
+    "of these, vLLM's processing",
     "a worker receives",
     "has to",
-    "a worker rises by",
+    "a worker's memory grows by",
     "layer and in flight",
-    "a trainer rises by",
+    "a trainer's memory grows by",
 ]
 
 
@@ -72,7 +72,8 @@ def main(layers: int, updates: int, page: Path | None = None) -> None:
     about = (
         f"From FSDP2 over 4 processes to vLLM 0.32.0 on this processor with tensor parallelism of 2, in bfloat16 over "
         f"gloo; the median of {updates} updates, the two ways in turn. The peer gathers each tensor and sends it whole "
-        f"to every worker, as vLLM's engine `nccl` does. Memory is the most of any process in any update."
+        f"to every worker, as vLLM's engine `nccl` does. Memory is the largest growth of any process in any update; "
+        f"processor seconds are of all processes together."
     )
     show(page, TITLE, about, HEADS, rows)
 
