@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from shardmath.base.arguments import text
@@ -142,8 +143,9 @@ def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> d
     Equal Windows are one object. Raises PlanError if a value is not windows, or if a window has the name of a tensor.
     """
     out = read_windows(side, PlanError, names)
+    # One call per tensor would be slow for tens of thousands of tensors, of which most are single.
     most = max(map(len, out.values()), default=0)
-    if most > 1:
+    if most > 1 or any(map(attrgetter("numbers"), out.values())):
         _check_local_names(out)
     return out
 
@@ -151,7 +153,7 @@ def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> d
 def _check_local_names(side: Mapping[str, Windows]) -> None:
     """Raise PlanError if a window has the name of a tensor."""
     for name, windows in side.items():
-        if len(windows) == 1:
+        if windows.is_single:
             continue
         for local in windows.local_names(name):
             if local in side:

@@ -77,7 +77,7 @@ def simulate(
         _run_rounds(plan, held, out)
     for arrays in out.values():
         _divide(plan, arrays)
-    if plan.is_tree or len(plan.dst[""]) > 1:
+    if plan.is_tree or not plan.dst[""].is_single:
         return out
     return {rank: arrays[""] for rank, arrays in out.items()}
 

@@ -138,9 +138,9 @@ def _list_local_names(plan: Plan, ends: _PartEnds, names: list[str]) -> tuple[li
 
 
 def _has_windows(plan: Plan, batch: Batch) -> bool:
-    """Whether the batch's tensors are several windows on some side."""
+    """Whether the batch's tensors are windows on some side: several, or one that is left of several."""
     name = batch.names[0]
-    return len(plan.src[name]) > 1 or len(plan.dst[name]) > 1
+    return not (plan.src[name].is_single and plan.dst[name].is_single)
 
 
 def _list_operations(

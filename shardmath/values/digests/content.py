@@ -208,7 +208,7 @@ def _read_arrays(name: str, windows: Windows, given: Given, by_name: bool) -> _A
     """The tensor's arrays by rank and window. Raises DigestError for arrays that do not fit."""
     if not isinstance(given, Mapping):
         raise DigestError(f"arrays are {shown(given)}; give a mapping from rank to array")
-    named = by_name or len(windows) > 1
+    named = by_name or not windows.is_single
     arrays: _Arrays = {}
     for window, layout in enumerate(windows):
         key = windows.local_name(name, window)

@@ -17,6 +17,7 @@ from shardmath import Layout, Mesh, PlanError, Topology, plan, simulate, verify,
 from shardmath.layouts.edits import window
 from shardmath.layouts.holdings import Windows
 from shardmath.plans.programs.scheduling import schedule
+from shardmath.testing.oracle import distribute
 from shardmath.testing.strategies import copies
 from tests.property.refits.test_refit import check_arrived, draw, engine, shapes, trainer
 
@@ -98,6 +99,36 @@ def test_windows_that_stay_keep_their_names() -> None:
     verify(flipped)
     assert {t.src_tensor for t in flipped.transfers()} == {"w[1]"}
     assert without(p, range(8, 12)).dst["w"].local_names("w") == ["w[0]"]
+
+
+@pytest.mark.parametrize("fanout", ["none", "node", "auto"])
+@pytest.mark.parametrize("named", [True, False], ids=["tree", "alone"])
+@pytest.mark.parametrize(("leaving", "staying"), [(range(2, 8), 1), (range(8, 12), 0)])
+def test_a_window_that_stays_is_scheduled_under_its_name(
+    fanout: str, named: bool, leaving: range, staying: int
+) -> None:
+    """One window that is left of two is no single tensor: plan, program and oracle call it name[i]."""
+    other = Layout((8, 4), Mesh(tp=4, ranks=range(8, 12)), "(tp n) h")
+    name = "w" if named else ""
+    src, dst = ({"w": SRC}, {"w": (DST, other)}) if named else (SRC, (DST, other))
+    rest = without(plan(src, dst), leaving)
+    program = schedule(rest, topology=Topology(ranks_per_node=2), fanout=fanout)
+    verify(program)
+    local = f"{name}[{staying}]"
+    whole = np.arange(32.0).reshape(8, 4)
+    pieces = distribute(SRC, [whole])
+    held = {rank: {"w": piece} for rank, piece in pieces.items()} if named else pieces
+    for moved in (simulate(rest, held), simulate(program, held)):
+        for rank, wanted in distribute((DST, other)[staying], [whole]).items():
+            assert list(moved[rank]) == [local]
+            assert np.array_equal(moved[rank][local], wanted)
+
+
+def test_a_window_that_stays_may_not_have_the_name_of_a_tensor() -> None:
+    other = Layout((8, 4), Mesh(tp=4, ranks=range(8, 12)), "(tp n) h")
+    rest = without(plan({"w": SRC}, {"w": (DST, other)}), range(2, 8))
+    with pytest.raises(PlanError, match=re.escape("window 'w[1]' of tensor 'w' has the name of")):
+        plan({"w": SRC, "w[1]": SRC}, {"w": rest.dst["w"], "w[1]": other})
 
 
 def test_who_comes_back_is_out_of_those_that_left() -> None:

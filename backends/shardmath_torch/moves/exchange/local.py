@@ -72,7 +72,7 @@ def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
         for key, (_, layout) in stored_on(layouts, rank).items():
             tensors[key] = layout.local_shape(rank), layout
         # A plan that is not of mappings calls its tensor "".
-        single = not plan.is_tree and len(layouts[""]) == 1
+        single = not plan.is_tree and layouts[""].is_single
         sides.append(Wanted(side, rank, tensors, single))
     return sides[0], sides[1]
 

@@ -124,7 +124,7 @@ def _prepare(party: Party, given: _Given) -> _Prepared:
     seed = as_integer(given.seed, "seed", ExchangeError)
     windows = read_side(given.held)
     _check_ranks(party, windows)
-    single = not isinstance(given.held, Mapping) and len(windows[""]) == 1
+    single = not isinstance(given.held, Mapping) and windows[""].is_single
     held = _read_tensors(party.rank, windows, given.tensors, single)
     ordered = dict(sorted(windows.items()))
     side = DigestSide(ordered, party.rank, held, seed)
