@@ -137,7 +137,8 @@ def _choose_expert_options(
 ) -> Mapping[str, object]:
     """The options of experts' buffers, whose data-parallel size is `experts` if given.
 
-    Raises ParamLayoutError if only the size of experts is given.
+    Raises ParamLayoutError if only the size of experts is given: it replaces `data_parallel_world_size`, which the
+    buffers of other parameters need.
     """
     if experts is None:
         return options

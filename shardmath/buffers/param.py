@@ -133,7 +133,8 @@ def pad_bucket_end(
 @former_attributes(quantised="quantized")
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of a model: its `shape` on this rank, and the properties that decide its position in a flat buffer.
+    """A parameter of a model: its `shape` on this rank (for `model_parallel_state`, the global one), and the properties
+    that decide its position in a flat buffer.
 
     `quantized` is whether its storage is quantized (uint8 in a buffer), or the format: "fp8", "mxfp8", "nvfp4".
     `grad_dtype` is its gradient's dtype, `dtype` if not given. `managed` is whether LayerWise optimizers orthogonalize

@@ -271,7 +271,7 @@ def _make_local(params: Iterable[Param], sizes: Mapping[str, tuple[int, ...]]) -
 
 
 def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) -> None:
-    """Raise ParamLayoutError unless there is a layout of each parameter, of its shape and without addends."""
+    """Raise ParamLayoutError unless each parameter, here of its global shape, has a layout of that, without addends."""
     mapping(layouts, "layouts are ", "name to Layout", ParamLayoutError)
     missing = [param.name for param in params if param.name not in layouts]
     if missing:

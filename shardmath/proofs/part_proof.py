@@ -43,7 +43,7 @@ def prove_parts(parts: Sequence[RankProgram], *, relays: bool = False) -> None:
     in the same order. If `relays` is False, messages must also carry exactly the transfers of the plan; if ranks can
     forward bytes, this is not checked.
 
-    `relays` is for the parts of a program.
+    Pieces must be aligned in their messages, and the addends of an element in order. `relays` is for a program's parts.
     """
     for part in parts:
         _check_steps(part)

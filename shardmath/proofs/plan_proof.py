@@ -191,10 +191,11 @@ def _check_once(plan: Plan, places: Places) -> None:
 
 
 def _find_groups(plan: Plan, order: Ints) -> Ints:
-    """The places in `order` where rows of other elements begin.
+    """The places in `order` where rows of other elements begin. `order` has the rows by batch, unit and first element.
 
-    Raises PlanError if two adjacent rows share some elements but not all.
+    Raises PlanError if two adjacent rows share some elements but not all. Each row is elements lo..hi-1 of a unit.
     """
+    # The table of lines, which also has their rows.
     demands = plan.lines
     lo = demands.lo[order]
     hi = demands.hi[order]
@@ -204,6 +205,7 @@ def _find_groups(plan: Plan, order: Ints) -> Ints:
     is_same = ~_find_new(batch, unit, lo, hi)
     meets = ~is_new
     meets[1:] &= lo[1:] < hi[:-1]
+    # Raises at the first of these rows, if there are any.
     for row in order[meets & ~is_same].tolist():
         what = f"{label(_batch_of(plan, row).names[0])}: element {_element_of(plan, row)}"
         require(False, f"{what} is in two rows with different elements")

@@ -157,6 +157,7 @@ class _ErrorReporter:
 def _write(job: _SaveJob, group: Group | None) -> None:
     """Run torch's distributed save of `job`. Raises CheckpointError, or KeyboardInterrupt on the rank where it was
     pressed."""
+    # At most one error: after it torch calls neither the writer nor the planner again.
     raised: list[BaseException] = []
     writer: Any = _ErrorReporter(job.writer, raised)
     planner: Any = _ErrorReporter(job.planner, raised)
@@ -169,6 +170,7 @@ def _write(job: _SaveJob, group: Group | None) -> None:
         except CheckpointException as error:
             _raise_failure(error, raised, group)
         except Exception as error:  # torch raises errors of all kinds if a message does not arrive
+            # Without a group no message can be lost, and `word_lost` needs one.
             if is_alone():
                 raise
             lost = step_lost("save", word_lost(error, group, "save"))

@@ -179,7 +179,7 @@ class Checkpoint:
         """Return a dict from each box (part of a tensor that torch.save stored as an archive) in `archives` to the
         offset, shape and strides of its elements in its file. `archives` has a pair (tensor's name, box) for each.
 
-        Raises CheckpointError if an archive contradicts the metadata.
+        Raises CheckpointError if an archive is damaged, overlaps another, or contradicts the metadata.
         """
         by_file: dict[Place, list[tuple[str, StoredBox]]] = {}
         for name, box in archives:

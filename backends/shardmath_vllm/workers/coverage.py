@@ -63,6 +63,7 @@ def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequenc
     """
     faults = []
     for native, n_unwritten in recorded.unwritten.items():
+        # Numbers are enough: vLLM's loaders copy no element of a checkpoint into padding.
         n_padding = _count_padding(model, native)
         if n_unwritten > n_padding and not matches(native, (*OF_VLLM, *own)):
             faults.append(f"{n_unwritten - n_padding} elements of {native!r}")

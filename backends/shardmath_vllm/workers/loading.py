@@ -126,7 +126,7 @@ class Loading:
         """
         for module in self._model.modules():
             info = get_layerwise_info(module)
-            # vLLM is loading the module: `begin` has prepared it, and `process` has not ended that.
+            # vLLM is loading the module: `begin` has prepared it, and `process` has not ended that, and reset `info`.
             is_loading = info.can_load()
             # Or `begin` raised in the middle of the module, after vLLM had set the running tensors aside.
             if is_loading or info.kernel_tensors is not None:

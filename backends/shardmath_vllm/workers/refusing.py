@@ -38,6 +38,7 @@ def accept(model: nn.Module) -> None:
 def _list_asked(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The modules and method names by which vLLM gets outputs: a pooling model may compute logits, too."""
     asked: list[tuple[nn.Module, str]] = []
+    # Of the class: `accept` uncovers that again, where a method that only the instance had would be lost.
     if hasattr(type(model), "compute_logits"):
         asked.append((model, "compute_logits"))
     pooler = getattr(model, "pooler", None)

@@ -82,7 +82,8 @@ def _unroll(piece: Piece) -> Iterator[Piece]:
 
 
 def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
-    """The piece as a box in tensors of the shapes `cells` and `elements`; None if a block runs across dimensions."""
+    """The piece as a box in tensors of the shapes `cells` and `elements`; None if a block runs across dimensions, or if
+    steps of several blocks together do. The order of atoms has no meaning."""
     cell = _unravel(piece.cell, cells)
     element = _unravel(piece.element, elements)
     atoms: list[Atom] = []
@@ -97,6 +98,7 @@ def _find_box(piece: Piece, cells: _Numbers, elements: _Numbers) -> Box | None:
         if inner is None:
             return None
         if inner < count:
+            # `inner` is above 1 and divides `count`, so both halves are shorter, and the loop ends.
             waiting += _split_block(block, inner)
         else:
             atoms.append(_find_atom(block, cells, elements))

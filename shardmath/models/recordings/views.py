@@ -5,7 +5,7 @@
 2. The elements in the view are a product of positions of each dimension. Anything else is an error.
 3. Here as in an `Atom`, `dim` is a dimension of the stored tensor, and `of` one of the logical tensor.
 
->>> view = RecordedView((3, 2), (2, 3), [Piece("q", 0, 0, ((3, 2, 1), (2, 1, 3)))])
+>>> view = RecordedView(stored=(3, 2), shape=(2, 3), pieces=[Piece("q", 0, 0, ((3, 2, 1), (2, 1, 3)))])
 >>> view.order, view.cut(2)
 ((1, 0), (slice(0, 3, 1), slice(0, 2, 1)))
 """
@@ -70,8 +70,8 @@ class RecordedView:
         return tuple(cut)
 
     def _find_runs(self, logical_dim: int, dim: int) -> Runs:
-        """The positions of a logical dimension along stored dimension `dim`."""
-        # A dimension of 1 that the stored tensor lacks.
+        """For each position of stored dimension `dim`, that of the logical dimension, or a hole."""
+        # A dimension that the stored tensor lacks (`_pair_rest`): all boxes have the same one position in it.
         if dim >= len(self.stored):
             return Runs(((0, self.boxes[0].element[logical_dim], 1),), 1)
         # Boxes of a product share their stretches of each dimension.
@@ -169,7 +169,8 @@ def _take_stretch(box: Box, dim: int, of: int) -> tuple[int, int, tuple[Atom, ..
 
 
 def _list_segments(cell: int, element: int, atoms: Sequence[Atom]) -> list[Segment]:
-    """The segments of a stretch; an atom of single steps is the length of each. Raises StoreError for too many."""
+    """The segments of a stretch; an atom that steps by 1 in both dimensions is the length of each. Raises StoreError
+    for too many."""
     starts = [(cell, element)]
     length = 1
     strided = [atom.number for atom in atoms if not atom.step == atom.stride == 1]

@@ -103,7 +103,7 @@ class Config:
     @property
     def kv_heads(self) -> int:
         """The number of key heads, which is also the number of value heads."""
-        # The first Falcon models have one key and value head, whatever the field says.
+        # With multi_query, which the first Falcon models have by default, there is one, whatever the field says.
         if self.get("multi_query", self.kind == "falcon") and not self.get(
             "new_decoder_architecture"
         ):

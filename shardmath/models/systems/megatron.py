@@ -133,7 +133,7 @@ def _make_meshes(ranks: tuple[int, ...], sizes: Mapping[str, int], order: str) -
 
 
 def _read_order(order: str) -> list[str]:
-    """The axes of an order string, slowest first. It names the fastest first, and may omit axes of size 1."""
+    """All axes, slowest first, by an order string, which names the fastest first. Axes that it omits are slowest."""
     known = ORDER.split("-")
     names = order.split("-")
     names += [name for name in known if name not in names]

@@ -176,7 +176,9 @@ def _make_layout(
     try:
         return Layout(shape, side.mesh, text, dtype=dtype)
     except ShardError as error:
-        raise _explain_misfit(side, rule or Rule(name, text), name, shape, error) from error
+        if rule is None:
+            raise NotationError(f"tensor {name!r} of shape {shape}: {error}") from error
+        raise _explain_misfit(side, rule, name, shape, error) from error
 
 
 def _explain_misfit(

@@ -152,7 +152,11 @@ def _read_table(blocks: Sequence[Block], machine: Machine) -> BlockTable:
 
 
 def _number_keys(blocks: Sequence[Block]) -> tuple[Ints, Ints]:
-    """The number of each block's (group, addend), ascending, and the number of each key's group."""
+    """By block, the number of its key, which is (group, addend); and by key, the number of its group.
+
+    Keys and groups are numbered in ascending order, so that the keys of a group, which may be addends of the same
+    elements, stand together.
+    """
     keys = [(block.group, block.addend) for block in blocks]
     number: dict[tuple[int, int], int] = {}
     number_of_group: dict[int, int] = {}

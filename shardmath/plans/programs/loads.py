@@ -84,7 +84,8 @@ def sum_pairs(prog: Program) -> Pairs:
 
 
 def _sum_lines(prog: Program, ranks: Ints, shape: tuple[int, int, int, int]) -> tuple[Ints, Ints]:
-    """The pairs of all lines, coded as places of a table of this shape, and the bytes of each."""
+    """The distinct (phase, hop, sender, receiver) of all lines, and the bytes of each. Each is coded as its place in a
+    table of this shape; senders and receivers are places in `ranks`, the program's ranks, ascending."""
     empty = np.zeros(0, np.int64)
     codes = [empty]
     sizes = [empty]
@@ -99,7 +100,7 @@ def _sum_lines(prog: Program, ranks: Ints, shape: tuple[int, int, int, int]) -> 
 def _sum_streams(
     prog: Program, streams: Streams, ranks: Ints, shape: tuple[int, int, int, int]
 ) -> tuple[Ints, Ints]:
-    """The pairs of streams, coded as places of a table of this shape, and the bytes of each."""
+    """The same as `_sum_lines`, of these streams."""
     phase = prog.legs.lines.addend[streams.block]
     sender, receiver = _find_places(ranks, streams)
     place = phase, streams.leg - 1, sender, receiver

@@ -120,7 +120,7 @@ def _list_names(batches: Sequence[Batch], batch: Ints, tensor: Ints) -> list[str
 
 
 def _list_local_names(plan: Plan, ends: _PartEnds, names: list[str]) -> tuple[list[str], list[str]]:
-    """The local names of these tensors at their senders, and at their receivers."""
+    """For each row i of `ends`, the local name of tensor `names[i]` at its sender; and the same at its receiver."""
     src_names = list(names)
     dst_names = list(names)
     # Most tensors are one window on both sides, whose local name is the tensor's.

@@ -241,13 +241,17 @@ def _read_array(given: Given, key: str, rank: int, layout: Layout, named: bool) 
 
 
 BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
-"""The dtype as which elements of so many bytes are viewed; copies keep the bits of all of them."""
+"""The dtype as which elements of so many bytes are viewed. numpy has no integers of 16 bytes: complex numbers stand for
+them, which are never compared or computed with, only copied and viewed as words (`weighing`)."""
 
 
 def view_bits(what: str, array: _Array, layout: Layout) -> _Array:
     """View `array` as its elements' bits, in a dtype of the same size. Raises DigestError, whose message begins with
     `what`, if elements of `array` and `layout` differ in size, or if `array` has a foreign byte order."""
-    if array.dtype.hasobject or array.itemsize != layout.itemsize:
+    if array.dtype.hasobject:
+        fix = f"pass {layout.dtype}, or its bits as integers of that size"
+        raise DigestError(f"{what} has elements of dtype {array.dtype}, which have no bits; {fix}")
+    if array.itemsize != layout.itemsize:
         raise DigestError(
             f"{what} has elements of dtype {array.dtype}, {array.itemsize} B each, but {layout} has "
             f"{layout.itemsize} B; pass {layout.dtype}, or its bits as integers of that size"

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardmath as sm
+from shardmath_torch.tensors.dtensors.placements import placements_of
 from tests.distributed.pool import Failure, Pool
 from tests.distributed.tasks import dtensors as work
 from tests.distributed.tasks.cases import thinned
@@ -327,6 +329,13 @@ ROUND_TRIPS = {
     "(dp n)=12 h": False,
     "([4 5] tp n) h": False,
 }
+
+
+@pytest.mark.parametrize(("text", "factor"), [("(n tp)", 4), ("(n tp 2)", 2), ("(4 tp n)", 4)])
+def test_even_blocks_dealt_round_robin_have_placements(text: str, factor: int) -> None:
+    """A strided shard cuts blocks of equal lengths, too."""
+    layout = sm.Layout((8,), sm.Mesh(tp=2), text)
+    assert placements_of(layout) == (_StridedShard(0, split_factor=factor),)
 
 
 @pytest.mark.parametrize("text", ROUND_TRIPS)

@@ -212,6 +212,13 @@ def test_what_has_no_digest(fails) -> None:
             "the array of rank 0 has dtype >f4, of another byte order; pass x.astype(x.dtype.newbyteorder('='))",
         ),
         (
+            lambda: sm.content.digest_of(
+                cast(layout, "int64"), {rank: x.astype(object) for rank, x in held.items()}
+            ),
+            "the array of rank 0 has elements of dtype object, which have no bits; "
+            "pass int64, or its bits as integers of that size",
+        ),
+        (
             lambda: sm.content.digest_of(layout, [held]),
             f"arrays are {[held]!r}; give a mapping from rank to array",
         ),

@@ -245,6 +245,16 @@ def test_rules_that_do_not_fit(text: str, at: str, parts: list[str]) -> None:
         assert part in str(error)
 
 
+def test_a_tensor_that_no_rule_matches_is_no_fault_of_a_rule() -> None:
+    """The name may be one that no rule can have."""
+    shapes = {"q_proj.weight": ((8, 6), "float32"), "x norm;": ((8,), "float33")}
+    with pytest.raises(NotationError) as raised:
+        parse("tp=2: column (tp n) ...").layouts(shapes)
+    assert str(raised.value) == (
+        "tensor 'x norm;' of shape (8,): unknown dtype 'float33'; did you mean 'float32'?"
+    )
+
+
 def test_the_caret_stands_under_the_character() -> None:
     assert str(fails("tp=2: colunm (tp n) ...")).splitlines()[1:3] == [
         "    tp=2 ranks=0:2: colunm (tp n) ...",

@@ -152,9 +152,10 @@ def check(
     """Compare each local tensor of `rank` in `tensors` with the part of the checkpoint `weights` that the tensor's
     layout gives to `rank`, and return the number of bytes compared. Raises WeightsError at the first difference.
 
-    The error has the tensor, the rank and the global index.
+    The error has the tensor, the rank and the global index. Positions without an element are not compared. Raises
+    WeightsError, too, if the checkpoint lacks a name, has it with another shape or dtype, or is damaged.
 
-    `progress` is as in `load`.
+    `progress` is called with the bytes done so far and the total; these are bytes of local tensors.
     """
     total = 0
     tally = _begin_tally(layouts, rank, progress)

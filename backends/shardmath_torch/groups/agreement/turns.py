@@ -182,6 +182,8 @@ class Turns:
         self.goodbyes: Goodbyes | None = None
         self.give_up: Callable[[], None] | None = None
         self.giving_up = threading.Lock()
+        # Held during one operation; during a call of several steps; and during the local part of a step, in which the
+        # thread may begin no operation, as the other ranks wait for its result.
         self._turn = _Seat("a call")
         self._call = _Seat("a call of several steps")
         self._step = _Seat("a step of a call")
@@ -379,9 +381,14 @@ class Turns:
 
 
 def _give_up_if_left(turns: Turns | None) -> bool:
-    """End the current turn if a rank left before it; return whether more turns may come."""
+    """End the current turn if a rank said goodbye (left) before it; return whether more turns may come.
+
+    The thread that listens for goodbyes calls this a few times per second, until it returns False. It does not keep the
+    group alive: `turns` is None once the group is gone.
+    """
     if turns is None or turns.broken:
         return False
+    # The turn cannot end meanwhile: nobody may have left the mover of the next turn.
     with turns.giving_up:
         # Set only during a turn that goodbyes may end; `give_up` itself finds out whether a rank left.
         if turns.give_up is not None:

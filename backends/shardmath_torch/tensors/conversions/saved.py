@@ -110,7 +110,8 @@ def _find_part(native: Native, shapes: Mapping[str, _Shape]) -> SavedPart:
 
 
 def _find_box(piece: Piece, shape: _Shape, kept: tuple[int, ...], whole: _Shape) -> Box:
-    """The box that begins where the piece does, with the shape's sizes along `kept` dimensions, and 1 along others."""
+    """The box that begins where the piece does, with the shape's sizes along `kept` dimensions, and 1 along others. It
+    may reach outside of the tensor, and need not be the piece: see `_lies_in`."""
     sizes = dict(zip(kept, shape, strict=True))
     box = []
     element = piece.element

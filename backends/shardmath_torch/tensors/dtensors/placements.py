@@ -19,7 +19,7 @@ from torch.distributed.tensor import placement_types as theirs
 from shardmath.base.errors import PlacementError, ShardError
 from shardmath.base.memo import memo
 from shardmath.layouts import placement as ours
-from shardmath.layouts.algebra.cuts import Chunks
+from shardmath.layouts.algebra.cuts import Chunks, FixedBlock
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.partition import partition
@@ -214,12 +214,13 @@ def _list_factors(mesh: Mesh, dim: Dimension) -> Iterator[dict[str, int]]:
 
 
 def _list_local_parts(dim: Dimension) -> list[int]:
-    """The numbers of parts of the digits that no axis divides, which every rank keeps."""
+    """The numbers of parts of the digits (cuts) that no axis divides: every rank keeps all these parts."""
     parts: list[int] = []
     for field in dim.fields:
         for digit in itertools.chain.from_iterable(field.stages):
-            if not digit.axes and isinstance(digit.cut, Chunks):
-                parts.append(digit.cut.parts)
+            # DTensor splits as torch.chunk does, which blocks of equal lengths may do, too. Other cuts are not tried.
+            if not digit.axes and isinstance(digit.cut, Chunks | FixedBlock):
+                parts.append(digit.cut.count(dim.size))
     return parts
 
 

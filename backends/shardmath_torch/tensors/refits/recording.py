@@ -260,13 +260,15 @@ class _Recording:
                 self.filled.add(name)
 
     def _list_writes(self, watch: Watch, name: str, now: Mapping[str, Tensor]) -> list[Write]:
-        """The writes into a target, or the one write that replaced it, if another tensor has its name now."""
+        """The writes into a target, or the one write that replaced it, if another tensor has its name now. Adds the
+        name to `filled` if that tensor was filled with a constant."""
         target = self.kept_targets.memory[name]
         # The same memory with other strides is another tensor, too: a weight is stored, and then transposed.
         if describe(now[name]) != describe(target):
+            # Of the same shape and dtype as what has its name now, as `_check` has found.
             into = torch.empty(target.shape, dtype=target.dtype, device="meta")
             write = watch.explain(now[name], into)
-            # Without pieces, no element of the checkpoint: constants.
+            # No pieces, (): memory that a constant filled in place, as by zero_(). Of unknown memory, pieces are None.
             if write.pieces == ():
                 self.filled.add(name)
             return [write]
