@@ -13,7 +13,7 @@
 rank 2, model rounds 0.00 us, 51.94 us
 rank 2, model from 0 10.00 us, 41.94 us
 >>> print(certify(p, topology=where))
-51.94 us, 1 times the bound of 51.94 us: rank 2 must take in 2.097 MB at 50 GB/s
+51.94 us, 1 times the bound of 51.94 us: rank 2 must take in 2.097 MB at 50 GB/s, after 10 us of latency
 """
 
 from __future__ import annotations

@@ -351,7 +351,8 @@ class _GroupLayer:
             raise LayoutError(
                 f"'{leaf}' has {n} positions or blocks, which do not divide into {cut.parts} equal "
                 f"parts for '{cut.word}'; "
-                f"choose sizes that divide, or write '{cut.word}~'"
+                f"choose sizes that divide, or write '{cut.word}~' for parts that differ by one, "
+                "counted in each component by itself (so queries may lie apart from their keys)"
             )
         step = -(-n // cut.parts)  # rounded up, as torch.chunk
         lo = min(n, cut.part * step)

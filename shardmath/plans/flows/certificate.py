@@ -56,8 +56,14 @@ class Certificate:
         bound = f"{self.ratio:.4g} times the bound of {_show_si(self.bound_s)}s"
         verb = "take in" if w.direction == "in" else "give out"
         rate = f"{_show_si(w.bytes_per_s)}B/s"
+        # The rest of the bound is a message's latency. It is left out if the bytes explain the bound.
+        latency_s = self.bound_s - w.nbytes / w.bytes_per_s
+        latency = (
+            f", after {_show_si(latency_s)}s of latency" if latency_s > self.bound_s / 100 else ""
+        )
         return (
-            f"{plan}, {bound}: {count_ranks(w.ranks)} must {verb} {_show_si(w.nbytes)}B at {rate}"
+            f"{plan}, {bound}: {count_ranks(w.ranks)} must {verb} {_show_si(w.nbytes)}B "
+            f"at {rate}{latency}"
         )
 
 

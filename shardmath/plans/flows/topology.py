@@ -29,7 +29,7 @@ __all__ = ["H100", "H200", "Topology", "checked"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
     """A description of a cluster: nodes of `ranks_per_node` ranks, speeds within and between nodes, and a latency per
-    message.
+    message. Speeds are per rank: all ranks of a node together take in `ranks_per_node` times as much.
 
     The default rates are the hardware's. Software reaches less; measure the rates of your cluster.
     Raises PlanError unless all are from 1e-18 to 1e18; `latency_s` may be 0.

@@ -11,7 +11,7 @@ receiver the plan was free to choose (the addend of a Partial destination) do no
 >>> from shardmath.plans.programs.scheduling import schedule
 >>> p = plan(Layout((1 << 20,), Mesh(tp=2), "(tp n)"), Layout((1 << 20,), Mesh(tp=2, ranks=(2, 3)), "(tp n)"))
 >>> print(certify(schedule(p, topology=Topology(ranks_per_node=1))))
-51.94 us, 1 times the bound of 51.94 us: rank 2 must take in 2.097 MB at 50 GB/s
+51.94 us, 1 times the bound of 51.94 us: rank 2 must take in 2.097 MB at 50 GB/s, after 10 us of latency
 """
 
 from __future__ import annotations

@@ -169,7 +169,8 @@ def test_experts_that_several_ranks_have() -> None:
             "a = [b c] : (tp (b + c))",
             {"b": (3,), "c": (4,)},
             "'b' has 3 positions or blocks, which do not divide into 2 equal "
-            "parts for 'tp'; choose sizes that divide, or write 'tp~'\n"
+            "parts for 'tp'; choose sizes that divide, or write 'tp~' for parts that differ by one, "
+            "counted in each component by itself (so queries may lie apart from their keys)\n"
             "in the row a = [b c] : (tp (b + c))",
         ),
         (

@@ -151,7 +151,8 @@ CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mar
         (
             "(tp q)",
             "'q' has 7 positions or blocks, which do not divide into 2 equal "
-            "parts for 'tp'; choose sizes that divide, or write 'tp~'",
+            "parts for 'tp'; choose sizes that divide, or write 'tp~' for parts that differ by one, "
+            "counted in each component by itself (so queries may lie apart from their keys)",
         ),
         (
             "(q hd)",
