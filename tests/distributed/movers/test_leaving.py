@@ -29,12 +29,24 @@ def test_a_rank_that_leaves_is_named_at_once(how: str, options: Mapping[str, Any
     assert "was closed; compile another on all ranks" in in_block
     assert twice == "" and shown.endswith("closed>")
     why = "rank 0 left: its block of plan " if how == "error" else "rank 0 left: it closed plan "
-    for said, took, repeated, repeated_took, version, wrong in others:
+    for said, took, repeated, repeated_took, version, wrong, gone in others:
         assert said.startswith(why) and "\n" not in said and "gloo" not in said, said
         assert ("ended by ValueError: no data" in said) == (how == "error")
         assert why in repeated
         assert took < SOON_S and repeated_took < SOON_S
         assert version == (options.get("commit") == "all") and wrong == ""
+        assert gone == (0,)
+
+
+def test_an_engine_ends_when_all_that_send_to_it_have_left() -> None:
+    """It knows them by number, not by the words of an error."""
+    first, second, *engines = alone(4, leaving.serve_until_all_left)
+    assert first == second == ((), 3)
+    for before, version, left, told in engines:
+        assert (before, version, left) == ((), 3, (0, 1))
+        assert told and "left: " in told[-1]
+        if told[-1].startswith("ranks 0-1 left: "):
+            assert told[-1].startswith("ranks 0-1 left: rank 0 because it closed plan "), told
 
 
 def test_a_rank_whose_store_ends_with_it_is_named_later() -> None:

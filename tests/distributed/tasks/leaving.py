@@ -18,6 +18,9 @@ from shardmath_torch.groups.stores import check_served
 from tests.distributed.tasks.breaks import Rows, Said, ends
 from tests.distributed.tasks.combined import own_group
 
+SENT = sm.Layout((8, 4), sm.Mesh(dp=2), "(dp n) h")
+RECEIVED = sm.Layout((8, 4), sm.Mesh(tp=2, ranks=(2, 3)), "n (tp h)")
+
 LATE_S = 1.0
 """By which a rank calls after it has heard a goodbye."""
 
@@ -50,7 +53,26 @@ def leave(rank: int, how: str, options: Mapping[str, Any]) -> Any:
         return [left, again, twice, ends(lambda: smt.commit(move).__enter__()), repr(move)]
     time.sleep(LATE_S * (rank - 1))
     found = [*timed(act), *timed(act), move.version]
-    return [*found, "WRONG" if rows.wrong() else ""]
+    return [*found, "WRONG" if rows.wrong() else "", move.left]
+
+
+def serve_until_all_left(rank: int) -> Any:
+    """Ranks 0 and 1 send and close; 2 and 3 receive until all who send have left. How often, and what they are told."""
+    move = smt.compile(sm.plan(SENT, RECEIVED), timeout=60.0, commit="all")
+    before = move.left
+    if rank in SENT.mesh.ranks:
+        for _ in range(3):
+            move(torch.ones(SENT.local_shape(rank)))
+        # When the first has left, the engines' group breaks before the second leaves.
+        time.sleep(LATE_S * rank)
+        move.close()
+        return before, move.version
+    out = torch.zeros(RECEIVED.local_shape(rank))
+    told = []
+    # A rank may be told of one that left before another has.
+    while not set(SENT.mesh.ranks) <= set(move.left):
+        told.append(ends(lambda: move(None, out=out)))
+    return before, move.version, move.left, told[3:]
 
 
 def end_with_the_store(rank: int, closes: bool) -> Any:

@@ -33,7 +33,7 @@ from shardmath_torch.groups.agreement import threads
 from shardmath_torch.groups.compat import Store
 from shardmath_torch.groups.stores import check_served
 
-__all__ = ["WHOLE_GROUP", "Goodbye", "Goodbyes"]
+__all__ = ["LINGER_S", "WHOLE_GROUP", "Goodbye", "Goodbyes"]
 
 WHOLE_GROUP = ""
 """Stands for a mover's key if the rank leaves the whole group."""
@@ -140,8 +140,15 @@ class Goodbyes:
                 reasons[goodbye.rank] = goodbye.why
         if not reasons:
             return ""
-        first = min(reasons)
-        return f"{show_ranks(sorted(reasons))} left: {reasons[first]}"
+        left = sorted(reasons)
+        first = left[0]
+        of_first = f"rank {first} because " if len(left) > 1 else ""
+        return f"{show_ranks(left)} left: {of_first}{reasons[first]}"
+
+    def list_left(self, key: str) -> tuple[int, ...]:
+        """Return the other ranks that are known to have closed the mover `key` or left the group, ascending."""
+        left = {g.rank for g in list(self._by_number.values()) if g.key in (key, WHOLE_GROUP)}
+        return tuple(sorted(left - {self._rank}))
 
     def listen(self, act: Callable[[], bool]) -> None:
         """Start a thread that calls `act` and reads new notices of ranks that leave, repeatedly, until `act` returns

@@ -12,6 +12,7 @@ from typing import NoReturn, Self
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of
+from shardmath_torch.groups.agreement.goodbyes import LINGER_S
 from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.moves.commits.landing import Landing
 from shardmath_torch.moves.movers.bound import BoundTensors
@@ -109,6 +110,21 @@ class Leaving(Leaves):
         """Return an error text if the mover has moved in a `smt.commit` block that has not ended, so that the mover
         cannot be changed now; otherwise ""."""
         return self._landing.word_waiting(None)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The other ranks that are known to have closed this mover or left its process group, ascending. After an
+        error, a rank that only receives can stop if ranks that send to it are among them. Empty again after `replan` to
+        another group.
+
+        Once the group is broken, waits for its store, at most 1 s."""
+        turns = self._party.turns
+        if turns.goodbyes is None:
+            return ()
+        if turns.broken:
+            # The thread that reads goodbyes has ended.
+            turns.goodbyes.look(LINGER_S)
+        return turns.goodbyes.list_left(self._party.key)
 
     def check_open(self) -> None:
         """Raise ExchangeError if the mover was closed."""

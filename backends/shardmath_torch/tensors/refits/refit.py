@@ -261,6 +261,13 @@ class Refit(Leaves):
         return self._mover.is_broken
 
     @property
+    def left(self) -> tuple[int, ...]:
+        """The other ranks that are known to have closed this refit or left its group, ascending. After an error, an
+        engine can stop if ranks of the trainer are among them. Once the group is broken, waits for its key-value store,
+        at most 1 s."""
+        return self._mover.left
+
+    @property
     def in_doubt(self) -> bool:
         """Whether other ranks might have committed the last move although this rank has not, because the group's
         key-value store did not answer this rank.
