@@ -35,6 +35,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from shardmath.base.moved import find_former
+from shardmath_torch.groups import forks as _forks  # noqa: F401, since it has to know of every fork
 
 if TYPE_CHECKING:
     from shardmath_torch.checkpoints.checkpoint import load, save

@@ -93,7 +93,17 @@ print(*(name for name in found if name.startswith("shardmath")))
             48,
             ("shardmath.plans.programs", "shardmath.proofs.shapes"),
         ),
-        ("import shardmath_torch", 22, ("torch", "shardmath_torch.")),
+        (
+            "import shardmath_torch",
+            24,
+            (
+                "torch",
+                "shardmath_torch.checkpoints",
+                "shardmath_torch.groups.compat",
+                "shardmath_torch.moves",
+                "shardmath_torch.tensors",
+            ),
+        ),
         (
             "import shardmath_torch as smt; smt.compile",
             114,

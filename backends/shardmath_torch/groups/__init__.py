@@ -2,6 +2,7 @@
 
 In reading order:
 
+- `forks`: process groups of the process that this one was forked from;
 - `joint_group`: process groups that torch's registry does not know;
 - `ports`: the ports on which this process listens;
 - `compat`: torch's private APIs, and APIs that change between versions;

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Literal, NamedTuple, TypeAlias
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardmath.base.errors import ExchangeError
-from shardmath_torch.groups.joint_group import JointGroup, list_joint
+from shardmath_torch.groups.forks import inherited
+from shardmath_torch.groups.joint_group import JointGroup
 
 __all__ = [
     "Group",
@@ -61,20 +60,10 @@ __all__ = [
 
 Group: TypeAlias = dist.ProcessGroup
 
-_forked: WeakSet[Group] = WeakSet()
-"""Groups of the process that this one was forked from, which owns their connections."""
-
-
-def _note_fork() -> None:
-    _forked.update([*c10d._world.pg_map, *list_joint()])
-
-
-os.register_at_fork(after_in_child=_note_fork)
-
 
 def check_not_forked(group: Group) -> None:
     """Raise ExchangeError if the group was made by the process that this one was forked from."""
-    if group in _forked:
+    if group in inherited:
         what = "this process was forked from a rank, and cannot use that rank's process group"
         fix = "make the call in the rank's process, or start this process as its own rank"
         raise ExchangeError(f"{what}; {fix}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -48,3 +50,18 @@ def test_nothing_is_kept_between_calls() -> None:
     del calls
     thread.join(5.0)
     assert not thread.is_alive()
+
+
+AT_EXIT = """
+import torch
+from shardmath_torch.groups.agreement import threads
+
+threads.LAST_SECONDS = 100.0
+calls = threads.CallThread()
+assert calls.within(5.0, lambda: 7) == 7
+"""
+
+
+def test_a_process_that_still_has_one_ends_at_once() -> None:
+    """Not after all the time that background threads have to end."""
+    subprocess.run([sys.executable, "-c", AT_EXIT], timeout=60, check=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +149,33 @@ def test_a_child_forked_before_anything_was_compiled() -> None:
     (said, mine), (_, others) = alone(2, breaks.forked_first)
     assert said.startswith("this process was forked from a rank")
     assert (mine, others) == ("", "")
+
+
+FORKED = """
+import os, sys
+import torch.distributed as dist
+import shardmath as sm
+import shardmath_torch as smt
+
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+assert "shardmath_torch.groups.compat" not in sys.modules
+if os.fork() == 0:
+    held = sm.Layout((4,), sm.Mesh(ranks=[0]), "n")
+    try:
+        smt.compile(sm.plan(held, held), timeout=4.0)
+    except sm.ExchangeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_a_child_forked_before_the_library_was_used() -> None:
+    """Names are imported on their first use; forks before that count, too."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert ran.stdout.startswith("this process was forked from a rank"), ran
 
 
 def test_movers_are_not_copied(pool: Pool) -> None:
@@ -379,3 +409,42 @@ def test_a_turn_outlasts_whoever_may_give_it_up() -> None:
         looks.wait(60.0)
     assert ends == [""]
     listener.join()
+
+
+@pytest.mark.parametrize("step", range(24))
+def test_a_signal_handler_may_use_the_group_wherever_its_thread_waits(step: int) -> None:
+    """At each line of the code that waits for another thread's call, as Python may run a handler there."""
+    turns, holds, lines = Turns(), threading.Event(), itertools.count()
+    said: list[str] = []
+
+    def hold() -> None:
+        with turns.alone(1.0):
+            holds.set()
+            time.sleep(0.005)
+
+    def handle(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename != turning.__file__:
+            return None
+        if event == "line" and next(lines) == step:
+            try:
+                with turns.alone(5.0):
+                    said.append("")
+            except sm.ExchangeError as error:
+                said.append(str(error))
+        return handle
+
+    other = threading.Thread(target=hold)
+    other.start()
+    holds.wait()
+    before = sys.gettrace()
+    sys.settrace(handle)
+    try:
+        with turns.alone(5.0):
+            pass
+    finally:
+        sys.settrace(before)
+    other.join()
+    # It may have come while its thread was in the seat.
+    assert said == [""] or "in the middle of" in said[0], said
+    with turns.alone(0.0):
+        pass

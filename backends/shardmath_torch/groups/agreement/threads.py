@@ -46,6 +46,7 @@ _T = TypeVar("_T")
 _started: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _errands: weakref.WeakSet[Errand] = weakref.WeakSet()
 _bells: weakref.WeakSet[threading.Event] = weakref.WeakSet()
+_call_threads: weakref.WeakSet[CallThread] = weakref.WeakSet()
 
 
 class Late(RuntimeError):
@@ -145,13 +146,13 @@ class CallThread:
             calls.put(act)
             done.wait(limit)
         except BaseException:
-            self._leave()
+            self.leave()
             until = time.monotonic() + settle
             while not done.is_set() and time.monotonic() < until:
                 time.sleep(SETTLE_AGAIN_S)
             raise
         if not results:
-            self._leave()
+            self.leave()
             raise errors.pop() if errors else Late(f"no answer in {limit:.0f} s")
         return results.pop()
 
@@ -159,12 +160,12 @@ class CallThread:
         calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         start(partial(_serve, calls))
         self._calls = calls
-        # Also at exit, before `_wait_for_all` joins the thread.
         self._end = weakref.finalize(self, calls.put, None)
+        _call_threads.add(self)
         return calls
 
-    def _leave(self) -> None:
-        """Let the thread end after its call; the next call begins another."""
+    def leave(self) -> None:
+        """Let the thread end after its present call; the next call begins another thread."""
         self._end()
         self._calls = None
 
@@ -231,6 +232,9 @@ def _wait_for_all() -> None:
     """At exit, ring all bells, and give the threads a short time to end."""
     for bell in list(_bells):
         bell.set()
+    # Their finalizers run after this function, if torch made one before this file was imported.
+    for calls in list(_call_threads):
+        calls.leave()
     _join_all(LAST_SECONDS)
     running = [errand for errand in _errands if not errand.is_over]
     for errand in running:
@@ -250,7 +254,7 @@ def _forget_all() -> None:
     """In a forked child, forget the threads of its parent: they do not run here, and to call an errand off would end
     connections that the parent uses.
     """
-    for known in (_started, _errands, _bells):
+    for known in (_started, _errands, _bells, _call_threads):
         known.clear()
 
 

@@ -20,7 +20,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
@@ -70,34 +69,35 @@ class _Turn:
     """
 
     thread: threading.Thread
-
-
-def _nobody() -> None:
-    return None
+    has_seat: bool = False
 
 
 class _Seat:
     """A fair lock that survives exceptions: one thread at a time holds it, others wait in order of arrival.
+
+    A signal handler may take it while it interrupts a thread that waits. So it is not made of locks, which the handler
+    would wait for forever: each change is one operation on a dict, which Python does in one step.
 
     `activity` completes the sentence "thread has been in ... on this process group".
     """
 
     def __init__(self, activity: str) -> None:
         self._activity = activity
-        self._lock = threading.Lock()
-        self._holder: Callable[[], _Turn | None] = _nobody
-        self._queue: list[weakref.ref[_Turn]] = []
+        # In order of arrival. The first is in the seat, or may take it.
+        self._turns: dict[weakref.ref[_Turn], None] = {}
 
     def is_mine(self) -> bool:
         """Whether the calling thread holds this seat (a lock)."""
-        holder = self._holder()
-        return holder is not None and holder.thread is threading.current_thread()
+        current = threading.current_thread()
+        turns = [reference() for reference in list(self._turns)]
+        return any(turn and turn.has_seat and turn.thread is current for turn in turns)
 
     def take(self, turn: _Turn, patience: float) -> None:
         """Wait until this lock is free, and take it for `turn`, which stands for one call of one thread. Raises
         ExchangeError if that takes longer than `patience` seconds."""
         until = time.monotonic() + patience
-        while (blocker := self._claim(turn)) is not None:
+        self._turns[weakref.ref(turn)] = None
+        while (blocker := self._find_blocker(turn)) is not None:
             seconds_left = until - time.monotonic()
             if seconds_left <= 0:
                 activity = f"thread {blocker.thread.name!r} has been in {self._activity}"
@@ -106,38 +106,29 @@ class _Seat:
                 raise ExchangeError(f"{what}; {fix}")
             # Looking again needs no lock of Event or Condition, which an exception may leave held.
             time.sleep(min(seconds_left, LOOK_AGAIN_S))
+        turn.has_seat = True
 
-    def _claim(self, turn: _Turn) -> _Turn | None:
-        """Seat `turn` and return None, or return the holder or earlier waiter that comes first."""
-        # Python runs no signal handler between taking a lock by `with` and its body. It may between
-        # any other two steps, so seating is one assignment, of a reference that dies with the call.
-        with self._lock:
-            waiter = self._find_earlier(turn)
-            blocker = self._holder() or waiter
-            if blocker is None:
-                self._holder = weakref.ref(turn)
-            return blocker
+    def _find_blocker(self, turn: _Turn) -> _Turn | None:
+        """The turn that `turn` has to wait for: the first in the queue, unless `turn` may take the seat in its place.
 
-    def _find_earlier(self, turn: _Turn) -> _Turn | None:
-        """Queue `turn` if it is new, and return another thread's turn queued before it, or None.
-
-        Without the queue a thread that takes turn after turn would starve the others, which only poll.
+        A signal handler does not wait for the call that it interrupts, if that call waits itself: nobody else can take
+        the seat before the handler returns.
         """
-        queue = [queued for reference in self._queue if (queued := reference()) is not None]
-        if turn not in queue:
-            queue.append(turn)
-            self._queue = list(map(weakref.ref, queue))
-        earlier = itertools.takewhile(lambda queued: queued is not turn, queue)
-        # A signal handler does not wait for the call that it interrupts.
-        return next((queued for queued in earlier if queued.thread is not turn.thread), None)
+        for reference in list(self._turns):
+            first = reference()
+            if first is None:
+                # An exception ended its call just before it was given back.
+                self._turns.pop(reference, None)
+            elif first.thread is turn.thread and not first.has_seat:
+                return None
+            else:
+                return first
+        return None
 
     def give_back(self, turn: _Turn) -> None:
         """Free this seat (a lock) if `turn`, one thread's call, holds it, and remove `turn` from the queue of calls
         that wait for the lock."""
-        with self._lock:
-            if self._holder() is turn:
-                self._holder = _nobody
-            self._queue = [reference for reference in self._queue if reference() is not turn]
+        self._turns.pop(weakref.ref(turn), None)
 
 
 class _Heard(threading.local):
