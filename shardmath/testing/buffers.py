@@ -154,6 +154,7 @@ def rule_cases(
         return RuleCase(rule, drawn, options=options)
     count = draw(shards)
     options["data_parallel_world_size"] = count
+    # FSDP1 aligns parameters only with `use_orig_params`.
     unaligned = options.get("use_orig_params") is False
     start = 1 if unaligned else START[rule]
     return RuleCase(rule, drawn, count, start, options)

@@ -169,8 +169,8 @@ def _take_stretch(box: Box, dim: int, of: int) -> tuple[int, int, tuple[Atom, ..
 
 
 def _list_segments(cell: int, element: int, atoms: Sequence[Atom]) -> list[Segment]:
-    """The segments of a stretch; an atom that steps by 1 in both dimensions is the length of each. Raises StoreError
-    for too many."""
+    """The segments of a stretch (ranges of positions that are contiguous in both dimensions). An atom that steps by 1
+    in both is the length of each; there is at most one, since atoms do not overlap. Raises StoreError for too many."""
     starts = [(cell, element)]
     length = 1
     strided = [atom.number for atom in atoms if not atom.step == atom.stride == 1]

@@ -262,7 +262,8 @@ _Stripe: TypeAlias = tuple[int, int, int, int, int]
 def _make_bands(
     plan: Plan, legs: Legs, node_sizes: list[list[int]], plots: Sequence[_Plot]
 ) -> Bands:
-    """The bands of all blocks: a new band begins at each part of a plot, and at each stripe."""
+    """The bands of all blocks: a new band begins at each part of a plot, and at each stripe. The columns are the fields
+    of Bands of these names; block b has the plot `plots[b]`."""
     first, stripes = _list_bands(legs, node_sizes, plots)
     unsnapped_at, begin, count, place, span = stripes.T
     classes = [plot.classes for plot in plots]
@@ -287,7 +288,7 @@ def _list_bands(
 ) -> tuple[Ints, Ints]:
     """The first band of each block, and a row for each band, not snapped yet.
 
-    A row is (byte, first class, classes, place, span).
+    A row is `at` (before snapping), `begin`, `count`, `place` and `span` of Bands.
     """
     kinds, kind_of_block = _number_kinds(legs, node_sizes, plots)
     stripes: list[_Stripe] = []

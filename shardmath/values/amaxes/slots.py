@@ -78,7 +78,8 @@ def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[in
     is_cut = _mark(np.concatenate([numbers.cut for numbers in by_part]), total)
     sent = []
     for part, (touched_blocks, _) in zip(parts, by_part, strict=True):
-        # An empty part holds scales of the blocks that it touches, but measures no amax.
+        # To `touch`, an empty part has the blocks that span whole dimensions, since it holds their scales. But it has
+        # no numbers whose amax it could send.
         has_amaxes = not part.is_empty
         sent.append(touched_blocks[is_cut[touched_blocks] & has_amaxes])
     slots, block_of = _assign_slots(sent, total)
