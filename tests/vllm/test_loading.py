@@ -23,6 +23,7 @@ from shardmath_vllm.meeting import Given
 from shardmath_vllm.source import Told
 from shardmath_vllm.workers import loading as loading_module
 from shardmath_vllm.workers import worker as worker_module
+from shardmath_vllm.workers.coverage import check_coverage
 from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.refusing import accept, refuse
 from shardmath_vllm.workers.worker import WorkerEngine
@@ -197,6 +198,35 @@ def test_what_no_update_can_keep_is_refused_as_ranks_meet(model: Model) -> None:
     with pytest.raises(StoreError, match="the trainer sends nothing for 'gain' of Part"):
         Loading(model, config).record({"part.weight": ((64, 64), "float32")})
     assert float(model.part.gain.sum()) == 2.0
+
+
+class Fused(Model):
+    """Stores "q" and "k" as one."""
+
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in pairs:
+            self.part.weight.data["qk".index(name) * 32 :][:32].copy_(tensor)
+
+
+def test_of_a_tensor_that_is_the_engines_own_no_part_is_written() -> None:
+    """New memory would have zeros for the rest."""
+    model = Fused()
+    record_metadata_for_reloading(model)
+    config: Any = SimpleNamespace(dtype=torch.float32)
+    shapes = {name: ((32, 64), "float32") for name in "qk"}
+    both, half = (
+        Loading(model, config).record({name: shapes[name] for name in names})
+        for names in ("qk", "q")
+    )
+    check_coverage(both, model, ["part.*"])
+    with pytest.raises(StoreError, match="\n4096 of 4096 elements of 'part.gain'\n"):
+        check_coverage(both, model, [])
+    for own in ("part.*", "*", "part.weight"):
+        with pytest.raises(StoreError, match="to\n2048 of 4096 elements of 'part.weight'\nadd"):
+            check_coverage(half, model, ["part.[gsb]*", own])
+    # Unless that is padding, as vLLM says.
+    vars(model.part.weight)["weight_loader_numel"] = 2048
+    check_coverage(half, model, ["part.[gsb]*"])
 
 
 class Pooling(Model):
