@@ -213,16 +213,16 @@ def test_of_a_tensor_that_is_the_engines_own_no_part_is_written() -> None:
     model = Fused()
     record_metadata_for_reloading(model)
     config: Any = SimpleNamespace(dtype=torch.float32)
-    shapes = {name: ((32, 64), "float32") for name in "qk"}
+    shapes = dict.fromkeys("qk", ((32, 64), "float32"))
     both, half = (
         Loading(model, config).record({name: shapes[name] for name in names})
         for names in ("qk", "q")
     )
     check_coverage(both, model, ["part.*"])
-    with pytest.raises(StoreError, match="\n4096 of 4096 elements of 'part.gain'\n"):
+    with pytest.raises(StoreError, match=r"\n4096 of 4096 elements of 'part.gain'\n"):
         check_coverage(both, model, [])
     for own in ("part.*", "*", "part.weight"):
-        with pytest.raises(StoreError, match="to\n2048 of 4096 elements of 'part.weight'\nadd"):
+        with pytest.raises(StoreError, match=r"to\n2048 of 4096 elements of 'part.weight'\nadd"):
             check_coverage(half, model, ["part.[gsb]*", own])
     # Unless that is padding, as vLLM says.
     vars(model.part.weight)["weight_loader_numel"] = 2048
