@@ -149,11 +149,8 @@ class Joining:
         return SimpleNamespace(place=1, planned=sm.refit(side, engines, shapes))
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_an_engine_that_rebalances_experts_is_refused(
-    model: Model, moves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM for CPUs starts none."""
+def join(model: Model, monkeypatch: pytest.MonkeyPatch, moves: bool, device: str) -> None:
+    """Have a worker meet a trainer, over gloo."""
     monkeypatch.setattr(worker_module, "Meeting", Joining)
     engine: Any = object.__new__(WorkerEngine)
     config: Any = SimpleNamespace(dtype=torch.float32)
@@ -161,12 +158,28 @@ def test_an_engine_that_rebalances_experts_is_refused(
     engine.parallel_config = ParallelConfig()
     engine.parallel_config.enable_eplb = moves
     engine.vllm_config = SimpleNamespace(quant_config=None)
-    told = SimpleNamespace(workers=1, own=["part.*"], meeting="here", engine=0, first=1)
+    engine.device = torch.device(device)
+    told = {"workers": 1, "own": ["part.*"], "meeting": "here", "transport": "gloo"}
+    engine.init_transfer_engine(SimpleNamespace(**told, engine=0, first=1))
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_engine_that_rebalances_experts_is_refused(
+    model: Model, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM for CPUs starts none."""
     if moves:
         with pytest.raises(StoreError, match="start the engine without enable_eplb"):
-            engine.init_transfer_engine(told)
+            join(model, monkeypatch, moves, "cpu")
     else:
-        engine.init_transfer_engine(told)
+        join(model, monkeypatch, moves, "cpu")
+
+
+def test_an_engine_on_gpus_is_refused_over_gloo(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ExchangeError, match="runs on 'cuda'; pass transport='nccl'"):
+        join(model, monkeypatch, False, "cuda")
 
 
 @pytest.mark.parametrize("workers", [1, 3])
