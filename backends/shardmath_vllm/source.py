@@ -172,6 +172,9 @@ def check_types(source: Source, bound: KnownSide, place: int) -> None:
         if slot.function:
             continue
         native = slot.chunk, slot.native
+        # A missing tensor is an error of its own.
+        if native not in natives:
+            continue
         dtype = canonical(natives[native].dtype)
         planned_dtype = bound.layouts[name].dtype
         if dtype != planned_dtype:

@@ -19,9 +19,11 @@ from torch import Tensor
 
 import shardmath_torch as smt
 from shardmath.base.text import plural
+from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.turns import as_main
-from shardmath_torch.tensors.refits.views import to_local
+from shardmath_torch.moves.exchange.local import check_device
+from shardmath_torch.tensors.refits.views import bind_side, name_natives
 from shardmath_vllm.calls import GRACE_S, Calls
 from shardmath_vllm.clients import Client
 from shardmath_vllm.infos import TrainerInfo, Updating
@@ -158,15 +160,19 @@ class Trainer:
         self.link.leave()
 
     def _check(self) -> None:
-        """Raise StoreError if this rank's tensors differ from the plan, or are no longer the modules' parameters."""
+        """Raise StoreError or ExchangeError if this rank's tensors differ from the plan, have no memory, or are no
+        longer the modules' parameters.
+
+        It finds all that preparing and moving the portions would refuse, while engines still have all of their weights.
+        """
         check_kept(self._watched, self.source)
+        planned = self.link.planned
         place = self.link.place
-        shapes = {}
-        for chunk, named in enumerate(_list_chunks(self.source.tensors)):
-            for name, tensor in named.items():
-                shapes[chunk, name] = tuple(to_local(tensor).shape)
-        self.link.planned.check(place, shapes)
-        check_types(self.source, self.link.planned.trainer, place)
+        check_types(self.source, planned.trainer, place)
+        views = bind_side(planned, place, None, name_natives(self.source.tensors), (), {})
+        device = compat.device_of(self.link.group)
+        for name, tensor in views.tensors.items():
+            check_device(repr(name), tensor, device)
 
     def _select(self, refit: smt.Refit) -> list[dict[str, Tensor]]:
         """This rank's tensors that `refit` moves, by name, for each virtual stage."""

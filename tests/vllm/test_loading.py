@@ -23,6 +23,7 @@ from shardmath_vllm.meeting import Given
 from shardmath_vllm.source import Told
 from shardmath_vllm.workers import loading as loading_module
 from shardmath_vllm.workers import worker as worker_module
+from shardmath_vllm.workers.coverage import check_coverage
 from shardmath_vllm.workers.loading import Loading
 from shardmath_vllm.workers.refusing import accept, refuse
 from shardmath_vllm.workers.worker import WorkerEngine
@@ -148,11 +149,8 @@ class Joining:
         return SimpleNamespace(place=1, planned=sm.refit(side, engines, shapes))
 
 
-@pytest.mark.parametrize("moves", [False, True])
-def test_an_engine_that_rebalances_experts_is_refused(
-    model: Model, moves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM for CPUs starts none."""
+def join(model: Model, monkeypatch: pytest.MonkeyPatch, moves: bool, device: str) -> None:
+    """Have a worker meet a trainer, over gloo."""
     monkeypatch.setattr(worker_module, "Meeting", Joining)
     engine: Any = object.__new__(WorkerEngine)
     config: Any = SimpleNamespace(dtype=torch.float32)
@@ -160,12 +158,28 @@ def test_an_engine_that_rebalances_experts_is_refused(
     engine.parallel_config = ParallelConfig()
     engine.parallel_config.enable_eplb = moves
     engine.vllm_config = SimpleNamespace(quant_config=None)
-    told = SimpleNamespace(workers=1, own=["part.*"], meeting="here", engine=0, first=1)
+    engine.device = torch.device(device)
+    told = {"workers": 1, "own": ["part.*"], "meeting": "here", "transport": "gloo"}
+    engine.init_transfer_engine(SimpleNamespace(**told, engine=0, first=1))
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_an_engine_that_rebalances_experts_is_refused(
+    model: Model, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM for CPUs starts none."""
     if moves:
         with pytest.raises(StoreError, match="start the engine without enable_eplb"):
-            engine.init_transfer_engine(told)
+            join(model, monkeypatch, moves, "cpu")
     else:
-        engine.init_transfer_engine(told)
+        join(model, monkeypatch, moves, "cpu")
+
+
+def test_an_engine_on_gpus_is_refused_over_gloo(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ExchangeError, match="runs on 'cuda'; pass transport='nccl'"):
+        join(model, monkeypatch, False, "cuda")
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -197,6 +211,35 @@ def test_what_no_update_can_keep_is_refused_as_ranks_meet(model: Model) -> None:
     with pytest.raises(StoreError, match="the trainer sends nothing for 'gain' of Part"):
         Loading(model, config).record({"part.weight": ((64, 64), "float32")})
     assert float(model.part.gain.sum()) == 2.0
+
+
+class Fused(Model):
+    """Stores "q" and "k" as one."""
+
+    def load_weights(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in pairs:
+            self.part.weight.data["qk".index(name) * 32 :][:32].copy_(tensor)
+
+
+def test_of_a_tensor_that_is_the_engines_own_no_part_is_written() -> None:
+    """New memory would have zeros for the rest."""
+    model = Fused()
+    record_metadata_for_reloading(model)
+    config: Any = SimpleNamespace(dtype=torch.float32)
+    shapes = dict.fromkeys("qk", ((32, 64), "float32"))
+    both, half = (
+        Loading(model, config).record({name: shapes[name] for name in names})
+        for names in ("qk", "q")
+    )
+    check_coverage(both, model, ["part.*"])
+    with pytest.raises(StoreError, match=r"\n4096 of 4096 elements of 'part.gain'\n"):
+        check_coverage(both, model, [])
+    for own in ("part.*", "*", "part.weight"):
+        with pytest.raises(StoreError, match=r"to\n2048 of 4096 elements of 'part.weight'\nadd"):
+            check_coverage(half, model, ["part.[gsb]*", own])
+    # Unless that is padding, as vLLM says.
+    vars(model.part.weight)["weight_loader_numel"] = 2048
+    check_coverage(half, model, ["part.[gsb]*"])
 
 
 class Pooling(Model):

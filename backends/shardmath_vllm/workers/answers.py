@@ -2,7 +2,8 @@
 
 `MultiprocExecutor.collective_rpc` raises at the first worker that failed, and leaves the answers of those behind in
 their queues. From then on each call gets the answers to the one before: what all workers have refused once fails the
-next time, too. Here they are passed over. Workers answer in the order in which they are asked.
+next time, too. Here each call knows which answer of a worker is its own, and passes over earlier ones. Workers answer
+in the order in which they are asked.
 """
 
 from __future__ import annotations
@@ -17,44 +18,58 @@ __all__ = ["pass_over_old_answers"]
 DONE = "_shardmath_passes_over_old_answers"
 
 
-class _Queue:
-    """A worker's queue of answers; `old` is the number of coming answers for which no call waits."""
+class _Worker:
+    """A worker's queue of answers; `asked` is the number of requests that the worker answers, `read` that of answers
+    that were read.
+    """
 
     def __init__(self, queue: Any) -> None:
-        self._queue = queue
+        self.queue = queue
         self.asked = 0
         self.read = 0
-        self.old = 0
 
     def dequeue(self, *args: Any, **named: Any) -> Any:
-        """Drop the answers for which no call waits any more, and return the next one."""
-        while self.old:
-            self._dequeue(*args, **named)
-            self.old -= 1
-        return self._dequeue(*args, **named)
-
-    def _dequeue(self, *args: Any, **named: Any) -> Any:
-        answer = self._queue.dequeue(*args, **named)
+        """Return the next answer, to whatever request."""
+        answer = self.queue.dequeue(*args, **named)
         self.read += 1
         return answer
 
+
+class _Answers:
+    """A worker's queue of answers, for the call whose request is the next one."""
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker = worker
+        self._earlier = worker.asked
+
+    def dequeue(self, *args: Any, **named: Any) -> Any:
+        """Drop the answers to earlier requests, for which no call waits any more: calls wait in the order in which they
+        ask. Return the answer to this one.
+        """
+        while self._worker.read < self._earlier:
+            self._worker.dequeue(*args, **named)
+        return self._worker.dequeue(*args, **named)
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._queue, name)
+        return getattr(self._worker.queue, name)
 
 
 class _Asking:
-    """The queue that sends requests to all workers; `asked` is the number of requests sent."""
+    """The queue that sends requests to all `workers`."""
 
-    def __init__(self, queue: Any) -> None:
+    def __init__(self, queue: Any, workers: list[_Worker]) -> None:
         self._queue = queue
-        self.asked = 0
+        self.workers = workers
 
-    def enqueue(self, *args: Any, **named: Any) -> Any:
+    def enqueue(self, request: Any, *args: Any, **named: Any) -> Any:
         """Send a request to all workers by `enqueue` of vLLM's queue, which this object wraps; return what `enqueue`
-        returns. Add 1 to `asked`, the number of requests sent.
+        returns. Count it for the workers that answer it.
         """
-        result = self._queue.enqueue(*args, **named)
-        self.asked += 1
+        result = self._queue.enqueue(request, *args, **named)
+        # The last item is the rank that answers, None for all.
+        *_, rank = request
+        for worker in self.workers if rank is None else [self.workers[rank]]:
+            worker.asked += 1
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -73,40 +88,14 @@ def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
     """`collective_rpc` with counts of requests and answers, to know which answers are old."""
 
     def collective_rpc(self: Any, *args: Any, **named: Any) -> Any:
-        queues = _wrap(self)
         requests = self.rpc_broadcast_mq
-        asked_before = requests.asked if requests else 0
-        # With `unique_reply_rank`, only the worker of this rank answers.
-        rank = named.get("unique_reply_rank")
-        waited_for = queues if rank is None else [queues[rank]]
-        try:
-            answer = ask(self, *args, **named)
-        except BaseException:
-            # 1 if the request was sent before the error, else 0.
-            _count_asked(waited_for, requests.asked - asked_before if requests else 0)
-            # No call waits any more: this one has waited for the earlier ones. So all unread answers are old.
-            for queue in queues:
-                queue.old = queue.asked - queue.read
-            raise
-        _count_asked(waited_for, 1)
-        return answer
+        # There are no requests on other nodes than the first, nor after the end.
+        if requests is not None:
+            if not isinstance(requests, _Asking):
+                requests = _Asking(requests, [_Worker(queue) for queue in self.response_mqs])
+                self.rpc_broadcast_mq = requests
+            # A new list: the call that gets it keeps it until it has its answers.
+            self.response_mqs = [_Answers(worker) for worker in requests.workers]
+        return ask(self, *args, **named)
 
     return collective_rpc
-
-
-def _count_asked(queues: list[_Queue], times: int) -> None:
-    """Note that each of these workers was asked so many times, and so will answer as often."""
-    for queue in queues:
-        queue.asked += times
-
-
-def _wrap(executor: Any) -> list[_Queue]:
-    """The executor's queues of answers, replaced, with its queue of requests, by ones that count."""
-    asking = executor.rpc_broadcast_mq
-    if asking is not None and not isinstance(asking, _Asking):
-        executor.rpc_broadcast_mq = _Asking(asking)
-    queues = executor.response_mqs
-    for place, queue in enumerate(queues):
-        if not isinstance(queue, _Queue):
-            queues[place] = _Queue(queue)
-    return list(queues)

@@ -1,7 +1,7 @@
 """Coverage: whether an update writes all that an engine's rank has.
 
 1. Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, except for vLLM's
-   padding, or is vLLM's own, or is named in `own`.
+   padding, or not at all, if it is vLLM's own or named in `own`.
 2. A loader is recorded once, when ranks connect. So an engine that moves experts between ranks raises StoreError.
 3. Tensors arrive in the model's type, since nothing casts at this end. A loader of vLLM's would cast, so types are
    checked before weights are taken back for an update.
@@ -58,20 +58,23 @@ def check_stays(parallel: ParallelConfig) -> None:
 
 def check_coverage(recorded: sm.storage.Recorded, model: nn.Module, own: Sequence[str]) -> None:
     """Raise StoreError if the weight loader, by its record `recorded`, leaves elements of `model` unwritten. Only these
-    can stay unwritten without an error: padding, tensors that vLLM makes (such as KV cache scales), and tensors whose
+    can stay unwritten without an error: padding, and whole tensors that vLLM makes (such as KV cache scales), or whose
     names match a glob in `own`.
     """
     faults = []
-    for native, n_unwritten in recorded.unwritten.items():
+    for native in recorded.natives:
         # Numbers are enough: vLLM's loaders copy no element of a checkpoint into padding.
-        n_padding = _count_padding(model, native)
-        if n_unwritten > n_padding and not matches(native, (*OF_VLLM, *own)):
-            faults.append(f"{n_unwritten - n_padding} elements of {native!r}")
+        count = native.unwritten - _count_padding(model, native.label) if native.unwritten else 0
+        # The rest of a tensor that is written has no values to keep: the tensor gets new memory, and what the engine
+        # runs may be of another form.
+        is_own = not native.written and matches(native.label, (*OF_VLLM, *own))
+        if count > 0 and not is_own:
+            faults.append(f"{count} of {math.prod(native.shape)} elements of {native.label!r}")
     if faults:
         listed = "\n".join(faults)
         raise StoreError(
-            f"no tensor of the trainer's is written to\n{listed}\nadd these to the trainer's tensors, or name "
-            f"those that only the engine has in own= of TrainerInfo"
+            f"no tensor of the trainer's is written to\n{listed}\nadd these to the trainer's tensors; tensors that "
+            f"only the engine has, and of which no element is sent, can be named in own= of TrainerInfo"
         )
 
 

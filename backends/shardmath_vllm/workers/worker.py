@@ -98,6 +98,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
 
         def record(told: Told) -> sm.storage.Recorded:
             check_stays(parallel)
+            _check_transport(init_info.transport, self.device)
             return self._loading.record(told.served, told.checkpoint, check)
 
         def check(recorded: sm.storage.Recorded) -> None:
@@ -203,3 +204,14 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         if self._link is not None:
             self._link.leave()
             self._link = None
+
+
+def _check_transport(transport: str, device: torch.device) -> None:
+    """Raise ExchangeError if `transport` does not move tensors on the worker's device: the first update would fail,
+    after the worker had given up its weights.
+    """
+    if transport == "gloo" and device.type != "cpu":
+        raise ExchangeError(
+            f"TrainerInfo has transport={transport!r}, which moves tensors on CPUs, but this engine runs on "
+            f"{device.type!r}; pass transport='nccl'"
+        )

@@ -79,7 +79,9 @@ def test_trainers_that_do_not_fit_are_refused(pair: Pair, change: Any, why: str)
     assert generate(pair.hosts) == before
 
 
-@pytest.mark.parametrize("change", [trainers.reshape_one, trainers.retype_one, trainers.drop_one])
+@pytest.mark.parametrize(
+    "change", [trainers.reshape_one, trainers.retype_one, trainers.drop_one, trainers.free_one]
+)
 def test_an_update_of_what_was_not_planned_is_refused_before_anything_moves(
     pair: Pair, change: Any
 ) -> None:

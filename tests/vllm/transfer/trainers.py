@@ -217,6 +217,13 @@ def drop_one(tensors: dict[str, Tensor]) -> None:
     del tensors["model.norm.weight"]
 
 
+def free_one(tensors: dict[str, Tensor]) -> None:
+    """A tensor has given its memory back."""
+    local = tensors["model.norm.weight"].to_local().detach().clone()
+    local.untyped_storage().resize_(0)
+    tensors["model.norm.weight"] = local
+
+
 def send_between(rank: int, folder: Path, steps: int) -> None:
     """Send, while an engine has a request under way, which goes on before anybody ends the update."""
     from tests.vllm.transfer import inside

@@ -36,6 +36,7 @@ __all__ = [
     "Wanted",
     "by_key",
     "check",
+    "check_device",
     "check_memory",
     "check_written",
     "fits",
@@ -157,7 +158,7 @@ def fits(want: Wanted, tensors: Tensors, device: torch.device | None = None) -> 
         _check_kind(label, tensor)
         _check_shape(label, tensor, shape, layout)
         if device is not None:
-            _check_device(label, tensor, device)
+            check_device(label, tensor, device)
         check_memory(label, tensor)
 
 
@@ -185,8 +186,9 @@ def _check_shape(label: str, tensor: Tensor, shape: tuple[int, ...], layout: Lay
         raise ExchangeError(f"{what}; {fix}")
 
 
-def _check_device(label: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise ExchangeError for a tensor that the group cannot move."""
+def check_device(label: str, tensor: Tensor, device: torch.device) -> None:
+    """Raise ExchangeError unless `tensor` is on `device`, the only one whose tensors the process group can move.
+    `label` names the tensor in the error."""
     if tensor.device != device:
         what = (
             f"{label} is on device '{tensor.device}', the process group moves tensors on '{device}'"

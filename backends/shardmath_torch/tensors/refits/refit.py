@@ -52,11 +52,10 @@ from shardmath_torch.tensors.refits.views import (
     Natives,
     Views,
     are_related,
-    bind_views,
+    bind_side,
     check_functions,
     check_named,
     compute,
-    drop_window,
     is_by_name,
     list_sides,
     name_natives,
@@ -385,8 +384,9 @@ class Refit(Leaves):
         functions: Mapping[str, Function],
     ) -> list[Watched]:
         """Bind the given tensors; return them to be watched before every move."""
+        rank = self._party.rank
         src_natives = name_natives(src)
-        self._all_src = self._src = self._bind_side(src_natives, None, own, functions)
+        self._all_src = self._src = bind_side(self.planned, rank, None, src_natives, own, functions)
         tensors: dict[str, Tensor] = {}
         computed = []
         stored_by_engine: dict[str, Natives] = {}
@@ -395,7 +395,7 @@ class Refit(Leaves):
             natives = name_natives(engine_tensors)
             stored_by_engine[engine] = self._keep_stored(natives, self.planned.engines[engine])
             check_not_gathered(stored_by_engine[engine])
-            views = self._bind_side(natives, engine, own, functions)
+            views = bind_side(self.planned, rank, engine, natives, own, functions)
             tensors |= views.tensors
             computed += views.computed
             watched += self._watch(engine, engine_tensors, natives, self.planned.engines[engine])
@@ -449,30 +449,6 @@ class Refit(Leaves):
                 f"rank {rank} was given dst=, but the engine has {ranks}; leave dst= out on this rank"
             )
         return dict.fromkeys(own_engines, dst)  # type: ignore[arg-type]
-
-    def _bind_side(
-        self,
-        natives: Natives,
-        engine: str | None,
-        own: Sequence[str],
-        functions: Mapping[str, Function],
-    ) -> Views:
-        """The views of this rank's tensors for the trainer (None) or an engine."""
-        planned = self.planned
-        rank = self._party.rank
-        bound = planned.trainer if engine is None else planned.engines[engine]
-        # `_bind` passes only engines that have this rank, so that this is the trainer.
-        if rank not in bound.ranks:
-            if natives:
-                raise ExchangeError(
-                    f"rank {rank} was given src=, but the trainer has {show_ranks(sorted(bound.ranks))}; "
-                    f"leave src= out on this rank"
-                )
-            return Views({}, [])
-        slots = planned.slots(rank, engine)
-        layouts = {name: bound.layouts[drop_window(name, bound)] for name in slots}
-        receives = engine is not None
-        return bind_views(bound, slots, layouts, natives, rank, own, functions, receives=receives)
 
     def __call__(
         self,

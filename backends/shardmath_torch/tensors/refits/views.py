@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmath.base import dtypes
 from shardmath.base.errors import ExchangeError, StoreError
-from shardmath.base.text import shown
+from shardmath.base.text import show_ranks, shown
 from shardmath.layouts.layout import Layout
 from shardmath.models.refits.coverage import Native, find_faults, show_native
 from shardmath.models.refits.refit import Refit as Planned
@@ -41,6 +41,7 @@ __all__ = [
     "Natives",
     "Views",
     "are_related",
+    "bind_side",
     "bind_views",
     "check_functions",
     "check_named",
@@ -145,6 +146,33 @@ def describe(tensor: Tensor) -> tuple[object, ...]:
     # An address alone may be reused after memory is freed; the views keep their storage alive, and so its identity.
     where = compat.identity_of(storage), local.data_ptr(), storage.nbytes()
     return (*where, local.shape, local.stride(), local.dtype)
+
+
+def bind_side(
+    planned: Planned,
+    rank: int,
+    engine: str | None,
+    natives: Natives,
+    own: Sequence[str],
+    functions: Mapping[str, Function],
+) -> Views:
+    """Check the tensors `natives` that `rank` of an engine (None: the trainer) stores against the refit `planned`, and
+    return what the rank sends or receives, as `bind_views` does. Without tensors, return empty Views for a rank that
+    the trainer lacks; with tensors, raises ExchangeError for it.
+    """
+    bound = planned.trainer if engine is None else planned.engines[engine]
+    # An engine that is named has this rank, so that this is the trainer.
+    if rank not in bound.ranks:
+        if natives:
+            raise ExchangeError(
+                f"rank {rank} was given src=, but the trainer has {show_ranks(sorted(bound.ranks))}; "
+                f"leave src= out on this rank"
+            )
+        return Views({}, [])
+    slots = planned.slots(rank, engine)
+    layouts = {name: bound.layouts[drop_window(name, bound)] for name in slots}
+    receives = engine is not None
+    return bind_views(bound, slots, layouts, natives, rank, own, functions, receives=receives)
 
 
 def bind_views(
