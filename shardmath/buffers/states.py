@@ -284,7 +284,7 @@ def _check_parameters(params: Sequence[Param], layouts: Mapping[str, Layout]) ->
         if layout.shape != param.shape:
             what = f"parameter {name!r} has shape {param.shape}, its layout {layout.shape}"
             raise ParamLayoutError(f"{what}; give a layout of shape {param.shape}")
-        if layout.partial:
+        if layout.addend_axes:
             what = f"parameter {name!r} is {layout}"
             fix = "give its layout after the reduction, without Partial"
             raise ParamLayoutError(f"{what}: addends have no optimizer state; {fix}")

@@ -202,7 +202,7 @@ class Windows(tuple[Layout, ...]):
         return others
 
     def keep(self, layouts: Mapping[int, Layout]) -> Windows:
-        """Return Windows of only the layouts whose index is a key of `layouts`, each replaced by the value of that key;
+        """Return Windows of only the layouts whose index is a key of `layouts` (ascending), each replaced by its value;
         local tensors keep their names.
 
         >>> from shardmath.layouts.algebra.mesh import Mesh

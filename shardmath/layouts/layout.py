@@ -156,6 +156,12 @@ class Layout:
         return self.partial[0][1] if self.partial else None
 
     @property
+    def addend_axes(self) -> tuple[str, ...]:
+        """The names of the Partial axes along which several ranks hold addends. If there are none, ranks hold whole
+        values: a Partial axis of one rank makes no difference."""
+        return tuple(name for name, _ in self.partial if self.mesh.axis_size(name) > 1)
+
+    @property
     def free_axes(self) -> tuple[str, ...]:
         """The names of the mesh axes that neither divide a dimension nor are Partial: along them, ranks hold copies."""
         used = {name for name, _ in self.partial}

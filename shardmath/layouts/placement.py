@@ -388,7 +388,7 @@ def check_protocol(placement: Placement) -> None:
     if isinstance(placement, type) or not splits:
         raise PlacementError(
             f"{placement!r} is not a placement; use one such as shardmath.Shard(0), "
-            f"or a class with `dim` and `split(n, parts) -> tuple of Runs`"
+            f"or an object with `dim` and `split(n, parts) -> tuple of Runs`"
         )
     try:
         hash(placement)

@@ -272,7 +272,7 @@ def _dimension_of(placement: Placement, shape: tuple[int, ...]) -> int:
     if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
         raise PlacementError(
             f"{placement!r} is not a placement; use one such as shardmath.Shard(0), "
-            f"or a class with `dim` and `split(n, parts) -> tuple of Runs`"
+            f"or an object with `dim` and `split(n, parts) -> tuple of Runs`"
         )
     d = as_integer(dim, f"the dimension of {shown(placement)}", PlacementError)
     ndim = len(shape)

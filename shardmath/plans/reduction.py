@@ -121,8 +121,8 @@ def find_reduction(src: Layout, dst: Layout) -> Reduction:
 
 def _find_unmatched(src: Layout, dst: Layout, matched: tuple[Matched, ...]) -> tuple[Axes, Axes]:
     """The source's and the destination's addend axes that do not pass through."""
-    folded = _without(_addend_axes(src), [axes for axes, _ in matched])
-    dst_unmatched = _without(_addend_axes(dst), [axes for _, axes in matched])
+    folded = _without(src.addend_axes, [axes for axes, _ in matched])
+    dst_unmatched = _without(dst.addend_axes, [axes for _, axes in matched])
     if folded and dst_unmatched and src.op != dst.op:
         raise PlanError(
             f"cannot turn Partial({src.op!r}) into Partial({dst.op!r}): {src} to {dst}; "
@@ -137,19 +137,14 @@ def _without(axes: Axes, others: list[Axes]) -> Axes:
     return tuple(name for name in axes if name not in through)
 
 
-def _addend_axes(layout: Layout) -> Axes:
-    """The Partial axes that have more than one addend."""
-    return tuple(name for name, _ in layout.partial if layout.mesh.axis_size(name) > 1)
-
-
 def _match(src: Layout, dst: Layout) -> tuple[Matched, ...]:
     """Pairs of Partial axes, flattened, along which source and destination have the same ranks at
     every coordinate.
 
     All axes of both sides together are one pair if possible; otherwise single axes are compared.
     """
-    src_axes = _addend_axes(src)
-    dst_axes = _addend_axes(dst)
+    src_axes = src.addend_axes
+    dst_axes = dst.addend_axes
     if src.op != dst.op or not src_axes or not dst_axes:
         return ()
     if src.mesh.ranks_along(src_axes) == dst.mesh.ranks_along(dst_axes):

@@ -156,7 +156,7 @@ def _check_alike(name: str, layout: Layout, stored: TensorStorageMetadata) -> No
         )
         fix = "give the layout the shape and dtype in `open_checkpoint(path).shapes`"
         raise CheckpointError(f"{what}; {fix}")
-    if layout.partial:
+    if layout.addend_axes:
         what = f"tensor {name!r} is Partial in {layout}, but a checkpoint holds whole values"
         raise CheckpointError(f"{what}; load it under a layout without Partial, and then move it")
 

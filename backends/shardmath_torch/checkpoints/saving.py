@@ -212,7 +212,7 @@ def to_disk(side: Mapping[str, Windows]) -> Plan:
     ranks = [0]
     for name, windows in side.items():
         for layout in windows:
-            if layout.partial:
+            if layout.addend_axes:
                 what = (
                     f"tensor {name!r} is Partial in {layout}, but a checkpoint holds whole values"
                 )

@@ -1,6 +1,6 @@
 """Slots: the amaxes that travel, and the ranks that need them.
 
-1. If some part cuts a block, every part that touches the block measures its own amax, which has a **slot**. A part
+1. If some part cuts a block, every part with positions in it measures its own amax, which has a **slot**. A part
    sends its own slots, and receives all slots of the blocks that it cuts. Their largest is the block's amax.
 2. Slots form one row of float32; what ranks send and what they receive are two layouts of that row.
 3. Blocks that the same parts touch have neighboring slots, part by part. So a part sends or receives few stretches of
@@ -66,8 +66,9 @@ class _BlockNumbers(NamedTuple):
 
 def number_slots(parts: Sequence[PartStretches], blocks: Blocks, shape: tuple[int, ...]) -> Slots:
     """Number the amaxes (largest magnitudes of `blocks`) to exchange between ranks that hold these `parts` of a tensor
-    of this `shape`; return them as Slots. If any part has only some of a block's elements, every part with elements in
-    that block sends an amax."""
+    of this `shape`; return them as Slots. If any part that needs a block's scale lacks some of the block's elements,
+    every part with elements in that block sends an amax. An empty part needs the scales of blocks that span whole
+    dimensions."""
     count = blocks.count(shape)
     total = math.prod(count)
     by_part = []

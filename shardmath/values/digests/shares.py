@@ -52,7 +52,7 @@ def check_digestible(name: str, windows: Windows) -> None:
     """Raise DigestError if the tensor `name`, whose layouts are `windows`, is Partial, or has an element that no rank
     holds."""
     for layout in windows:
-        if layout.partial:
+        if layout.addend_axes:
             raise DigestError(
                 f"{label(name)} is Partial, so its ranks do not hold its content: {layout}; "
                 f"reduce it first, by a plan to a layout without Partial"

@@ -189,7 +189,7 @@ class Format(ABC):
         layout: quantized addends do not add up to the quantized sum. If `duplicated`, ranks may cut blocks: the scale
         of a block is on every rank that holds some of it, which suffices to move and to read a quantized tensor.
         """
-        if layout.partial:
+        if layout.addend_axes:
             fix = "reduce it first, by a plan to a layout without Partial"
             raise FormatError(f"{label(name)}{layout} is Partial and cannot be quantized; {fix}")
         self.check_shape(layout.shape, name)

@@ -138,7 +138,7 @@ def _swizzle_numbers(numbers: Ints) -> Ints:
 
 def _rearrange(layout: Layout, arrange: Callable[[Ints], Ints]) -> Layout:
     """The one-dimensional layout of each rank's local array after `arrange`."""
-    if layout.partial:
+    if layout.addend_axes:
         fix = "reduce it first, by a plan to a layout without Partial"
         raise FormatError(f"{layout} is Partial and cannot be flattened; {fix}")
     axes: dict[str, int] = {}

@@ -158,7 +158,8 @@ class Transformed:
         """Return the local arrays of `rank` at the destination (a dict by name, or a single array), made from the
         received `arrays`; write them to `out` if given.
 
-        Holes stay as they are in `out`, and are zeros otherwise. Raises PlanError as `prepare` does.
+        Without `out`, a tensor that arrives as it is held is the received array itself, unchecked. Holes of other
+        arrays stay as they are in `out`, and are zeros otherwise. Raises PlanError as `prepare` does.
         """
         made: dict[str, Array] = {}
         number = as_integer(rank, "a rank", PlanError)

@@ -221,8 +221,7 @@ def lay(layout: Layout, component: Component, end: End, name: str) -> Layout:
 def _check_addends(name: str, layouts: Sequence[Layout], end: End, is_held: bool) -> None:
     """Raise PlanError for a Partial tensor at an end where its addends would be transformed or made."""
     for layout in layouts:
-        unreduced = [axis for axis, _ in layout.partial if layout.mesh.axis_size(axis) > 1]
-        if not unreduced or (end == "source" and is_held):
+        if not layout.addend_axes or (end == "source" and is_held):
             continue
         what = f"{label(name)} is Partial at the {end}: {layout}"
         if end == "source":

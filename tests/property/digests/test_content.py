@@ -140,6 +140,15 @@ def hold(layout: sm.Layout, values: np.ndarray) -> dict[int, np.ndarray]:
     return out
 
 
+def test_a_partial_axis_of_one_rank_makes_no_difference() -> None:
+    """Its ranks hold whole values, as under the layout without it."""
+    alone = sm.Layout((4, 6), sm.Mesh(tp=1, dp=2), "(dp n) h {sum: tp}")
+    plain = sm.Layout((4, 6), sm.Mesh(tp=1, dp=2), "(dp n) h")
+    assert alone.addend_axes == () and sm.equivalent(alone, plain)
+    held = hold(plain, np.arange(24, dtype=np.float32).reshape(4, 6))
+    assert sm.content.digest_of(alone, held) == sm.content.digest_of(plain, held)
+
+
 def test_replicas_that_differ(fails) -> None:
     layout = sm.Layout((4, 6), FOUR, "(tp n) h", dtype="uint8")
     held = hold(layout, np.arange(24, dtype=np.uint8).reshape(4, 6))

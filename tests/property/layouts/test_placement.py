@@ -329,7 +329,7 @@ class NoDim:
 TP = Mesh(tp=2)
 PROTOCOL = (
     "is not a placement; use one such as shardmath.Shard(0), "
-    "or a class with `dim` and `split(n, parts) -> tuple of Runs`"
+    "or an object with `dim` and `split(n, parts) -> tuple of Runs`"
 )
 
 

@@ -88,7 +88,7 @@ def _check_fit(weights: Weights, name: str, layout: Layout) -> None:
         found = f"{entry.dtype}{list(entry.shape)}"
         what = f"{name!r} is {found} in {entry.file}, but its layout is {layout}"
         raise WeightsError(f"{what}; give the layout the shape and dtype in `weights.shapes`")
-    if layout.partial:
+    if layout.addend_axes:
         what = f"{name!r} is Partial in {layout}, but a file holds whole values"
         raise WeightsError(f"{what}; give a layout without Partial")
 

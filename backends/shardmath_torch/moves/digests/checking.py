@@ -58,7 +58,7 @@ def _find_change_of_content(plan: Movable) -> str:
     for side in (plan.src, plan.dst):
         for name, windows in side.items():
             for layout in windows:
-                if layout.partial:
+                if layout.addend_axes:
                     return f"{label(name)} is Partial, so that a move reduces it: {layout}"
     for name in plan.in_part:
         return f"the destination has only a part of {label(name)}: {plan.dst[name][0]}"

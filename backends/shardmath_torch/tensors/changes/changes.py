@@ -189,7 +189,7 @@ def _find_objection(plan: object, snapshots: object) -> str:
         what = f"compile_changes got {type(plan).__name__}, where a Plan is needed"
         return f"{what}; pass sm.plan(src, dst), not a program of it"
     for name, windows in (*plan.src.items(), *plan.dst.items()):
-        if any(layout.partial for layout in windows):
+        if any(layout.addend_axes for layout in windows):
             what = f"compile_changes cannot move partial sums, but {name or 'the tensor'!r} is {windows[0]}"
             return f"{what}; use smt.compile, or a layout without Partial"
     return ""

@@ -253,7 +253,7 @@ def checkpointable(local: Tensor, layout: Layout) -> Tensor:
 def _check_sayable(layout: Layout) -> None:
     """Raise LayoutError for a layout that the attributes cannot express, or if this torch ignores them."""
     instance(layout, Layout, "pass a shardmath.Layout", LayoutError)
-    if layout.partial:
+    if layout.addend_axes:
         raise LayoutError(
             f"{layout} holds partial sums, but a checkpoint needs whole values; reduce the tensor "
             f"first, such as by smt.redistribute to a layout without Partial"
