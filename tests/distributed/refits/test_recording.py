@@ -647,6 +647,59 @@ def test_a_loader_that_tells_tensors_by_their_addresses(
     assert not record(load, into).unwritten
 
 
+def repoint(made: list[Tensor]) -> None:
+    other = torch.empty(4, 6, device=made[0].device)
+    for tensor in made:
+        tensor.data = other
+
+
+def swap(made: list[Tensor]) -> None:
+    for tensor in made:
+        torch.utils.swap_tensors(tensor, torch.empty(4, 6, device=tensor.device))
+
+
+@pytest.mark.parametrize("give_up", [repoint, swap])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_that_a_loader_s_own_tensors_give_up(
+    device: str, give_up: Callable[[list[Tensor]], None]
+) -> None:
+    """New tensors lie at the same addresses, as there are many, and have other elements."""
+    count = 40
+    names = [f"w{i}" for i in range(count)]
+    into = {name: torch.zeros(4, 6, device=device) for name in names}
+
+    def load(given: dict[str, Tensor]) -> None:
+        made = []
+        for name in names[::2]:
+            into[name].copy_(given[name])
+            made.append(into[name].clone())
+        give_up(made)
+        for name in names[1::2]:
+            first, second = given[name].chunk(2)
+            into[name].copy_(torch.cat([second, first]))
+
+    found = smt.record(load, dict.fromkeys(names, ((4, 6), "float32")), into)
+    logical = {name: 24 * i + np.arange(24).reshape(4, 6) for i, name in enumerate(names)}
+    stored = found.fill(logical, empty=-1)
+    for i, name in enumerate(names):
+        np.testing.assert_array_equal(stored[name], np.roll(logical[name], 2 * (i % 2), axis=0))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_of_a_scratch_module_that_is_cast(device: str) -> None:
+    count = 40
+    names = [f"w{i}" for i in range(count)]
+    into = {name: torch.zeros(4, 6, device=device) for name in names}
+
+    def load(given: dict[str, Tensor]) -> None:
+        nn.Sequential(*[nn.Linear(6, 4) for _ in names]).bfloat16()
+        for name in names:
+            first, second = given[name].chunk(2)
+            into[name].copy_(torch.cat([second, first]))
+
+    assert not smt.record(load, dict.fromkeys(names, ((4, 6), "float32")), into).unwritten
+
+
 def test_a_loader_that_leaves_out_tensors_without_data() -> None:
     into = {"q": torch.zeros(4, 3), "k": torch.zeros(4, 3)}
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.tensors.refits.reads import Reads
 
 Given = dict[str, Tensor]
 SHAPES = dict.fromkeys("qk", ((4, 3), "float32"))
@@ -736,6 +737,16 @@ def test_a_map_without_data_is_named_if_a_loader_fails_on_it() -> None:
 
     with pytest.raises(sm.StoreError, match=r"IndexError.*; 'places' is read by the loader"):
         record(load, into)
+
+
+def test_memory_that_a_target_gives_up_is_not_taken_for_it() -> None:
+    into = {"flag": torch.ones(4)}
+    with Reads(into) as reads:
+        into["flag"].data = torch.ones(8)
+        # As there are many, new tensors would lie where the target lay.
+        for tensor in [torch.ones(4) for _ in range(100)]:
+            tensor.max()
+    assert reads.names == set()
 
 
 def test_a_target_of_which_only_the_shape_is_read() -> None:

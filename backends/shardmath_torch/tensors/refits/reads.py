@@ -52,7 +52,8 @@ class Reads(TorchDispatchMode):
         self._written: set[str] = set()
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
         for name, tensor in chain(tensors.items(), (replaced or {}).items()):
-            self._tensors.setdefault(key_of(tensor), []).append((name, tensor))
+            # `data` are aliases, which keep their memory if a loader gives the tensor other memory.
+            self._tensors.setdefault(key_of(tensor), []).append((name, tensor.data))
         self._memory = _Memory(self)
 
     def __enter__(self) -> Reads:

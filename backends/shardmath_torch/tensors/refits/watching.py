@@ -27,7 +27,7 @@ from shardmath.base.digest import digest
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.pieces import Piece, overlap
 from shardmath_torch.tensors.probes.patterns import as_words
-from shardmath_torch.tensors.refits.before import describe, key_of
+from shardmath_torch.tensors.refits.before import describe, key_of, storage_of
 from shardmath_torch.tensors.refits.contents import BLANK, Content, is_dense
 from shardmath_torch.tensors.refits.operations import (
     GIVES_MEMORY,
@@ -97,8 +97,9 @@ class Watch(TorchDispatchMode):
         self.entered = threading.local()
         self._profile: Any = None
         self._lock = threading.RLock()
-        # A key identifies memory only while it lives, so all known memory is kept alive.
-        self._alive: list[Tensor] = [*sources.values(), *targets]
+        # A key identifies memory only while it lives, so all known memory is kept alive: itself, since a loader may give
+        # its tensor other memory.
+        self._alive = [storage_of(tensor) for tensor in (*sources.values(), *targets)]
         self._contents: dict[int, Content | None] = {}
         # The operations, except copies, that made the content of each memory.
         self._operations: dict[int, tuple[str, ...]] = {}
@@ -379,8 +380,8 @@ class Watch(TorchDispatchMode):
         if not isinstance(argument, Tensor):
             return repr(argument)
         if argument.is_meta:
-            # Without values it equals only itself, which its place in memory identifies while it lives.
-            self._alive.append(argument)
+            # Without values it equals only itself, which its place in memory identifies while that lives.
+            self._alive.append(storage_of(argument))
             return f"tensor {self._numbers.setdefault(describe(argument), len(self._numbers))}"
         return f"tensor {digest((argument.dtype, argument.shape, _list_bytes(argument)))[:8]}"
 
@@ -388,7 +389,7 @@ class Watch(TorchDispatchMode):
         self, tensor: Tensor, content: Content | None, dtype: torch.dtype | None = None
     ) -> None:
         """Note the content of a tensor's memory, None if unknown, and the type of its elements."""
-        self._alive.append(tensor)  # a key identifies memory only while it lives
+        self._alive.append(storage_of(tensor))  # a key identifies memory only while it lives
         self._contents[key_of(tensor)] = content
         self._dtypes[key_of(tensor)] = dtype or tensor.dtype
 
