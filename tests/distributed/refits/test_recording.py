@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -183,6 +184,103 @@ def test_what_is_computed_is_named(ways: Any) -> None:
         lambda given: into["a"].copy_(-given["q"].exp()), into, functions={"a": "neg_exp"}
     )
     assert declared.natives[0].function == "neg_exp"
+
+
+def halve(first: float, *others: float) -> float:
+    return 0.5 * first
+
+
+BY_PYTHON: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "apply_": lambda own, given: own.apply_(halve),
+    "map_": lambda own, given: own.map_(given, halve),
+    "map2_": lambda own, given: own.map2_(given, given, halve),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("of", ["a copy", "a target", "another thread"])
+@pytest.mark.parametrize("what", BY_PYTHON)
+def test_elements_that_a_python_function_computes(what: str, of: str, device: str) -> None:
+    """Torch skips these functions without data, and they are no operations."""
+    into = {"a": torch.zeros(4, 3, device=device)}
+    compute = BY_PYTHON[what]
+
+    def load(given: dict[str, Tensor]) -> None:
+        if of == "a target":
+            into["a"].copy_(given["q"])
+            compute(into["a"], given["k"])
+        elif of == "a copy":
+            into["a"].copy_(compute(given["q"].clone(), given["k"]))
+        else:
+            copied = given["q"].clone()
+            there_before.submit(compute, copied, given["k"]).result()
+            into["a"].copy_(copied)
+
+    with ThreadPoolExecutor(1) as there_before:
+        there_before.submit(int).result()
+        said = (
+            f"calls {what}, which does nothing .* without data|reads values of a tensor that has no"
+        )
+        with pytest.raises(sm.StoreError, match=said):
+            record(load, into, ways=("views",))
+        with pytest.raises(sm.StoreError, match="'a' is computed"):
+            record(load, into)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_elements_that_a_python_function_copies(device: str) -> None:
+    into = {"a": torch.zeros(4, 3, device=device)}
+    found = record(lambda given: into["a"].map_(given["k"], lambda _, k: k), into)
+    assert [(native.way, native.pieces[0].tensor) for native in found.natives] == [("numbers", "k")]
+
+
+@pytest.mark.parametrize("ways", [("numbers",), ("views", "numbers")])
+def test_elements_that_a_python_function_computes_in_a_tensor_without_data(ways: Any) -> None:
+    into = {"a": torch.zeros(4, 3, device="meta")}
+    kept = into["a"]
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].copy_(given["q"])
+        kept.apply_(halve)
+
+    with pytest.raises(sm.StoreError, match="'a' is written in a tensor that the loader has kept"):
+        record(load, into, ways=ways)
+
+
+FILLS: list[Callable[[Tensor], object]] = [
+    nn.init.orthogonal_,
+    nn.init.trunc_normal_,
+    lambda own: nn.init.sparse_(own, 0.5),
+    lambda own: nn.init.dirac_(own.view(4, 3, 1)),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("fill", FILLS)
+def test_elements_over_which_another_tensor_is_filled(
+    fill: Callable[[Tensor], object], device: str
+) -> None:
+    """Torch skips these functions for tensors that are on the meta device."""
+    into = {name: torch.zeros(4, 3, device=device) for name in "ab"}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].copy_(given["q"])
+        fill(into["a"])
+        into["b"].copy_(given["k"])
+
+    with pytest.raises(sm.StoreError, match=r"'a' is (computed|written in one run)|'a' is loaded"):
+        record(load, into)
+
+
+def test_a_target_that_is_filled_before_it_is_stored() -> None:
+    into = {"a": torch.zeros(4, 3, device="meta")}
+
+    def load(given: dict[str, Tensor]) -> None:
+        assert into["a"].is_meta
+        nn.init.trunc_normal_(into["a"])
+        into["a"].copy_(given["q"])
+
+    assert record(load, into, ways=("views",)).natives[0].way == "views"
 
 
 @pytest.mark.parametrize("ways", [("views",), ("numbers",), ("views", "numbers")])

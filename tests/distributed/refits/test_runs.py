@@ -676,6 +676,7 @@ FOUND: dict[str, tuple[Tensor, Callable[[Tensor], object]]] = {
     "nan": (torch.tensor([float("nan")]), lambda own: own.isnan().all()),
     "map": (torch.tensor([-1, 0, -1]), lambda own: own.tolist().count(-1) == 2),
     "order": (torch.tensor([2.0, 0.0, 1.0]), lambda own: own.argsort().tolist() == [1, 2, 0]),
+    "map_": (torch.tensor([5.0]), lambda own: own.new_zeros(1).map_(own, max).item() == 5),
     "part of memory": (torch.tensor([7, 1])[1:], lambda own: own.item() == 1),
 }
 
