@@ -220,9 +220,11 @@ class Watch(TorchDispatchMode):
             )
             raise self.failure
 
-    def is_stored(self, tensor: Tensor) -> bool:
-        """Whether the loader has stored elements in the memory of this tensor, a target or a view of one."""
-        return key_of(tensor) in self.writes and self._is_written(tensor)
+    def has_elements(self, tensor: Tensor) -> bool:
+        """Whether the loader has copied, or may have, elements into this tensor."""
+        if key_of(tensor) in self.writes:
+            return self._is_written(tensor)
+        return self._contents.get(key_of(tensor), BLANK) is not BLANK
 
     def _write(
         self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -509,7 +511,7 @@ class _ReadMode(TorchFunctionMode):
     ) -> Any:
         """Call the function. Raises StoreError if it needs memory into which something was really written.
 
-        A target with elements is not said to be on the meta device: some functions of torch would then skip it.
+        A tensor with elements is not said to be on the meta device: some functions of torch would then skip it.
         """
         has_ended = self._watch.thread is None
         if func in GIVES_MEMORY and not has_ended:
@@ -518,7 +520,7 @@ class _ReadMode(TorchFunctionMode):
             self._watch.check_address(args[0])
         if func in CALLS_PYTHON and not has_ended:
             self._watch.check_call(func, list_tensors(args))
-        if func == IS_META and not has_ended and self._watch.is_stored(args[0]):
+        if func == IS_META and not has_ended and self._watch.has_elements(args[0]):
             return False
         return func(*args, **(kwargs or {}))
 
