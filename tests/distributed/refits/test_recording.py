@@ -573,16 +573,19 @@ def test_a_single_bit_is_recorded_over_several_runs() -> None:
     assert found.natives[0].pieces[0].blocks == ((4, 1, -1),)
 
 
-def test_a_loader_s_own_error_is_raised_and_everything_is_put_back() -> None:
-    into = {"a": torch.ones(4, 3)}
+@pytest.mark.parametrize("ways", [("views",), ("numbers",), ("views", "numbers")])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_loader_s_own_error_is_named_and_everything_is_put_back(device: str, ways: Any) -> None:
+    into = {"a": torch.ones(4, 3, device=device)}
 
     def load(given: dict[str, Tensor]) -> None:
         into["a"].copy_(given["k"])
         raise KeyError("no such layer")
 
-    with pytest.raises(KeyError, match="no such layer"):
-        record(load, into)
-    assert (into["a"] == 1).all()
+    with pytest.raises(sm.StoreError, match=r"the loader raised KeyError: .*no such") as caught:
+        record(load, into, ways=ways)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert device == "meta" or (into["a"] == 1).all()
 
 
 def test_transformers_own_conversion_of_experts() -> None:

@@ -152,6 +152,18 @@ def test_a_loader_that_fails_without_data_and_loads_nothing_later() -> None:
         record(load, into)
 
 
+def test_a_loader_that_fails_and_has_a_function() -> None:
+    into = make("meta", "a")
+
+    def load(given: Given) -> None:
+        into["a"].copy_(-torch.exp(given["v"]))
+
+    said = r"functions= says .* 'neg_exp', but the loader raised KeyError: 'v' on tensors without"
+    with pytest.raises(sm.StoreError, match=said) as caught:
+        record(load, into, functions={"a": "neg_exp"})
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
 def falls_back(a: Tensor, given: Given) -> None:
     try:
         assert given["q"].sum().item() is not None
@@ -453,7 +465,7 @@ def test_a_module_is_as_before(change: str, fails: bool, ways: Any) -> None:
             raise KeyError("no such layer")
 
     if fails:
-        with pytest.raises(KeyError):
+        with pytest.raises(sm.StoreError, match=r"the loader raised KeyError: .*no such layer"):
             record(load, model, ways=ways)
     else:
         assert set(record(load, model, ways=ways).unwritten) == {"inner.weight", "inner.bias"}
