@@ -28,7 +28,7 @@ from shardmath.models.storage import rows
 from shardmath.models.storage.cutting import Frame, axes_of, lay_out
 from shardmath.models.storage.laying import Laid, Stack, lay, stack_names
 from shardmath.models.storage.rows import Row
-from shardmath.models.storage.stored import Entry, Stored, Vocabulary
+from shardmath.models.storage.stored import Entry, Spot, Stored, Vocabulary
 from shardmath.models.storage.structure import GroupedDim, Term, Word, list_words
 
 __all__ = ["OwnedTensor", "Layouts", "Maker", "Owner", "Owners", "pile"]
@@ -80,11 +80,12 @@ class Owner(NamedTuple):
 
 @dataclass
 class _Location:
-    """Coordinates, local numbers and chunk of an owner, filled in index by index."""
+    """Coordinates, local numbers and chunk of an owner, filled in index by index. The chunk is None if nothing has said
+    it so far."""
 
     coords: dict[str, int]
     local: dict[str, int]
-    chunk: int = 0
+    chunk: int | None = None
 
 
 class Owners:
@@ -162,7 +163,7 @@ class Owners:
         if meshes is None:
             meshes = tuple(self._list_meshes(location.coords, stack))
             self.meshes[key] = meshes
-        return Owner(meshes, location.chunk, location.local, stack)
+        return Owner(meshes, location.chunk or 0, location.local, stack)
 
     def _locate(self, numbers: Sequence[int]) -> _Location:
         """The location given by these numbers of the indices that are not stacked, and by the row's place."""
@@ -187,12 +188,8 @@ class Owners:
             )
         spot = spots[number]
         # An index without virtual stages, such as one of experts, is in the chunk of the others.
-        if spot.chunk and location.chunk not in (0, spot.chunk):
-            what = f"index {index!r} puts number {number} of '{self.row}' in chunk {spot.chunk}"
-            raise StoreError(
-                f"{what}, another index in chunk {location.chunk}; declare the same chunk for both"
-            )
-        location.chunk = max(location.chunk, spot.chunk)
+        if _has_stages(spots):
+            self._add_chunk(spot.chunk, location, f"index {index!r}")
         location.local[index] = spot.number
         for axis, coordinate in spot.coords.items():
             self._add_coordinate(axis, coordinate, location, f"index {index!r}")
@@ -206,6 +203,15 @@ class Owners:
                 f"make the two equal, or leave one of them out"
             )
 
+    def _add_chunk(self, chunk: int, location: _Location, why: str) -> None:
+        """Set the location's chunk. Raises StoreError if it is in another one."""
+        if location.chunk not in (None, chunk):
+            raise StoreError(
+                f"'{self.row}' is in chunk {location.chunk} and, by {why}, in chunk {chunk}; "
+                f"make the two equal, or leave one of them out"
+            )
+        location.chunk = chunk
+
     def _add_place(self, place: rows.AxisPlace, location: _Location) -> None:
         """Add the coordinate of the row's place to the location; for the last one, the last chunk too."""
         size = self.mesh.axis_size(place.axis)
@@ -213,10 +219,15 @@ class Owners:
             what = f"'{place}' is not on axis {place.axis!r} of size {size}"
             raise StoreError(f"{what}; use 0 to {size - 1}, or -1 for the last")
         self._add_coordinate(place.axis, place.at % size, location, str(place))
-        if place.at == -1:
-            # Tensors behind all layers are in the last virtual stage; every pipeline stage has equally many of these.
-            spots = itertools.chain.from_iterable(self.stored.indices.values())
-            location.chunk = max((spot.chunk for spot in spots), default=0)
+        if place.at != -1:
+            return
+        # Tensors behind all layers are in the last virtual stage; every pipeline stage has equally many of these.
+        staged = [spots for spots in self.stored.indices.values() if _has_stages(spots)]
+        spots = list(itertools.chain.from_iterable(staged))
+        axes = {axis for spot in spots for axis in spot.coords}
+        # The last coordinate of an axis without pipeline stages is in any of them.
+        if spots and (place.axis in axes or not axes):
+            self._add_chunk(max(spot.chunk for spot in spots), location, str(place))
 
     def _find_stack(self, count: int) -> Stack:
         """The stack of `count` numbers, made once per count."""
@@ -286,6 +297,11 @@ class Owners:
             parts.append(self.mesh.select(**coords, **held_at))
         # Redundant experts: every copy of a number is a sub-mesh, and all have one shape.
         return parts[0] if len(parts) == 1 else pile(parts)
+
+
+def _has_stages(spots: Sequence[Spot]) -> bool:
+    """Whether an index with these spots says in which virtual stage each number is."""
+    return any(spot.chunk for spot in spots)
 
 
 def _check_free(row: Row, fixed: Set[str]) -> None:

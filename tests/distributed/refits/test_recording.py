@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -183,6 +184,105 @@ def test_what_is_computed_is_named(ways: Any) -> None:
         lambda given: into["a"].copy_(-given["q"].exp()), into, functions={"a": "neg_exp"}
     )
     assert declared.natives[0].function == "neg_exp"
+
+
+def halve(first: float, *others: float) -> float:
+    return 0.5 * first
+
+
+BY_PYTHON: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "apply_": lambda own, given: own.apply_(halve),
+    "map_": lambda own, given: own.map_(given, halve),
+    "map2_": lambda own, given: own.map2_(given, given, halve),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("of", ["a copy", "a target", "another thread"])
+@pytest.mark.parametrize("what", BY_PYTHON)
+def test_elements_that_a_python_function_computes(what: str, of: str, device: str) -> None:
+    """Torch skips these functions without data, and they are no operations."""
+    into = {"a": torch.zeros(4, 3, device=device)}
+    compute = BY_PYTHON[what]
+
+    def load(given: dict[str, Tensor]) -> None:
+        if of == "a target":
+            into["a"].copy_(given["q"])
+            compute(into["a"], given["k"])
+        elif of == "a copy":
+            into["a"].copy_(compute(given["q"].clone(), given["k"]))
+        else:
+            copied = given["q"].clone()
+            there_before.submit(compute, copied, given["k"]).result()
+            into["a"].copy_(copied)
+
+    with ThreadPoolExecutor(1) as there_before:
+        there_before.submit(int).result()
+        said = (
+            f"calls {what}, which does nothing .* without data|reads values of a tensor that has no"
+        )
+        with pytest.raises(sm.StoreError, match=said):
+            record(load, into, ways=("views",))
+        with pytest.raises(sm.StoreError, match="'a' is computed"):
+            record(load, into)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_elements_that_a_python_function_copies(device: str) -> None:
+    into = {"a": torch.zeros(4, 3, device=device)}
+    found = record(lambda given: into["a"].map_(given["k"], lambda _, k: k), into)
+    assert [(native.way, native.pieces[0].tensor) for native in found.natives] == [("numbers", "k")]
+
+
+@pytest.mark.parametrize("ways", [("numbers",), ("views", "numbers")])
+def test_elements_that_a_python_function_computes_in_a_tensor_without_data(ways: Any) -> None:
+    into = {"a": torch.zeros(4, 3, device="meta")}
+    kept = into["a"]
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].copy_(given["q"])
+        kept.apply_(halve)
+
+    with pytest.raises(sm.StoreError, match="'a' is written in a tensor that the loader has kept"):
+        record(load, into, ways=ways)
+
+
+FILLS: list[Callable[[Tensor], object]] = [
+    nn.init.orthogonal_,
+    nn.init.trunc_normal_,
+    lambda own: nn.init.sparse_(own, 0.5),
+    lambda own: nn.init.dirac_(own.view(4, 3, 1)),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("of", ["a target", "a copy"])
+@pytest.mark.parametrize("fill", FILLS)
+def test_elements_over_which_a_tensor_is_filled(
+    fill: Callable[[Tensor], object], of: str, device: str
+) -> None:
+    """Torch skips these functions for tensors that are on the meta device."""
+    into = {name: torch.zeros(4, 3, device=device) for name in "ab"}
+
+    def load(given: dict[str, Tensor]) -> None:
+        into["a"].copy_(given["q"])
+        made = into["a"] if of == "a target" else into["a"].clone()
+        fill(made)
+        into["b"].copy_(made)
+
+    with pytest.raises(sm.StoreError, match=r"is (computed|loaded differently|written in one run)"):
+        record(load, into)
+
+
+def test_a_target_that_is_filled_before_it_is_stored() -> None:
+    into = {"a": torch.zeros(4, 3, device="meta")}
+
+    def load(given: dict[str, Tensor]) -> None:
+        assert into["a"].is_meta
+        nn.init.trunc_normal_(into["a"])
+        into["a"].copy_(given["q"])
+
+    assert record(load, into, ways=("views",)).natives[0].way == "views"
 
 
 @pytest.mark.parametrize("ways", [("views",), ("numbers",), ("views", "numbers")])
@@ -473,16 +573,19 @@ def test_a_single_bit_is_recorded_over_several_runs() -> None:
     assert found.natives[0].pieces[0].blocks == ((4, 1, -1),)
 
 
-def test_a_loader_s_own_error_is_raised_and_everything_is_put_back() -> None:
-    into = {"a": torch.ones(4, 3)}
+@pytest.mark.parametrize("ways", [("views",), ("numbers",), ("views", "numbers")])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_loader_s_own_error_is_named_and_everything_is_put_back(device: str, ways: Any) -> None:
+    into = {"a": torch.ones(4, 3, device=device)}
 
     def load(given: dict[str, Tensor]) -> None:
         into["a"].copy_(given["k"])
         raise KeyError("no such layer")
 
-    with pytest.raises(KeyError, match="no such layer"):
-        record(load, into)
-    assert (into["a"] == 1).all()
+    with pytest.raises(sm.StoreError, match=r"the loader raised KeyError: .*no such") as caught:
+        record(load, into, ways=ways)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert device == "meta" or (into["a"] == 1).all()
 
 
 def test_transformers_own_conversion_of_experts() -> None:
@@ -645,6 +748,59 @@ def test_a_loader_that_tells_tensors_by_their_addresses(
             known.add(told)
 
     assert not record(load, into).unwritten
+
+
+def repoint(made: list[Tensor]) -> None:
+    other = torch.empty(4, 6, device=made[0].device)
+    for tensor in made:
+        tensor.data = other
+
+
+def swap(made: list[Tensor]) -> None:
+    for tensor in made:
+        torch.utils.swap_tensors(tensor, torch.empty(4, 6, device=tensor.device))
+
+
+@pytest.mark.parametrize("give_up", [repoint, swap])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_that_a_loader_s_own_tensors_give_up(
+    device: str, give_up: Callable[[list[Tensor]], None]
+) -> None:
+    """New tensors lie at the same addresses, as there are many, and have other elements."""
+    count = 40
+    names = [f"w{i}" for i in range(count)]
+    into = {name: torch.zeros(4, 6, device=device) for name in names}
+
+    def load(given: dict[str, Tensor]) -> None:
+        made = []
+        for name in names[::2]:
+            into[name].copy_(given[name])
+            made.append(into[name].clone())
+        give_up(made)
+        for name in names[1::2]:
+            first, second = given[name].chunk(2)
+            into[name].copy_(torch.cat([second, first]))
+
+    found = smt.record(load, dict.fromkeys(names, ((4, 6), "float32")), into)
+    logical = {name: 24 * i + np.arange(24).reshape(4, 6) for i, name in enumerate(names)}
+    stored = found.fill(logical, empty=-1)
+    for i, name in enumerate(names):
+        np.testing.assert_array_equal(stored[name], np.roll(logical[name], 2 * (i % 2), axis=0))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_memory_of_a_scratch_module_that_is_cast(device: str) -> None:
+    count = 40
+    names = [f"w{i}" for i in range(count)]
+    into = {name: torch.zeros(4, 6, device=device) for name in names}
+
+    def load(given: dict[str, Tensor]) -> None:
+        nn.Sequential(*[nn.Linear(6, 4) for _ in names]).bfloat16()
+        for name in names:
+            first, second = given[name].chunk(2)
+            into[name].copy_(torch.cat([second, first]))
+
+    assert not smt.record(load, dict.fromkeys(names, ((4, 6), "float32")), into).unwritten
 
 
 def test_a_loader_that_leaves_out_tensors_without_data() -> None:

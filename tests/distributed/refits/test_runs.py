@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.tensors.refits.reads import Reads
 
 Given = dict[str, Tensor]
 SHAPES = dict.fromkeys("qk", ((4, 3), "float32"))
@@ -149,6 +150,18 @@ def test_a_loader_that_fails_without_data_and_loads_nothing_later() -> None:
         sm.StoreError, match=r"the loader raised Runtime.* on tensors without data, and wrote"
     ):
         record(load, into)
+
+
+def test_a_loader_that_fails_and_has_a_function() -> None:
+    into = make("meta", "a")
+
+    def load(given: Given) -> None:
+        into["a"].copy_(-torch.exp(given["v"]))
+
+    said = r"functions= says .* 'neg_exp', but the loader raised KeyError: 'v' on tensors without"
+    with pytest.raises(sm.StoreError, match=said) as caught:
+        record(load, into, functions={"a": "neg_exp"})
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def falls_back(a: Tensor, given: Given) -> None:
@@ -452,7 +465,7 @@ def test_a_module_is_as_before(change: str, fails: bool, ways: Any) -> None:
             raise KeyError("no such layer")
 
     if fails:
-        with pytest.raises(KeyError):
+        with pytest.raises(sm.StoreError, match=r"the loader raised KeyError: .*no such layer"):
             record(load, model, ways=ways)
     else:
         assert set(record(load, model, ways=ways).unwritten) == {"inner.weight", "inner.bias"}
@@ -675,6 +688,7 @@ FOUND: dict[str, tuple[Tensor, Callable[[Tensor], object]]] = {
     "nan": (torch.tensor([float("nan")]), lambda own: own.isnan().all()),
     "map": (torch.tensor([-1, 0, -1]), lambda own: own.tolist().count(-1) == 2),
     "order": (torch.tensor([2.0, 0.0, 1.0]), lambda own: own.argsort().tolist() == [1, 2, 0]),
+    "map_": (torch.tensor([5.0]), lambda own: own.new_zeros(1).map_(own, max).item() == 5),
     "part of memory": (torch.tensor([7, 1])[1:], lambda own: own.item() == 1),
 }
 
@@ -736,6 +750,16 @@ def test_a_map_without_data_is_named_if_a_loader_fails_on_it() -> None:
 
     with pytest.raises(sm.StoreError, match=r"IndexError.*; 'places' is read by the loader"):
         record(load, into)
+
+
+def test_memory_that_a_target_gives_up_is_not_taken_for_it() -> None:
+    into = {"flag": torch.ones(4)}
+    with Reads(into) as reads:
+        into["flag"].data = torch.ones(8)
+        # As there are many, new tensors would lie where the target lay.
+        for tensor in [torch.ones(4) for _ in range(100)]:
+            tensor.max()
+    assert reads.names == set()
 
 
 def test_a_target_of_which_only_the_shape_is_read() -> None:

@@ -385,7 +385,22 @@ def test_a_copy_that_is_the_tensor_itself() -> None:
         (
             "w.{c}.{d} = w.{c}.{d}",
             ["w.1.0"],
-            "in chunk 2, another index in chunk 1; declare the same chunk for both",
+            "'w.{c}.{d} = w.{c}.{d}' is in chunk 1 and, by index 'd', in chunk 2; make the two",
+        ),
+        (
+            "w.{c}.{d} = w.{c}.{d}",
+            ["w.0.0"],
+            "'w.{c}.{d} = w.{c}.{d}' is in chunk 0 and, by index 'd', in chunk 2; make the two",
+        ),
+        (
+            "w.{c} @pp=-1 = w.{c}",
+            ["w.1"],
+            "'w.{c} @pp=-1 = w.{c}' is in chunk 1 and, by @pp=-1, in chunk 2; make the two",
+        ),
+        (
+            "w.{c} @pp=-1 = w.{c}",
+            ["w.0"],
+            "'w.{c} @pp=-1 = w.{c}' is in chunk 0 and, by @pp=-1, in chunk 2; make the two",
         ),
     ],
 )
@@ -398,3 +413,12 @@ def test_a_tensor_is_in_one_place(text: str, tensors: list[str], said: str) -> N
     with pytest.raises(StoreError) as caught:
         bind(side, dict.fromkeys(tensors, ((1,), "int8")))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["w.{l} @tp=-1 = w.{l}", "w.{l} @pp=-1 = w.{l}", "w.{l} = w.{l}"])
+def test_the_last_coordinate_of_an_axis_is_in_the_stage_of_the_layer(text: str) -> None:
+    layers = tuple(Spot({"pp": layer % 2}, layer // 2, 0) for layer in range(4))
+    side = Stored(rows.parse(f"{text}\nnorm @tp=-1 = norm"), (Mesh(pp=2, tp=2),), {"l": layers})
+    chosen = "w.3" if "@pp" in text else "w.1"
+    slots = bind(side, dict.fromkeys([chosen, "norm"], ((1,), "int8"))).slots(3)
+    assert (slots[chosen].chunk, slots["norm"].chunk) == (int(chosen == "w.3"), 0)

@@ -26,15 +26,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Before", "describe", "key_of"]
+__all__ = ["Before", "describe", "key_of", "storage_of"]
 
 _Container: TypeAlias = MutableMapping[Any, Any] | list[Any] | set[Any]
 
 
 def key_of(tensor: Tensor) -> int:
-    """Return a key of the tensor's memory: equal for tensors that share a storage, while any of them lives."""
+    """Return a key of the tensor's memory: equal for tensors that share a storage, while that lives."""
+    return int(storage_of(tensor)._cdata)
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage:
+    """Return the tensor's memory, without a call of `__torch_function__`. It lives while this is kept, even if the
+    tensor is given other memory.
+    """
     with torch._C.DisableTorchFunction():
-        return int(tensor.untyped_storage()._cdata)
+        return tensor.untyped_storage()
 
 
 class Before:

@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["GIVES_MEMORY", "find_written", "list_tensors", "makes_views"]
+__all__ = ["CALLS_PYTHON", "GIVES_MEMORY", "find_written", "list_tensors", "makes_views"]
 
 GIVES_MEMORY = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 """Functions that read memory outside of operations, or let others read it."""
+CALLS_PYTHON = {Tensor.apply_, Tensor.map_, Tensor.map2_}
+"""Functions that change their first tensor outside of operations, by a Python function of the elements of all tensors
+that they get. Without data they do nothing."""
 
 
 def find_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmath_torch.tensors.refits.before import key_of
 from shardmath_torch.tensors.refits.operations import (
+    CALLS_PYTHON,
     GIVES_MEMORY,
     find_written,
     list_tensors,
@@ -52,7 +53,8 @@ class Reads(TorchDispatchMode):
         self._written: set[str] = set()
         self._tensors: dict[int, list[tuple[str, Tensor]]] = {}
         for name, tensor in chain(tensors.items(), (replaced or {}).items()):
-            self._tensors.setdefault(key_of(tensor), []).append((name, tensor))
+            # `data` are aliases, which keep their memory if a loader gives the tensor other memory.
+            self._tensors.setdefault(key_of(tensor), []).append((name, tensor.data))
         self._memory = _Memory(self)
 
     def __enter__(self) -> Reads:
@@ -76,8 +78,7 @@ class Reads(TorchDispatchMode):
             written = find_written(func, args, kwargs)
             arguments = list_tensors((args, kwargs))
             self.read(one for one in arguments if not any(one is into for into in written))
-            self._written |= self._find(written)
-            self.lost |= self._find(into for into in written if into.is_meta)
+            self.write(written)
         return func(*args, **kwargs)
 
     def read(self, given: Iterable[Tensor]) -> None:
@@ -85,6 +86,13 @@ class Reads(TorchDispatchMode):
         the constructor) that shares memory with one of them. Watched tensors that were written earlier are skipped.
         """
         self.names |= self._find(given) - self._written
+
+    def write(self, written: Sequence[Tensor]) -> None:
+        """Record that an operation writes into these tensors: watched tensors that share memory with one of them are
+        not read later, and are `lost` if it is on the meta device.
+        """
+        self._written |= self._find(written)
+        self.lost |= self._find(into for into in written if into.is_meta)
 
     def _find(self, given: Iterable[Tensor]) -> set[str]:
         """The names of tensors that share memory with one of these."""
@@ -102,7 +110,7 @@ class Reads(TorchDispatchMode):
 
 
 class _Memory(TorchFunctionMode):
-    """The mode that notes functions that give memory to Python or numpy, which are no operations."""
+    """The mode that notes functions that give memory or elements to Python or numpy, which are no operations."""
 
     def __init__(self, reads: Reads) -> None:
         super().__init__()
@@ -111,9 +119,12 @@ class _Memory(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Note what the function reads, and call it."""
+        """Note what the function reads and writes, and call it."""
         if func in GIVES_MEMORY:
             self._reads.read(list_tensors(args[:1]))
+        if func in CALLS_PYTHON:
+            self._reads.read(list_tensors(args))
+            self._reads.write(args[:1])
         return func(*args, **(kwargs or {}))
 
 

@@ -148,7 +148,7 @@ class _Recording:
                 failure = error
                 self.pieces, self.operations = {}, {}
         if unexplained and "numbers" in ways:
-            is_written = self._number(sorted(unexplained))
+            is_written = self._number(sorted(unexplained), failure)
             if failure is not None and not is_written:
                 why = word_error(failure)
                 raise StoreError(
@@ -339,15 +339,20 @@ class _Recording:
 
     # By numbers
 
-    def _number(self, names: list[str]) -> bool:
-        """Record these targets from runs on element numbers, and return whether any is written."""
+    def _number(self, names: list[str], failure: Exception | None) -> bool:
+        """Record these targets from runs on element numbers, and return whether any is written. `failure` is the error
+        of the run without data, if it failed.
+        """
         for name in names:
             if name in self.functions:
+                why = "the elements that it is computed from could not be followed"
+                if failure is not None:
+                    why = f"the loader raised {word_error(failure)} on tensors without data"
                 raise StoreError(
                     f"functions= says that {name!r} is computed by {self.functions[name]!r}, but "
-                    f"the elements that it is computed from could not be followed; load it by "
-                    f"plain copies and that function, or describe it by a row of sm.storage"
-                )
+                    f"{why}; load it by plain copies and that function, or describe it by a row of "
+                    f"sm.storage"
+                ) from failure
         types = {name: self.kept_targets.targets[name].dtype for name in names}
         numbering = Numbering(self.shapes, types.values())
         readings = {name: Reading(numbering, dtype) for name, dtype in types.items()}
@@ -443,15 +448,31 @@ class _Recording:
         tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
         try:
             found = kept_targets.occupy(run, untouched)
-            if read is None:
-                self._call(tensors)
-            else:
-                self._call_reading(tensors, read)
+            self._call_on_data(tensors, read)
             now = kept_targets.find()
             self._check(now)
             yield found, now
         finally:
             kept_targets.before.put_back()
+
+    def _call_on_data(
+        self, tensors: Mapping[str, Callable[[], Tensor]], read: set[str] | None
+    ) -> None:
+        """Run the loader on these tensors, and add to `read`, if given, what `_call_reading` adds. Raises StoreError if
+        the loader raises any error.
+        """
+        try:
+            if read is None:
+                self._call(tensors)
+            else:
+                self._call_reading(tensors, read)
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(
+                f"the loader raised {word_error(error)} on tensors with data; pass a loader that loads "
+                f"tensors of these shapes without an error"
+            ) from error
 
     def _call_reading(self, tensors: Mapping[str, Callable[[], Tensor]], read: set[str]) -> None:
         """Run the loader, and add to `read` the targets without data that it reads before it writes them."""

@@ -27,9 +27,10 @@ from shardmath.base.digest import digest
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.pieces import Piece, overlap
 from shardmath_torch.tensors.probes.patterns import as_words
-from shardmath_torch.tensors.refits.before import describe, key_of
+from shardmath_torch.tensors.refits.before import describe, key_of, storage_of
 from shardmath_torch.tensors.refits.contents import BLANK, Content, is_dense
 from shardmath_torch.tensors.refits.operations import (
+    CALLS_PYTHON,
     GIVES_MEMORY,
     find_written,
     list_tensors,
@@ -46,6 +47,8 @@ STORES = {aten.copy_.default, aten.fill_.Tensor}
 """Operations that write their second argument into their first."""
 ADDRESSES = {Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage}
 """Functions that return a tensor's address, which all tensors without data share."""
+IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+"""The function that torch calls for `tensor.is_meta`."""
 GOES_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result has a type or shape that depends on values."""
 BARRIER = torch.ops.c10d.barrier.default
@@ -97,8 +100,9 @@ class Watch(TorchDispatchMode):
         self.entered = threading.local()
         self._profile: Any = None
         self._lock = threading.RLock()
-        # A key identifies memory only while it lives, so all known memory is kept alive.
-        self._alive: list[Tensor] = [*sources.values(), *targets]
+        # A key identifies memory only while it lives, so all known memory is kept alive. A tensor does not keep its
+        # memory: a loader may give it other memory.
+        self._alive = [storage_of(tensor) for tensor in (*sources.values(), *targets)]
         self._contents: dict[int, Content | None] = {}
         # The operations, except copies, that made the content of each memory.
         self._operations: dict[int, tuple[str, ...]] = {}
@@ -202,6 +206,25 @@ class Watch(TorchDispatchMode):
                 "ways=('numbers',)"
             )
             raise self.failure
+
+    def check_call(self, func: Any, given: Iterable[Tensor]) -> None:
+        """Raise StoreError for a function that changes elements of tensors without data, which it skips; keep the error
+        as `failure`. `given` has the tensors that the function gets.
+        """
+        tensors = list(given)
+        self.check_values(tensors)
+        if any(tensor.device.type == "meta" for tensor in tensors):
+            self.failure = StoreError(
+                f"the loader calls {func.__name__}, which does nothing to a tensor without data; "
+                f"record it with ways=('numbers',)"
+            )
+            raise self.failure
+
+    def has_elements(self, tensor: Tensor) -> bool:
+        """Whether the loader has copied, or may have, elements into this tensor."""
+        if key_of(tensor) in self.writes:
+            return self._is_written(tensor)
+        return self._contents.get(key_of(tensor), BLANK) is not BLANK
 
     def _write(
         self, func: Any, written: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -358,7 +381,8 @@ class Watch(TorchDispatchMode):
         """
         for tensor in list_tensors((call.args, call.kwargs)):
             key = key_of(tensor)
-            if tensor.is_meta and key in self.writes and key not in self._contents:
+            is_empty = key in self.writes and key not in self._contents
+            if is_empty and tensor.device.type == "meta":
                 return False
         return len(followed) == 1
 
@@ -378,9 +402,9 @@ class Watch(TorchDispatchMode):
             return f"[{', '.join(map(self._show, argument))}]"
         if not isinstance(argument, Tensor):
             return repr(argument)
-        if argument.is_meta:
-            # Without values it equals only itself, which its place in memory identifies while it lives.
-            self._alive.append(argument)
+        if argument.device.type == "meta":
+            # Without values it equals only itself, which its place in memory identifies while that lives.
+            self._alive.append(storage_of(argument))
             return f"tensor {self._numbers.setdefault(describe(argument), len(self._numbers))}"
         return f"tensor {digest((argument.dtype, argument.shape, _list_bytes(argument)))[:8]}"
 
@@ -388,7 +412,7 @@ class Watch(TorchDispatchMode):
         self, tensor: Tensor, content: Content | None, dtype: torch.dtype | None = None
     ) -> None:
         """Note the content of a tensor's memory, None if unknown, and the type of its elements."""
-        self._alive.append(tensor)  # a key identifies memory only while it lives
+        self._alive.append(storage_of(tensor))  # a key identifies memory only while it lives
         self._contents[key_of(tensor)] = content
         self._dtypes[key_of(tensor)] = dtype or tensor.dtype
 
@@ -428,6 +452,8 @@ def _make_class(watch: Watch) -> type[Tensor]:
             try:
                 if func in ADDRESSES and watch.thread is not None:
                     watch.check_address(args[0])
+                if func in CALLS_PYTHON and watch.thread is not None:
+                    watch.check_call(func, list_tensors(args))
                 # Without a watched thread nothing is watched; where a mode is entered, it sees the operation already.
                 if watch.thread is None or getattr(watch.entered, "here", False):
                     return _call_as(cls, func, args, kwargs)
@@ -474,7 +500,7 @@ class _OtherThread(TorchDispatchMode):
 
 
 class _ReadMode(TorchFunctionMode):
-    """The mode that checks functions that read memory, or say where it is, outside of operations."""
+    """The mode that checks functions that read memory, change it, or say where it is, outside of operations."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -483,12 +509,19 @@ class _ReadMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function. Raises StoreError if it needs memory into which something was really written."""
+        """Call the function. Raises StoreError if it needs memory into which something was really written.
+
+        A tensor with elements is not said to be on the meta device: some functions of torch would then skip it.
+        """
         has_ended = self._watch.thread is None
         if func in GIVES_MEMORY and not has_ended:
             self._watch.check_values(args[:1])
         if func in ADDRESSES and not has_ended:
             self._watch.check_address(args[0])
+        if func in CALLS_PYTHON and not has_ended:
+            self._watch.check_call(func, list_tensors(args))
+        if func == IS_META and not has_ended and self._watch.has_elements(args[0]):
+            return False
         return func(*args, **(kwargs or {}))
 
 
