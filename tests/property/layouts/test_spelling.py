@@ -198,8 +198,8 @@ class Strange:
             lambda: Layout((9,), MESH, {"tp": Strange()}),
             PlacementError,
             (
-                "Strange() is not a placement; use one such as shardmath.Shard(0), or a "
-                "class with `dim` and `split(n, parts) -> tuple of Runs`"
+                "Strange() is not a placement; use one such as shardmath.Shard(0), or an "
+                "object with `dim` and `split(n, parts) -> tuple of Runs`"
             ),
         ),
         (
