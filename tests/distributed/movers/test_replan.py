@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.pool import Pool, alone
+from tests.distributed.pool import Pool, alone, free_port
 from tests.distributed.tasks import replans
 
 FINE = [""]
@@ -93,6 +93,34 @@ def test_engines_of_a_refit(pool: Pool, changes: bool) -> None:
     for found in pool.run(replans.refit_on, changes):
         told = [text for text in found if text]
         assert len(told) == 1 and "got NoneType" in told[0]
+
+
+@pytest.mark.parametrize("kind", ["direct", "all", "changes"])
+def test_processes_take_other_ranks(pool: Pool, kind: str) -> None:
+    """In another group, of the same plan, and of one that ranks have left."""
+    for said in pool.run(replans.renumbered, f"127.0.0.1:{free_port()}", kind):
+        assert not any(said), said
+
+
+REFUSED = "transforms were made for rank 0, but this process is rank 1 in the group"
+
+
+def test_processes_whose_transforms_are_of_other_ranks(pool: Pool) -> None:
+    """An error on all ranks, and the mover stays where it is."""
+    where = f"127.0.0.1:{free_port()}"
+    for first, second, refused, *after in pool.run(replans.renumbered, where, "transforms"):
+        assert f"rank 1: {REFUSED}; give all processes" in refused
+        assert not any([first, second, *after])
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_processes_of_a_refit_take_other_ranks(pool: Pool, casts: bool) -> None:
+    """They give other tensors, unless a rule was made ready for others."""
+    where = f"127.0.0.1:{free_port()}"
+    for first, replan, step, *after in pool.run(replans.renumbered_refit, where, casts):
+        assert (REFUSED in replan) == casts
+        assert ("has not prepared the refit" in step) != casts
+        assert not any([first, *after])
 
 
 def test_a_refit_whose_tensors_were_bound_in_part(pool: Pool) -> None:

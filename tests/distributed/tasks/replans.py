@@ -14,7 +14,9 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.layouts.algebra.runs import from_ranges
+from shardmath.transforms import Cast
 from shardmath_gloo.wire import GlooWire
+from shardmath_torch.groups.agreement.gather import gather
 from tests.distributed.tasks import refits
 from tests.distributed.tasks.breaks import Said, ends
 from tests.distributed.tasks.scenarios import group_of
@@ -319,6 +321,91 @@ def refit_on(rank: int, changes: bool) -> list[Any]:
     found.append(ends(lambda: refit.replan(None if rank == 2 else rest)))  # type: ignore[arg-type]
     step(5, mine)
     return found
+
+
+RENUMBERED = (1, 0, 3, 2, 4, 5, 7, 6)
+"""The ranks that processes have in a second group: some have another rank's, some their own."""
+
+
+def renumbered(rank: int, where: str, kind: str) -> list[Said]:
+    """All processes meet in another group, most by other ranks, and replan the same plan; then back again."""
+    sides: list[dict[str, sm.Layout]] = [{}, {}]
+    # What changes of a sum is no change that could be sent.
+    for name in "vw" if kind == "changes" else "vwx":
+        shape = SHAPES[name]
+        half, most = shape[1] // 2, shape[1]
+        # The two ranks of an engine have parts of one size that begin in other orders.
+        parts = [(0, 1), (2, half + 1)], [(half + 1, most), (1, 2)]
+        table = sm.Table(1, tuple(map(from_ranges, parts)))
+        sides[0][name] = sm.Layout(shape, TRAINERS, DIVIDED[name])
+        sides[1][name] = sm.Layout(shape, ENGINES, {"tp": table})
+    p = sm.plan(*sides)
+    commit = "all" if kind == "all" else "direct"
+    options: dict[str, Any] = {"timeout": 10.0, "commit": commit}
+    if kind == "transforms":
+        made = sm.transforms.transformed(*sides, {})
+        move: Any = smt.compile_transformed(made, p, **options)
+    else:
+        move = (smt.compile_changes if kind == "changes" else smt.compile)(p, **options)
+    held = Held(rank, p)
+    said = [held.move(move, 0), held.move(move, 1)]
+    place = RENUMBERED[rank]
+    group = smt.connect(where, place, 8, timeout=20.0)
+    said.append(ends(lambda: move.replan(p, group=group)))
+    if said[-1]:
+        place = rank
+    held = Held(place, p)
+    said += [held.move(move, step) for step in (2, 3)]
+    said.append(ends(lambda: move.replan(sm.without(p, engine(1)), group=dist.group.WORLD)))
+    said.append(ends(lambda: move.replan(p)))
+    said.append(Held(rank, p).move(move, 4))
+    gather("", group, "end")
+    smt.disconnect(group)
+    return said
+
+
+def renumbered_refit(rank: int, where: str, casts: bool) -> list[Said]:
+    """As `renumbered`, of a refit: those who keep their rank prepare nothing again."""
+    shape = (16, 8)
+    src = sm.Layout(shape, sm.Mesh(tp=4), "(tp n) h")
+    dtype = "bfloat16" if casts else "float32"
+    dst = sm.Layout(shape, sm.Mesh(tp=4, ranks=range(4, 8)), "n (tp h)", dtype=dtype)
+    by_rule: Any = {"served": {"w": (shape, dtype)}, "rules": {"w": Cast(dtype)}} if casts else {}
+    planned = sm.refit({"w": src}, {"w": dst}, {"w": (shape, "float32")}, **by_rule)
+    refit = smt.Refit(planned, timeout=10.0)
+    whole = torch.arange(128.0).view(shape)
+
+    def hold(place: int) -> tuple[Any, Any]:
+        rows, columns = (src if place < 4 else dst).indices(place)
+        part = whole[rows][:, columns].to(torch.float32 if place < 4 else getattr(torch, dtype))
+        return ({"w": part}, None) if place < 4 else (None, {"w": torch.zeros_like(part)})
+
+    def step(place: int) -> Said:
+        if out is not None:
+            out["w"].fill_(-1.0)
+        said = ends(refit)
+        _, columns = dst.indices(place) if out is not None else (None, None)
+        right = out is None or torch.equal(out["w"], whole[:, columns].to(out["w"].dtype))
+        return said or ("" if right else "WRONG")
+
+    given, out = hold(rank)
+    refit.prepare(given, out)
+    said = [step(rank)]
+    place = RENUMBERED[rank]
+    group = smt.connect(where, place, 8, timeout=20.0)
+    said.append(ends(lambda: refit.replan(planned, group=group)))
+    if said[-1]:
+        place = rank
+    said.append(step(place))
+    if place == rank and not casts:
+        said.append(ends(refit.prepare))
+    else:
+        given, out = hold(place)
+        said.append(ends(lambda: refit.prepare(given, out)))
+    said.append(step(place))
+    gather("", group, "end")
+    smt.disconnect(group)
+    return said
 
 
 def refit_bound_in_part(rank: int) -> list[Said]:

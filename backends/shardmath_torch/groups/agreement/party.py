@@ -29,7 +29,7 @@ from shardmath_torch.groups.agreement.turns import Refused, Turns, Unasked
 from shardmath_torch.groups.agreement.wire import LATE, PeerFailure, Wire
 from shardmath_torch.groups.stores import serves_store
 
-__all__ = ["Party", "is_time", "word_bad_time"]
+__all__ = ["Party", "is_time", "retake", "word_bad_time"]
 
 FIX = "this process group is broken: make another, and continue in it by mover.replan(plan, group=...)"
 
@@ -375,6 +375,31 @@ class Party:
         store = compat.store_of(self.group)
         turns = self.turns
         return FailureDetector(store, turns.host, turns.nonce, self.rank, self.ranks, self.grace)
+
+
+def retake(find: Callable[[], Party], take: Callable[[Party, Callable[[], None]], _T]) -> _T:
+    """Return `take(party, begin)`, with the Party that `find` returns, such as a mover's. `take` takes a turn of that
+    Party and calls `begin` first of all in it. If `find` returns another Party by then, since another thread has
+    replanned the mover meanwhile, `begin` raises, and `take` is called again with that one.
+    """
+    while True:
+        party = find()
+        has_begun = False
+
+        def begin(party: Party = party) -> None:
+            nonlocal has_begun
+            if find() is not party:
+                raise ExchangeError(
+                    "another thread has replanned the mover meanwhile, and this is called again"
+                )
+            has_begun = True
+
+        try:
+            return take(party, begin)
+        except ExchangeError:
+            # Also of errors of the former Party's group, which may be broken: they are nobody's now.
+            if has_begun or find() is party:
+                raise
 
 
 def _word_fix(cause: str) -> str:

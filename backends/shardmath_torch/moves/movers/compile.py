@@ -148,18 +148,19 @@ class _Maker:
         plan: object,
         group: compat.Group,
         timeout: float | None,
-        former: Former,
+        find_former: Callable[[], Former],
         take: Callable[[Ready], None],
     ) -> None:
-        """Compile another plan for the mover whose state so far is `former`, with the same settings (except `timeout`,
-        if given), and call `take` with the result."""
+        """Compile another plan for the mover whose state so far is what `find_former` returns, with the same settings
+        (except `timeout`, if given), and call `take` with the result."""
         settings = self.settings
         if timeout is not None:
             settings = settings._replace(timeout=timeout)
         if self.agree_first is not None:
             self.agree_first(plan, group, settings)
         maker = replace(self, settings=settings)
-        _make_ready(group, _Request(plan, maker, former), take)  # type: ignore[arg-type]
+        request = _Request(plan, maker)  # type: ignore[arg-type]
+        _make_ready(group, request, find_former, take)
 
 
 class _Request(NamedTuple):
@@ -172,9 +173,13 @@ class _Request(NamedTuple):
 
 
 def _make_ready(
-    group: compat.Group | None, request: _Request, take: Callable[[Ready], None] | None = None
+    group: compat.Group | None,
+    request: _Request,
+    find_former: Callable[[], Former | None] = lambda: None,
+    take: Callable[[Ready], None] = lambda ready: None,
 ) -> Ready:
-    """Agree on the request in a turn of the group, and call `take` with the result within the turn."""
+    """Agree on the request in a turn of the group. Within the turn, call `find_former` before, and `take` with the
+    result."""
     plan = request.plan
     settings = request.maker.settings
     settings = settings._replace(max_inflight_bytes=_read_limit(plan, settings.max_inflight_bytes))
@@ -189,9 +194,8 @@ def _make_ready(
     request = request._replace(settings=settings)
 
     def act() -> Ready:
-        ready = _agree(party.with_own_key(), request)
-        if take is not None:
-            take(ready)
+        ready = _agree(party.with_own_key(), request._replace(former=find_former()))
+        take(ready)
         return ready
 
     return party.together(
@@ -338,7 +342,7 @@ def _make(
 
 def _follow(party: Party, request: _Request, peers: int, by_addend: bool) -> _PartCarrier | None:
     """The previous part, continued by the plan at this pace; None if a new part is needed."""
-    plan, former = request.plan, request.former
+    plan, former = request.plan, _find_followable(party, request)
     if former is None or isinstance(plan, Program):
         return None
     limit = _limit_of(request)
@@ -350,6 +354,13 @@ def _follow(party: Party, request: _Request, peers: int, by_addend: bool) -> _Pa
     if carrier is not None:
         return _PartCarrier(part, carrier, keeps_bound=True)
     return _PartCarrier(part, _make_carrier(party, request, part), keeps_bound=False)
+
+
+def _find_followable(party: Party, request: _Request) -> Former | None:
+    """The state before a replan, if its part can be followed; None if this process had another rank, whose part it
+    is."""
+    former = request.former
+    return former if former is not None and former.part.rank == party.rank else None
 
 
 def _limit_of(request: _Request) -> int:
@@ -378,10 +389,11 @@ def _check_and_outline(party: Party, request: _Request) -> _Proposal:
     if former is not None and block_of(party.group) is not None:
         what = "replan was called inside of a smt.commit block of the mover's process group"
         raise ExchangeError(f"{what}; call it after the block")
-    if former is not None:
+    followable = _find_followable(party, request)
+    if followable is not None:
         # One of them is None if the plans are unrelated, or if either is a program: then nothing is followed.
-        peers = former.count_peers(plan)
-        pace = former.part.pace
+        peers = followable.count_peers(plan)
+        pace = followable.part.pace
         if peers is not None and pace is not None:
             return _Proposal(peers, followed=_follow(party, request, peers, pace.by_addend))
     outline = outline_part(plan, party.rank)

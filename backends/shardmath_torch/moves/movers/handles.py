@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -43,6 +44,8 @@ class Handle:
         device = party.wire.device
         self._order = _OrderOfStreams(device) if device.type == "cuda" else _Order()
         turns = party.turns
+        # Weakly: a handle that is kept must not keep a group's listening thread.
+        self._turns = weakref.ref(turns)
 
         def run() -> None:
             # Of this thread: its calls on the group do not wait for background moves, of which they are one.
@@ -75,13 +78,18 @@ class Handle:
         """Wait until the move has ended on this rank; raises as the call without `async_op` would, each time.
 
         Raises ExchangeError after `timeout` seconds; the move continues, as it does if Ctrl-C ends the wait, and may be
-        waited for again.
+        waited for again. Also raises ExchangeError, at once, in the middle of another call on the process group, as in
+        a progress callback, for whose end the move waits.
         """
         if timeout is not None and not is_time(timeout):
             raise ExchangeError(word_bad_time(timeout))
         if self._errand.is_mine:
             what = "handle.wait() was called inside of the move that it would wait for"
             raise ExchangeError(f"{what}; call it in the thread that started the move")
+        turns = self._turns()
+        if turns is not None and not self.done():
+            # The move waits for the operation that this thread is in.
+            turns.refuse_nested()
         if not self._errand.wait(None if timeout is None else float(timeout)):
             what = f"the move is still in flight after {shown(timeout)} s"
             raise ExchangeError(f"{what}; wait again, and do not touch its tensors until then")

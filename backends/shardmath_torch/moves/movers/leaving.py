@@ -7,7 +7,8 @@ callback, they raise ExchangeError.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn, Self
 
 from shardmath.base.errors import ExchangeError
@@ -74,6 +75,17 @@ class Leaving(Leaves):
         what = f"{self._name} belongs to its process group, and cannot be copied or pickled"
         raise ExchangeError(f"{what}; use this one, or compile the plan where another is needed")
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Make other calls on the mover's process group wait during the `with` block, also if another thread has given
+        the mover another group while this one waited."""
+        while True:
+            party = self._party
+            with party.alone():
+                if self._party is party:
+                    yield
+                    return
+
     def _drop(self) -> None:
         """Drop all tensors."""
         self._bound.let_go()
@@ -88,13 +100,13 @@ class Leaving(Leaves):
         After that a mover of changes objects to all calls until one with `whole=True`. Raises ExchangeError in the
         middle of a move, and while moved bytes wait for the end of a `smt.commit`.
         """
-        with self._party.alone():
+        with self._alone():
             self._landing.check_free(None)
             self._drop()
             besides()
 
     def _part(self, why: str, besides: Callable[[], None] = lambda: None) -> None:
-        with self._party.alone():
+        with self._alone():
             if self._closed:
                 return
             self._landing.check_free(None)

@@ -31,6 +31,7 @@ from shardmath.plans.programs.program import Program
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.naming import describe_crossing, word_objection
+from shardmath_torch.groups.agreement.party import Party, retake
 from shardmath_torch.groups.agreement.turns import Unasked, check_thread, in_thread
 from shardmath_torch.groups.agreement.wire import PeerFailure
 from shardmath_torch.moves.commits.blocks import CommitBlock, Member, block_of
@@ -203,13 +204,15 @@ class Mover(Leaving):
         """
         replan_by(self, plan, group, timeout)
 
-    @property
-    def _former(self) -> Former:
-        """The state that a replan continues from."""
+    def _find_former(self, party: Party) -> Former:
+        """The state that a replan by the calling thread continues from; `party` was the mover's as the replan began."""
         ready = self._ready
         device = ready.party.wire.device
         # None: moves of any unfinished commit block are in the way.
         objection = self._word_closed() or self._landing.word_waiting(None)
+        if ready.party.group is not party.group:
+            what = "another thread has replanned the mover to another process group meanwhile"
+            objection = f"{what}; call replan again"
         return Former(ready.part, ready.carrier, device, ready.peers, self.version, objection)
 
     def _find_objection_beside(self, async_op: object) -> str:
@@ -223,21 +226,32 @@ class Mover(Leaving):
         return start(self._party, lambda: self._run(copied))
 
     def _run(self, call: Call) -> None:
-        """Make the move, timed."""
-        with self._ledger.time(call.label, call.progress) as watch:
-            self._take_turn(call, watch)
+        """Make the move in the mover's group, timed."""
 
-    def _take_turn(self, call: Call, watch: Stopwatch) -> None:
-        """Make the move as a turn of the group."""
+        def take(party: Party, begin: Callable[[], None]) -> None:
+            with self._ledger.time(call.label, call.progress) as watch:
+                self._take_turn(party, begin, call, watch)
+
+        retake(lambda: self._party, take)
+
+    def _take_turn(
+        self, party: Party, begin: Callable[[], None], call: Call, watch: Stopwatch
+    ) -> None:
+        """Make the move as a turn of the group of `party`, which `begin` finds to be the mover's still (`retake`)."""
         self.check_open()
-        if not compat.is_there(self._party.group):
-            what = f"the process group of {self._name} was {compat.word_gone(self._party.group)}"
+        if not compat.is_there(party.group):
+            what = f"the process group of {self._name} was {compat.word_gone(party.group)}"
             raise ExchangeError(f"{what}; make a new group, and compile the plan on it")
-        block = block_of(self._party.group)
+        block = block_of(party.group)
+
+        def move() -> str:
+            begin()
+            return self._move(call, block, watch)
+
         # If the group breaks, the error says what the destinations hold.
-        with self._landing.telling(self._party.turns):
-            difference = self._party.together(
-                lambda: self._move(call, block, watch),
+        with self._landing.telling(party.turns):
+            difference = party.together(
+                move,
                 lambda failure, rank: describe_crossing(self._ready.given, failure.tensor, rank),
                 "mover",
                 call.patience or 0.0,
@@ -393,20 +407,25 @@ def replan_by(
 ) -> None:
     """Change the mover to another plan, as `Mover.replan` does. Then call `besides`, with which the caller changes its
     other state; if ranks do not agree to the plan, `besides` is not called."""
-    party = mover._party
-    new_group = party.group if group is None else group
-    is_other = new_group is not party.group
-    if not is_other:
-        # On another group a closed mover is an objection in the vote; in its own, all ranks know of it.
-        mover.check_open()
 
     def take(ready: Ready) -> None:
         mover._take(ready)
         besides()
 
-    # A turn of the other group does not keep this group's moves out while the mover changes.
-    with party.alone() if is_other else party.replanning():
-        mover._ready.again(plan, new_group, timeout, mover._former, take)
+    while True:
+        party = mover._party
+        new_group = party.group if group is None else group
+        is_other = new_group is not party.group
+        if not is_other:
+            # On another group a closed mover is an objection in the vote; in its own, all ranks know of it.
+            mover.check_open()
+        # A turn of the other group does not keep this group's moves out while the mover changes.
+        with party.alone() if is_other else party.replanning():
+            # Another thread may have replanned the mover while this one waited.
+            if mover._party is party:
+                former = functools.partial(mover._find_former, party)
+                mover._ready.again(plan, new_group, timeout, former, take)
+                return
 
 
 def move_by(mover: Mover, call: Call, async_op: bool = False) -> Handle | None:

@@ -102,8 +102,9 @@ class Ready(NamedTuple):
 
 
 class Again(Protocol):
-    """The interface of functions that compile another plan for a mover. `former` is the mover's state under the
-    previous plan, from which the mover continues.
+    """The interface of functions that compile another plan for a mover. `find_former` returns the mover's state under
+    the previous plan, from which the mover continues; it is called within the turn, before which other threads may
+    still move.
 
     Calls `take` once all ranks agree; an exception in it, as Ctrl-C, is this rank's failure.
     """
@@ -113,6 +114,6 @@ class Again(Protocol):
         plan: object,
         group: compat.Group,
         timeout: float | None,
-        former: Former,
+        find_former: Callable[[], Former],
         take: Callable[[Ready], None],
     ) -> None: ...

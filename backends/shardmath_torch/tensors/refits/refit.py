@@ -28,7 +28,7 @@ from shardmath.values.transforms.transformed import Transformed
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.naming import attempt
-from shardmath_torch.groups.agreement.party import Party
+from shardmath_torch.groups.agreement.party import Party, retake
 from shardmath_torch.groups.agreement.transport import join
 from shardmath_torch.moves.commits.blocks import Member
 from shardmath_torch.moves.commits.shadows import Pair
@@ -147,7 +147,7 @@ class Refit(Leaves):
         # In this order: making the mover sets the two above, and joining needs the mover and the timeout.
         self._mover = self._make_mover(group, settings, changes)
         self._timeout = timeout
-        self._party = self._join(group)
+        self._party = self._join()
         # The views that a call moves. A replan narrows `_src` to the plan's tensors, always starting from `_all_src`.
         self._all_src = self._src = self._dst = Views({}, [])
         # The tensors that are checked before each move; None if this rank is not prepared.
@@ -172,7 +172,7 @@ class Refit(Leaves):
             _, stage = make_ends(transforms, moving, joined, timeout, commit, holds=True)
             self._transform_stage = stage
             stages += (stage,)
-            agree_first = functools.partial(self._agree_again, transforms)
+            agree_first = functools.partial(self._agree_again, transforms, stage.rank)
         if changes:
             from shardmath_torch.tensors.changes.changes import make_changes
 
@@ -185,6 +185,7 @@ class Refit(Leaves):
     def _agree_again(
         self,
         transforms: Transformed,
+        rank: int,
         plan: object,
         group: compat.Group | None,
         settings: Settings,
@@ -192,7 +193,7 @@ class Refit(Leaves):
         """Before a replan, agree on the mover's transforms, which stay. Collective."""
         from shardmath_torch.tensors.transforms.compile import agree_again
 
-        agree_again(transforms, plan, group, settings, self._replanned)
+        agree_again(transforms, rank, plan, group, settings, self._replanned)
 
     def replan(
         self,
@@ -205,10 +206,10 @@ class Refit(Leaves):
         back. Collective.
 
         If engines have only left the same refit (`planned.without`), tensors stay bound. Otherwise all ranks prepare
-        again; if engines have come back, `prepare()` without arguments binds the tensors that were bound. Raises
-        ExchangeError on all ranks if the rules of `planned` are others than this refit's.
+        again; if engines have come back, `prepare()` without arguments binds the tensors that were bound. A process
+        with another rank in `group` gives its tensors again, too. Raises ExchangeError on all ranks if the rules of
+        `planned` are others than this refit's, or if there are rules and a process has another rank.
         """
-        joined = self._party.group if group is None else group
         # A value that is not a refit is rejected in the vote, since the other ranks wait for it.
         plan = planned.plan if isinstance(planned, Planned) else planned
         self._replanned = planned.transforms if isinstance(planned, Planned) else None
@@ -217,30 +218,34 @@ class Refit(Leaves):
         def adopt() -> None:
             # Called once all ranks have agreed.
             self._timeout = limit
-            self._party = self._join(joined)
-            self._rebindable = self._find_rebindable(planned)
+            bound_rank = self._party.rank
+            self._party = self._join()
+            self._rebindable = self._find_rebindable(planned, bound_rank)
             none_is_back = set(planned.plan.left).issuperset(self.planned.plan.left)
             stays_bound = none_is_back and are_related(self.planned, planned)
             self._watched = self._rebindable if stays_bound else None
             self._src = self._all_src.keep(planned.moved)
             self.planned = planned
 
-        replan_by(self._mover, plan, joined, timeout, adopt)
+        replan_by(self._mover, plan, group, timeout, adopt)
 
-    def _join(self, group: compat.Group | None) -> Party:
-        """This rank in the group, taking turns with the refit's mover."""
-        party = join(compat.group_of(group), self._timeout, Settings(self._timeout).grace)
-        return replace(party, key=self.member.key)
+    def _join(self) -> Party:
+        """This rank in the mover's group, taking turns with the mover."""
+        member = self.member
+        party = join(member.group, self._timeout, Settings(self._timeout).grace)
+        return replace(party, key=member.key)
 
-    def _find_rebindable(self, planned: Planned) -> list[Watched] | None:
-        """The watched tensors that `planned` moves too; None if tensors must be given again. Drops all bound tensors of
-        a rank that leaves."""
+    def _find_rebindable(self, planned: Planned, bound_rank: int) -> list[Watched] | None:
+        """The watched tensors that `planned` moves too; None if tensors must be given again, as if they were bound for
+        another rank. Drops all bound tensors of a rank that leaves."""
         rank = self._party.rank
         if rank in planned.plan.left:
             # A rank that leaves moves nothing, and lets its tensors go.
             self._all_src = self._dst = Views({}, [])
             return []
         if not are_related(self.planned, planned) or rank in self.planned.plan.left:
+            return None
+        if rank != bound_rank:
             return None
         if list_sides(self.planned, rank) != list_sides(planned, rank):
             return None
@@ -336,9 +341,14 @@ class Refit(Leaves):
             find_owners(watched, self._modules)
             self._watched = watched
 
-        self._party.together(
-            lambda: self._agree(bind), lambda failure, rank: "tensors were prepared"
-        )
+        def take(party: Party, begin: Callable[[], None]) -> None:
+            def agree() -> None:
+                begin()
+                self._agree(bind)
+
+            party.together(agree, lambda failure, rank: "tensors were prepared")
+
+        retake(lambda: self._party, take)
 
     def release(self) -> None:
         """Release the bound tensors and free extra memory, like `Mover.let_go`; call prepare() before the next move."""

@@ -104,7 +104,7 @@ class EndStage(Stage):
     ) -> None:
         self._holds = holds
         self._parts = parts
-        self._rank = party.rank
+        self.rank = party.rank
         self._device = party.wire.device
         sides = zip(("source", "destination"), parts, strict=True)
         src, dst = (
@@ -136,7 +136,7 @@ class EndStage(Stage):
     @property
     def nbytes(self) -> int:
         """The bytes of the buffers for transformed tensors, whether or not they are allocated yet."""
-        return sum(count_bytes(worker.job, self._rank) for worker in self._workers)
+        return sum(count_bytes(worker.job, self.rank) for worker in self._workers)
 
     @property
     def _workers(self) -> list[Worker]:
@@ -346,13 +346,14 @@ def compile_transformed(
     process_group = compat.group_of(group)
     agreed_plan, ends = make_ends(transforms, plan, process_group, timeout, commit)
     settings = Settings(timeout, max_inflight_bytes, engine, thread, commit, agree)
-    agree_first = functools.partial(agree_again, transforms)
+    agree_first = functools.partial(agree_again, transforms, ends.rank)
     ready = make_ready(agreed_plan, process_group, settings, (ends,), agree_first=agree_first)
     return TransformedMover(transforms, ready, ends)
 
 
 def agree_again(
     transforms: Transformed,
+    rank: int,
     plan: object,
     group: compat.Group | None,
     settings: Settings,
@@ -362,16 +363,19 @@ def agree_again(
     Collective, with the timeout of `settings`. If `planned` (the transforms for which `plan` was made) is given, it
     must equal `transforms`.
 
-    `plan` must move the transformed tensors, and `transforms` must be equal on all ranks.
+    `plan` must move the transformed tensors, and `transforms` must be equal on all ranks. `rank` is the one for which
+    this process made its buffers, which it must be in `group`, too.
     """
+    party = join_group(group, settings.timeout)
 
     def check_all() -> None:
+        _check_rank(rank, party.rank)
         _check_plan(transforms, plan)
         if planned is not None:
             _check_equal(transforms, planned)
 
     _, objection = attempt(check_all)
-    _agree(join_group(group, settings.timeout), transforms, objection)
+    _agree(party, transforms, objection)
 
 
 def make_ends(
@@ -437,6 +441,18 @@ def _check_commit(parts: Iterable[_PartWorker], commit: object) -> None:
                 f"commit='all' is given, but a hook stores {job.key!r} itself as soon as it arrives"
             )
             raise ExchangeError(f"{what}; compile with commit={DIRECT!r}")
+
+
+def _check_rank(before: int, now: int) -> None:
+    """Raise ExchangeError if this process has another rank than the one that its transforms were made for."""
+    if before != now:
+        what = (
+            f"transforms were made for rank {before}, but this process is rank {now} in the group"
+        )
+        fix = (
+            "give all processes the ranks they had, or make another mover or smt.Refit on all ranks"
+        )
+        raise ExchangeError(f"{what}; {fix}")
 
 
 def _check_plan(t: Transformed, given: object) -> None:
