@@ -263,7 +263,10 @@ def _load_solver() -> _Solver:
     """scipy's linear assignment, which the core does without until it is needed."""
     try:
         optimize = importlib.import_module("scipy.optimize")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        # A scipy that is there may lack something itself.
+        if error.name not in ("scipy", "scipy.optimize"):
+            raise
         raise PlanError(
             "relabel solves a linear assignment with scipy, which is not installed; "
             "run pip install 'shardmath[relabel]'"

@@ -67,7 +67,7 @@ class Former(NamedTuple):
 
     def keep_carrier(self, task: Task) -> Carrier | None:
         """Return a carrier (the object that moves a rank's bytes) for `task` that reuses the previous carrier's tensors
-        and memory, or None if the change of plan does not permit that."""
+        and memory, or None if the change of plan, another device or the kind of carrier does not permit that."""
         change = compare(self.part, task.part.plan)
         # A carrier can drop ranks that are gone, but not add ranks that are back.
         if change is None or change.back or self.part.rank in change.gone:
@@ -75,6 +75,7 @@ class Former(NamedTuple):
         if task.wire.device != self.device:
             return None
         gone = change.gone
+        # The engine posts the messages; it keeps those from and to ranks that stay.
         return self.carrier.keep(task.part, lambda engine: engine.keep(task, gone))
 
 
