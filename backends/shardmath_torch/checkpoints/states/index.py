@@ -167,7 +167,7 @@ def _write_parameter(name: str, entries: Entries) -> dict[str, Any]:
     for key, entry in entries.items():
         written[key] = _write_entry(entry, f"{key!r} of {name!r}")
         if entry.origin:
-            written[key]["origin"] = entry.origin
+            written[key]["origin"] = list(entry.origin)
     return written
 
 
@@ -176,7 +176,7 @@ def _write_entry(entry: Entry, what: str) -> dict[str, Any]:
         case Like():
             return {"like": entry.dtype}
         case Own():
-            return {"own": [entry.dtype, entry.shape]}
+            return {"own": [entry.dtype, list(entry.shape)]}
         case Value():
             return {"value": code_value(entry.value, what)}
 

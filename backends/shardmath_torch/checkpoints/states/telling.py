@@ -129,9 +129,15 @@ def _gather_reports(
     # A separate step name: a rank that found other meshes is in another step, which raises at once.
     report = on_all("describe what lies on separate meshes", make_report, group)
     _, group_size = share_of(group)
+    reports = gather_all("report what lies only on it", report, group_size, group)
+    return on_all("read what lies on separate meshes", partial(_join_reports, reports), group)
+
+
+def _join_reports(reports: Iterable[Mapping[str, Any]]) -> Elsewhere:
+    """All ranks' reports as one."""
     entries: dict[str, Entries] = {}
     groups: list[SavedGroup] = []
-    for each in gather_all("report what lies only on it", report, group_size, group):
+    for each in reports:
         entries |= read_entries(each["entries"])
         groups += read_groups(each["groups"])
     return Elsewhere(entries, tuple(groups))
