@@ -12,7 +12,9 @@ from torch import Tensor, nn, optim
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states import training
+from tests.distributed.pool import Pool
 from tests.distributed.states.test_restoring import Tied
+from tests.distributed.tasks import training as work
 from tests.distributed.tasks.states import same, small, values
 
 
@@ -134,6 +136,12 @@ def test_a_number_becomes_a_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
     training.load_state(tmp_path, module, optimizer)
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.equal(torch.tensor(0.1, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["enum", "namedtuple"])
+def test_options_of_a_class_on_meshes_apart(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """A rank has only its own stage's parameters, and no value of the class for the others'."""
+    assert pool.run(work.share_on_stages, str(tmp_path), kind) == [(False, True)] * 8
 
 
 def test_another_shape(tmp_path: Path) -> None:

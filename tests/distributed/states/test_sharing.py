@@ -12,6 +12,8 @@ from torch import Tensor, nn, optim
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states import training
+from tests.distributed.pool import Pool
+from tests.distributed.tasks import training as work
 from tests.distributed.tasks.states import small, train
 
 Begun = Callable[[list[dict[str, Any]]], None]
@@ -112,6 +114,11 @@ def test_state_of_one_parameter_is_one_again(tmp_path: Path) -> None:
     a, b = (fresh.state[other[name]] for name in "ab")
     assert a["one"] is a["other"] and b["one"] is b["other"]
     assert a["one"] is not b["one"] and a["one"].equal(moment)
+
+
+def test_state_on_meshes_apart_is_one_again(pool: Pool, tmp_path: Path) -> None:
+    """Ranks report to each other which it is."""
+    assert pool.run(work.share_on_stages, str(tmp_path), "state") == [(True, True)] * 8
 
 
 @pytest.mark.parametrize("second", [slice(0, 4), slice(2, 6), slice(4, 8), slice(0, 8, 2)])

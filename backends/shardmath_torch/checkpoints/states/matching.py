@@ -284,7 +284,10 @@ def _match_options(
     model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
 ) -> dict[str, Any]:
     """The options that the group's parameters had, which must be the same for all that are on this rank. If none is,
-    the options of the others, or {} if these differ or are not saved. `stored` maps parameters to stored names."""
+    the options of the others, or {} if these differ or are not saved, and for a stand-in. `stored` maps parameters to
+    stored names."""
+    if group.is_stand_in:
+        return {}
     by_name = saved.options()
     saved_options = {}
     for name in group.parameters:
@@ -404,8 +407,6 @@ def _fit_items(what: str, held: object, value: tuple[object, ...] | list[object]
 def _fit_kinded(what: str, held: object, value: Kinded) -> object:
     """The value as an Enum or namedtuple of the held value's class. Raises CheckpointError if the class has another
     name."""
-    if isinstance(held, Kinded):  # in a group that only other ranks' optimizers have
-        return value
     held_kind = type(held).__qualname__
     plain = plain_of(held)
     is_plain = plain is held  # neither an Enum nor a namedtuple

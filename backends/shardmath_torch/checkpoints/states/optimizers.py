@@ -74,11 +74,15 @@ UNVALUED = ("params", "param_names")
 
 class ParameterGroup(NamedTuple):
     """A parameter group of an optimizer: its options, such as the learning rate, and its parameters by name in the
-    module. A parameter that the module has under several names is listed under the first."""
+    module. A parameter that the module has under several names is listed under the first.
+
+    A stand-in is for parameters that only other ranks' optimizers have. It has no options.
+    """
 
     optimizer: Optimizer
     options: dict[str, Any]
     parameters: dict[str, Tensor]
+    is_stand_in: bool = False
 
     def states(self) -> Iterator[tuple[str, Tensor, Mapping[Any, Any]]]:
         """Yield each parameter of the group as (name, parameter, the optimizer's state of the parameter)."""
@@ -166,7 +170,7 @@ def find_all_groups(
         if parameters:
             # Stands for another rank's optimizer: only its state, which is empty, is read.
             stand_in = Optimizer(list(parameters.values()), {})
-            groups.append(ParameterGroup(stand_in, dict(group.options), parameters))
+            groups.append(ParameterGroup(stand_in, {}, parameters, is_stand_in=True))
     return groups
 
 
