@@ -3,7 +3,8 @@
 1. State of its parameter's shape, such as a moment, is placed as its parameter; scalars, and all other state of plain
    parameters, are replicated. The placement of other state of DTensors, and of plain parameters that say which part
    they are, is not known and raises. Tensors in lists, tuples and dicts raise in these cases, too, and so does state of
-   a plain parameter that would become state of a DTensor.
+   a plain parameter that would become state of a DTensor. State that says it is another part than its parameter
+   raises, and so does an option that says it is a part.
 2. Anything in the state but tensors is a value (`values`), and so are tensors among the options of a group, such as a
    learning rate.
 3. A parameter has one optimizer and one group: of two states it would not be clear which one to restore.
@@ -45,7 +46,12 @@ from shardmath_torch.checkpoints.states.sharing import check_apart, mark_shared
 from shardmath_torch.checkpoints.states.values import list_tensors
 from shardmath_torch.checkpoints.states.wrappers import check_keeps_own
 from shardmath_torch.groups.compat import rank_or_0
-from shardmath_torch.tensors.parts.checkpointable import is_checkpointable
+from shardmath_torch.tensors.parts.checkpointable import (
+    is_checkpointable,
+    is_part,
+    is_same_part,
+    show_attributes,
+)
 
 __all__ = [
     "NOWHERE",
@@ -131,7 +137,8 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
     """Return the parameter groups of all optimizers in `optimizer`, with parameters by their names in `model`.
 
     Raises CheckpointError for a value that is not an optimizer, a parameter that is not the module's or is in two
-    groups, state that is not a parameter's, state in an inner optimizer, and other entries of a state dict.
+    groups, state that is not a parameter's, state in an inner optimizer, other entries of a state dict, and an option
+    that says it is a part of a larger tensor.
     """
     groups = []
     grouped: set[str] = set()
@@ -145,6 +152,9 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
                 what = f"{twice[0]!r} is in two parameter groups of the optimizers"
                 raise CheckpointError(f"{what}; put each parameter into one group of one optimizer")
             grouped |= parameters.keys()
+            for key, value in options.items():
+                if key not in UNVALUED:
+                    _check_whole(list_tensors(value), f"option {key!r} of a parameter group")
             groups.append(ParameterGroup(each, options, parameters))
         _check_state(model, each)
     return groups
@@ -341,16 +351,28 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
     """The entry of an item of a parameter's state."""
     if not isinstance(value, Tensor):
         check_known(Value(value), parameter, name, key)
+        _check_whole(list_tensors(value), f"a tensor in state {key!r} of {name!r}")
         return Value(value)
     check_shaped(f"{name}.{key}", value)
     dtype = str(value.dtype).removeprefix("torch.")
     if is_placed_like(value, parameter):
         return Like(dtype)
+    _check_whole([value], f"state {key!r} of {name!r}")
     entry = Own(dtype, tuple(value.shape))
     if isinstance(value, DTensor):
         raise CheckpointError(_explain_unknown(entry, parameter, name, key))
     check_known(entry, parameter, name, key)
     return entry
+
+
+def _check_whole(tensors: Iterable[Tensor], what: str) -> None:
+    """Raise CheckpointError if a tensor says by its attributes that it is a part of a larger one. `what` names it."""
+    for tensor in tensors:
+        if is_part(tensor):
+            said = f"{what} says by its attributes which part of a larger tensor it is"
+            why = "and only state of the same shape and part as its parameter is saved as a part"
+            fix = "divide the parameter alike, or keep the whole value without the attributes"
+            raise CheckpointError(f"{said}, {show_attributes(tensor)}, {why}; {fix}")
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
@@ -385,11 +407,13 @@ def _explain_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str)
 
 def is_placed_like(value: Tensor, parameter: Tensor) -> bool:
     """Whether an optimizer's `value` has the shape of its `parameter`, and, if that is a DTensor, its mesh and
-    placements."""
+    placements. A plain value with the attributes of a part must be the same part."""
     if value.shape != parameter.shape:
         return False
+    if not isinstance(value, DTensor) and not isinstance(parameter, DTensor):
+        return is_same_part(value, parameter)
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return isinstance(value, DTensor) == isinstance(parameter, DTensor)
+        return False
     same_mesh = value.device_mesh == parameter.device_mesh
     return same_mesh and value.placements == parameter.placements
 

@@ -56,6 +56,7 @@ from shardmath_torch.checkpoints.states.values import (
 )
 from shardmath_torch.checkpoints.states.wrappers import list_inner
 from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.parts.checkpointable import is_part
 
 __all__ = [
     "Free",
@@ -251,13 +252,14 @@ def _device_of_state(goal: Goal, parameter: Tensor, key: str, entry: Like | Own)
 def _fits(
     held: object, parameter: Tensor, entry: Like | Own, device: torch.device
 ) -> TypeGuard[Tensor]:
-    """Whether what the optimizer holds is a tensor of the right dtype, shape, placements and device."""
+    """Whether what the optimizer holds is a tensor of the right dtype, shape, placements, part and device."""
     if not isinstance(held, Tensor) or held.is_nested:
         return False
     if isinstance(entry, Like):
         is_placed = is_placed_like(held, parameter)
     else:
-        is_placed = not isinstance(held, DTensor) and tuple(held.shape) == entry.shape
+        is_plain = not isinstance(held, DTensor) and not is_part(held)
+        is_placed = is_plain and tuple(held.shape) == entry.shape
     return is_placed and held.dtype == dtype_of(entry.dtype) and held.device == device
 
 
