@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import time
@@ -104,6 +105,7 @@ class Tally:
         self._done_bytes = self._reported_bytes = 0
         self._total_bytes: int | None = None
         self._reported_at_s = 0.0
+        self._process = os.getpid()
 
     def begin(self, total: int) -> None:
         """Set the total number of bytes to read or write, and report progress; later calls do nothing."""
@@ -135,6 +137,10 @@ class Tally:
         self._reported_bytes, self._reported_at_s = self._done_bytes, time.monotonic()
         if self._progress is not None and self._total_bytes is not None:
             self._progress(self._done_bytes, self._total_bytes)
+        if os.getpid() != self._process:
+            what = "the progress function has returned in a forked process, too"
+            why = "but only the process that began the call can go on with it"
+            raise ExchangeError(f"{what}, {why}; end the forked process in the function")
 
 
 def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
