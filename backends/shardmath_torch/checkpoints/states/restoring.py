@@ -1,7 +1,7 @@
 """Restoring: write values into existing memory, so that FSDP2, captured graphs and the optimizer stay valid.
 
-1. A value is written into the memory of the present tensor only if no other restored tensor shares a cell of it; else a
-   new tensor is made. Parameters and buffers of the module always keep their memory. Options that are one tensor, such
+1. A value is written into the memory of the present tensor only if no other restored tensor, and no gradient, shares a
+   cell of it; else a new tensor is made. Parameters and buffers of the module always keep their memory. Options that are one tensor, such
    as a learning rate of several groups, keep it if all take the same value.
 2. State that the optimizer lacks is made like its parameter: without a step or a gradient. State that the checkpoint
    lacks is dropped, as by `Optimizer.load_state_dict`.
@@ -98,16 +98,16 @@ class Free(NamedTuple):
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
     """Return the memory of optimizer state tensors, and of tensors in options such as learning rates, that loaded
-    values can overwrite. Memory that another tensor of `model` or `goals` (the parameter groups to restore) uses is
-    left out.
+    values can overwrite. Memory that another tensor of `model` or `goals` (the parameter groups to restore) uses, or a
+    gradient, is left out.
 
     A tensor that several options share is allowed.
     """
     states = _list_states(goals)
     options = _list_options(goals)
-    slots = [slot.local for slot in model.slots.values()]
-    crowded = find_crowded([*slots, *states, *options])
-    taken = crowded.union(spots_of(slots))
+    kept = [*(slot.local for slot in model.slots.values()), *_list_gradients(goals)]
+    crowded = find_crowded([*kept, *states, *options])
+    taken = crowded.union(spots_of(kept))
     of_states = Counter(spots_of(states))
     of_options = set(spots_of(options))
     # One tensor as state of several parameters may get a different value for each.
@@ -124,6 +124,12 @@ def _list_states(goals: Iterable[Goal]) -> list[Tensor]:
         for _, _, state in goal.group.states():
             found += _only_tensors(state.values())
     return found
+
+
+def _list_gradients(goals: Iterable[Goal]) -> list[Tensor]:
+    """The gradients of the optimizers' parameters, which a load leaves as they are."""
+    parameters = [weight for goal in goals for weight in goal.group.parameters.values()]
+    return _only_tensors(weight.grad for weight in parameters)
 
 
 def _list_options(goals: Iterable[Goal]) -> list[Tensor]:
