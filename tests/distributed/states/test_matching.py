@@ -210,6 +210,35 @@ def test_an_option_with_an_item_per_parameter_is_for_the_same_group(
     assert other.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("kind", [tuple, torch.tensor])
+def test_a_tuple_or_tensor_with_an_item_per_parameter_is_for_the_same_group(
+    tmp_path: Path, kind: Callable[[list[float]], Any]
+) -> None:
+    def made(order: str, weights: list[float]) -> optim.Optimizer:
+        group = {"params": [module[name] for name in order], "weights": kind(weights)}
+        return optim.SGD([group], lr=0.1)
+
+    module = nn.ParameterDict({name: torch.ones(2) for name in "ab"})
+    training.save_state(tmp_path, module, made("ab", [1.0, 10.0]))
+    for order, weights in (("ab", [0.0, 0.0]), ("ba", [1.0, 10.0])):
+        into = made(order, weights)
+        training.load_state(tmp_path, module, into)
+        assert list(into.param_groups[0]["weights"]) == [1.0, 10.0]
+    with pytest.raises(CheckpointError, match=r"'weights' is .* maybe an item for each of a, b"):
+        training.load_state(tmp_path, module, made("ba", [10.0, 1.0]))
+
+
+def test_a_tuple_of_the_defaults_is_for_any_group(tmp_path: Path) -> None:
+    """Two betas of two parameters are not one of each."""
+    module = nn.ParameterDict({name: torch.ones(2) for name in "ab"})
+    optimizer = optim.Adam([module["a"], module["b"]], betas=(0.5, 0.75))
+    training.save_state(tmp_path, module, optimizer)
+    for groups in ("ba", "a", "b"):
+        into = optim.Adam([module[name] for name in groups])
+        training.load_state(tmp_path, module, into, strict=False)
+        assert into.param_groups[0]["betas"] == (0.5, 0.75)
+
+
 def test_a_group_without_parameters_has_the_options_of_the_one_in_its_place(
     tmp_path: Path,
 ) -> None:

@@ -8,8 +8,9 @@
 3. State whose sizes are not products of its parameter's, such as one flat history of a group, may depend on all
    parameters of the group: it fits only a group of the same parameters in the same order, in whichever optimizer. The
    same holds for numbers if only one parameter of a group has any.
-4. An option that is a list with an item per parameter, such as their names, fits only a group of the same parameters in
-   the same order, or one that has an equal list.
+4. An option that is a list, a tuple or a tensor of one dimension, with an item per parameter, such as their names, fits
+   only a group of the same parameters in the same order, or one that has an equal option. A tuple or tensor that is as
+   long in the optimizer's defaults, such as `betas`, is not counted by parameters, and fits any group.
 5. A number goes into the tensor that an optimizer has in its place. If that tensor would change it by more than
    float32 rounds, that raises.
 
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardmath_torch.checkpoints.files.json_text import shown
 from shardmath_torch.checkpoints.files.places import CheckpointError
@@ -328,14 +330,27 @@ def _check_lists(
         return
     for key, value in options.items():
         held = group.options.get(key)
-        may_be_per_parameter = isinstance(value, list) and len(value) == len(members) > 1
-        if not may_be_per_parameter:
+        if _count_items(value) != len(members) or len(members) < 2:
             continue
-        if not isinstance(held, list) or not is_same(held, value):
+        # A default is for groups of any size. A list may be longer by now than it was as a default.
+        default = getattr(group.optimizer, "defaults", {}).get(key)
+        if not isinstance(value, list) and _count_items(default) == len(members):
+            continue
+        is_comparable = _count_items(held) is not None
+        if not is_comparable or not is_same(held, value):
             saved, present = _list_some(members), _list_some(tuple(group.parameters))
             what = f"option {key!r} is {shown(value)} in the checkpoint, maybe an item for each of {saved}"
             fix = f"group the parameters as they were, or give the group {key}={shown(value)} if it fits"
             raise CheckpointError(f"{what}, but the group has {present} here; {fix}")
+
+
+def _count_items(option: object) -> int | None:
+    """The number of items of a list, a tuple, or a tensor of one dimension; None for other options, also DTensors."""
+    if isinstance(option, Tensor):
+        is_countable = option.ndim == 1 and not isinstance(option, DTensor)
+    else:
+        is_countable = isinstance(option, list | tuple)
+    return len(cast(Sequence[object], option)) if is_countable else None
 
 
 def _check_same_options(options_by_name: Mapping[str, Mapping[str, object]]) -> None:

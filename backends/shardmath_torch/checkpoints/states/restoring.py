@@ -1,8 +1,8 @@
 """Restoring: write values into existing memory, so that FSDP2, captured graphs and the optimizer stay valid.
 
 1. A value is written into the memory of the present tensor only if no other restored tensor, and no gradient, shares a
-   cell of it; else a new tensor is made. Parameters and buffers of the module always keep their memory. Options that are one tensor, such
-   as a learning rate of several groups, keep it if all take the same value.
+   cell of it; else a new tensor is made. Parameters and buffers of the module always keep their memory. Options that
+   are one tensor, such as a learning rate of several groups, keep it if all take the same value.
 2. State that the optimizer lacks is made like its parameter: without a step or a gradient. State that the checkpoint
    lacks is dropped, as by `Optimizer.load_state_dict`.
 3. An optimizer's defaults, which later groups begin with, stay as they are.
