@@ -85,11 +85,12 @@ class Unmatched(NamedTuple):
 
 class Goal(NamedTuple):
     """A parameter group of an optimizer, with the saved values that a load puts there: the group's options, such as the
-    learning rate, and the state of each parameter by name."""
+    learning rate, and the state of each parameter by name. `origins` are those of options that were one object."""
 
     group: ParameterGroup
     options: dict[str, Any]
     entries: dict[str, Mapping[str, Entry]]
+    origins: Mapping[str, Origin]
 
 
 # Names
@@ -212,7 +213,8 @@ def _set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping
             for key, entry in entries[name].items():
                 check_known(entry, parameter, name, key)
     _check_order(model, group, saved, stored)
-    return Goal(group, _match_options(model, group, saved, stored), entries)
+    options, origins = _match_options(model, group, saved, stored)
+    return Goal(group, options, entries, origins)
 
 
 def _check_order(
@@ -223,9 +225,9 @@ def _check_order(
     here = tuple(stored.get(name) for name in group.parameters)
     for name in group.parameters:
         stored_name = stored.get(name)
-        if stored_name not in group_of or group_of[stored_name] == here:
+        if stored_name not in group_of or group_of[stored_name].parameters == here:
             continue
-        shape, saved_group = model.slots[name].layout.shape, group_of[stored_name]
+        shape, saved_group = model.slots[name].layout.shape, group_of[stored_name].parameters
         why = _explain_shared(saved.state, stored_name, shape, saved_group)
         if why:
             there = f"{_list_some(saved_group)} in the checkpoint"
@@ -284,12 +286,12 @@ def _copy_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
 
 def _match_options(
     model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
-) -> dict[str, Any]:
-    """The options that the group's parameters had, which must be the same for all that are on this rank. If none is,
-    the options of the others, or {} if these differ or are not saved, and for a stand-in. `stored` maps parameters to
-    stored names."""
+) -> tuple[dict[str, Any], Mapping[str, Origin]]:
+    """The options that the group's parameters had, which must be the same for all that are on this rank, and their
+    origins. If none is, the options of the others, or {} if these differ or are not saved, and for a stand-in. `stored`
+    maps parameters to stored names."""
     if group.is_stand_in:
-        return {}
+        return {}, {}
     by_name = saved.options()
     saved_options = {}
     for name in group.parameters:
@@ -300,10 +302,11 @@ def _match_options(
     if here:
         _check_same_options(here)
     elif not saved_options or _find_different(saved_options):
-        return {}
+        return {}, {}
     first_name, options = next(iter((here or saved_options).items()))
-    _check_lists(group, options, saved.members()[stored[first_name]], stored)
-    return _fit_options(f"the group of {first_name}", group, options)
+    saved_group = saved.members()[stored[first_name]]
+    _check_lists(group, options, saved_group.parameters, stored)
+    return _fit_options(f"the group of {first_name}", group, options), saved_group.origins
 
 
 def _fit_options(

@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,6 +36,7 @@ from shardmath_torch.checkpoints.states.index import (
     Entries,
     Entry,
     Like,
+    Origin,
     Own,
     SavedGroup,
     Value,
@@ -42,7 +44,12 @@ from shardmath_torch.checkpoints.states.index import (
 )
 from shardmath_torch.checkpoints.states.memory import check_shaped, local_part
 from shardmath_torch.checkpoints.states.modules import Model, ModuleSlot
-from shardmath_torch.checkpoints.states.sharing import check_apart, mark_shared
+from shardmath_torch.checkpoints.states.sharing import (
+    check_apart,
+    check_options_apart,
+    find_origins,
+    mark_shared,
+)
 from shardmath_torch.checkpoints.states.values import list_tensors
 from shardmath_torch.checkpoints.states.wrappers import check_keeps_own
 from shardmath_torch.groups.compat import rank_or_0
@@ -118,12 +125,12 @@ class Elsewhere(NamedTuple):
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
 
-    def options(self) -> dict[str, Mapping[str, object]]:
-        """Return a dict from parameter name to the options, such as the learning rate, of the parameter's group. The
-        keys are the parameters that some ranks hold and others lack."""
-        found: dict[str, Mapping[str, object]] = {}
+    def members(self) -> dict[str, SavedGroup]:
+        """Return a dict from parameter name to the parameter's group. The keys are the parameters that some ranks hold
+        and others lack."""
+        found: dict[str, SavedGroup] = {}
         for group in self.groups:
-            found |= dict.fromkeys(group.parameters, group.options)
+            found |= dict.fromkeys(group.parameters, group)
         return found
 
 
@@ -269,10 +276,11 @@ def describe_optimizers(
     groups: list[SavedGroup] = []
     entries: dict[str, Entries] = {}
     local: dict[str, Mapping[Any, Any]] = {}
-    reported = elsewhere.options()
+    reported = elsewhere.members()
     all_groups = find_all_groups(model, optimizer, elsewhere)
+    for own in _list_local(model, all_groups):
+        groups += _split_by_options(model, own, reported)
     for group in all_groups:
-        groups += _split_by_options(model, group, reported)
         for name, parameter, state in group.states():
             layout = model.slots[name].layout
             if is_here(model, name):
@@ -283,6 +291,7 @@ def describe_optimizers(
                 entries[name] = elsewhere.entries.get(name, {})
                 slots |= _list_empty(name, entries[name], layout)
     check_apart(_list_outside(model, all_groups), local)
+    check_options_apart(_list_options(all_groups), local)
     mark_shared(entries, local)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
 
@@ -292,27 +301,54 @@ def _list_outside(model: Model, groups: Iterable[ParameterGroup]) -> Iterator[tu
     each."""
     for name, slot in model.slots.items():
         yield f"{name!r} of the module", slot.local
+    for what, value in _list_options(groups):
+        yield from ((what, tensor) for tensor in list_tensors(value))
+
+
+def _list_options(groups: Iterable[ParameterGroup]) -> Iterator[tuple[str, object]]:
+    """Yield the options of the groups, with words for each."""
     for group in groups:
         for key, value in group.options.items():
             if key not in UNVALUED:
-                yield from ((f"the option {key!r}", tensor) for tensor in list_tensors(value))
+                yield f"the option {key!r}", value
+
+
+def _list_local(model: Model, groups: Sequence[ParameterGroup]) -> list[SavedGroup]:
+    """The groups as this rank has them, with the origins of options that are one object."""
+    options = [{k: v for k, v in group.options.items() if k not in UNVALUED} for group in groups]
+    firsts = [_name_first(model, group) for group in groups]
+    origins: dict[str | None, dict[str, Origin]] = {}
+    # Groups without parameters have no name. No step uses their options.
+    named = {name: held for name, held in zip(firsts, options, strict=True) if name is not None}
+    for (name, key), origin in find_origins(named).items():
+        origins.setdefault(name, {})[key] = origin
+    return [
+        SavedGroup(tuple(group.parameters), held, origins.get(name, {}))
+        for group, held, name in zip(groups, options, firsts, strict=True)
+    ]
+
+
+def _name_first(model: Model, group: ParameterGroup) -> str | None:
+    """The group's first parameter on this rank, else its first one; None if it has none. Ranks that report options for
+    parameters of one group thus name them by parameters of their own."""
+    here = (name for name in group.parameters if is_here(model, name))
+    return next(here, next(iter(group.parameters), None))
 
 
 def _split_by_options(
-    model: Model, group: ParameterGroup, reported: Mapping[str, Mapping[str, object]]
+    model: Model, local: SavedGroup, reported: Mapping[str, SavedGroup]
 ) -> list[SavedGroup]:
     """The groups to save for one group: split if ranks report different options for its parameters."""
-    local: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
-    # Both by the id of the options: parameters that were reported in one group have the same dict.
-    names_by_options: dict[int, list[str]] = {}
-    options: dict[int, Mapping[str, object]] = {id(local): local}
-    for name in group.parameters:
+    # Both by the id of the group: parameters that were reported in one group have the same.
+    names_by_group: dict[int, list[str]] = {}
+    groups: dict[int, SavedGroup] = {}
+    for name in local.parameters:
         chosen = local if is_here(model, name) else reported.get(name, local)
-        options[id(chosen)] = chosen
-        names_by_options.setdefault(id(chosen), []).append(name)
-    if not names_by_options:
-        return [SavedGroup((), local)]
-    return [SavedGroup(tuple(names), options[key]) for key, names in names_by_options.items()]
+        groups[id(chosen)] = chosen
+        names_by_group.setdefault(id(chosen), []).append(name)
+    if not names_by_group:
+        return [local]
+    return [replace(groups[key], parameters=tuple(names)) for key, names in names_by_group.items()]
 
 
 def _list_slots(

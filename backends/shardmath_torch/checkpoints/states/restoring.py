@@ -294,7 +294,8 @@ class OptionsPlan(NamedTuple):
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
     """Return the assignments and copies that restore the options of parameter groups; each of `goals` has a group and
     its options' new values. A tensor among the options is overwritten if its memory is in `free` and all groups that
-    share it get the same value; any other option is assigned."""
+    share it get the same value; any other option is assigned. Options that were one object are one again, but for
+    tensors that are overwritten."""
     # The spots of options that keep their memory, and are filled with the new value.
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
@@ -302,16 +303,51 @@ def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
         plan = OptionsPlan(_copy_defaults(goals, kept_tensors), [])
     shared = _find_shared(goals)
     placed_once: dict[int, object] = {}
-    for goal in goals:
-        options = goal.group.options
+    placed_options = []
+    for i, goal in enumerate(goals):
         for key, value in goal.options.items():
-            held = options.get(key)
+            held = goal.group.options.get(key)
+            count = len(plan.copies)
             placed = _place_option(held, value, filled, plan.copies)
+            keeps_memory = len(plan.copies) > count
             # A list or dict of several groups stays one object.
             if id(held) in shared:
                 placed = placed_once.setdefault(id(held), placed)
-            plan.values.append((options, key, placed))
+            origin = goal.origins.get(key, ())
+            # An origin of one key is of one group, of which several may have been made.
+            owner = ("", str(i), *origin) if len(origin) == 1 else origin
+            placed_options.append(
+                _PlacedOption(goal.group.options, key, value, placed, keeps_memory, owner)
+            )
+    plan.values.extend(_join_options(placed_options))
     return plan
+
+
+class _PlacedOption(NamedTuple):
+    """An option to restore: its value in the checkpoint, what is assigned, and whether that has held tensors, which
+    keep their memory. Options of one `origin`, unless it is empty, were one object."""
+
+    options: dict[str, Any]
+    key: str
+    value: object
+    placed: object
+    keeps_memory: bool
+    origin: Origin
+
+
+def _join_options(
+    placed: Sequence[_PlacedOption],
+) -> Iterator[tuple[dict[str, Any], str, object]]:
+    """Yield the assignments of the options, of which those of one origin and one value get one object."""
+    firsts: dict[Origin, _PlacedOption] = {}
+    # First those that keep memory: only the others can be exchanged.
+    for each in sorted(placed, key=lambda each: not each.keeps_memory):
+        firsts.setdefault(each.origin, each)
+    for each in placed:
+        first = firsts[each.origin]
+        may_join = bool(each.origin) and first is not each and not each.keeps_memory
+        is_one = may_join and is_same(first.value, each.value)
+        yield each.options, each.key, first.placed if is_one else each.placed
 
 
 def _find_shared(goals: Iterable[Goal]) -> set[int]:

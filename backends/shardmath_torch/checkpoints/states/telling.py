@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -170,7 +171,7 @@ def _keep_reported(
     for group in groups:
         names = tuple(name for name in group.parameters if _is_reporter(name, firsts))
         if names:
-            kept.append(SavedGroup(names, group.options))
+            kept.append(replace(group, parameters=names))
     return kept
 
 
