@@ -228,6 +228,22 @@ def test_a_tuple_or_tensor_with_an_item_per_parameter_is_for_the_same_group(
         training.load_state(tmp_path, module, made("ba", [10.0, 1.0]))
 
 
+def test_a_pair_of_a_group_on_two_meshes_is_for_the_same_group(pool: Pool, tmp_path: Path) -> None:
+    """It is saved as two groups, of two parameters each, which have not an item each."""
+    assert pool.run(work.pairs_on_stages, str(tmp_path)) == [[True, True]] * 8
+
+
+def test_an_option_of_a_class_is_for_any_group(tmp_path: Path) -> None:
+    """It has one item, and is stored as two: a class and a value."""
+    module = nn.ParameterDict({name: torch.ones(2) for name in "ab"})
+    groups = [{"params": [*module.values()], "kind": work.Kind.PLAIN}]
+    training.save_state(tmp_path, module, optim.SGD(groups, lr=0.1))
+    swapped = [{"params": [*module.values()][::-1], "kind": work.Kind.NESTEROV}]
+    into = optim.SGD(swapped, lr=0.1)
+    training.load_state(tmp_path, module, into)
+    assert into.param_groups[0]["kind"] is work.Kind.PLAIN
+
+
 def test_a_tuple_of_the_defaults_is_for_any_group(tmp_path: Path) -> None:
     """Two betas of two parameters are not one of each."""
     module = nn.ParameterDict({name: torch.ones(2) for name in "ab"})

@@ -796,6 +796,22 @@ class Betas(NamedTuple):
     second: float
 
 
+def pairs_on_stages(rank: int, path: str) -> Any:
+    """An option of two items after a load, where each stage has two parameters of the one group."""
+
+    def made(value: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.ModuleList([apart(3.0), apart(3.0)])
+        return module, torch.optim.SGD([{"params": module.parameters(), "pair": value}], lr=0.5)
+
+    found = []
+    for first, second in (((1, 2), (3, 4)), ((Kind.PLAIN, 1), (Kind.NESTEROV, 2))):
+        smt.save_state(path, *made(first))
+        module, optimizer = made(second)
+        smt.load_state(path, module, optimizer)
+        found.append(optimizer.param_groups[0]["pair"] == first)
+    return found
+
+
 def share_on_stages(rank: int, path: str, kind: str) -> Any:
     """Whether a rank's optimizer of its own stage has, after a load, state that is one object, and the saved option."""
 

@@ -85,7 +85,7 @@ class Unmatched(NamedTuple):
 
 class Goal(NamedTuple):
     """A parameter group of an optimizer, with the saved values that a load puts there: the group's options, such as the
-    learning rate, and the state of each parameter by name. `origins` are those of options that were one object."""
+    learning rate, and the state of each parameter by name. Options of one origin in `origins` were one object."""
 
     group: ParameterGroup
     options: dict[str, Any]
@@ -213,6 +213,8 @@ def _set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping
             for key, entry in entries[name].items():
                 check_known(entry, parameter, name, key)
     _check_order(model, group, saved, stored)
+    if group.is_stand_in:
+        return Goal(group, {}, entries, {})
     options, origins = _match_options(model, group, saved, stored)
     return Goal(group, options, entries, origins)
 
@@ -288,25 +290,34 @@ def _match_options(
     model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
 ) -> tuple[dict[str, Any], Mapping[str, Origin]]:
     """The options that the group's parameters had, which must be the same for all that are on this rank, and their
-    origins. If none is, the options of the others, or {} if these differ or are not saved, and for a stand-in. `stored`
-    maps parameters to stored names."""
-    if group.is_stand_in:
-        return {}, {}
-    by_name = saved.options()
-    saved_options = {}
-    for name in group.parameters:
-        stored_name = stored.get(name)
-        if stored_name in by_name:
-            saved_options[name] = by_name[stored_name]
-    here = {name: options for name, options in saved_options.items() if is_here(model, name)}
+    origins. If none is, the options of the others, or {} if these differ or are not saved. `stored` maps parameters to
+    stored names."""
+    saved_options = _find_options(group, saved, stored)
+    local_names = [name for name in group.parameters if is_here(model, name)]
+    here = {name: saved_options[name] for name in local_names if name in saved_options}
     if here:
         _check_same_options(here)
     elif not saved_options or _find_different(saved_options):
         return {}, {}
     first_name, options = next(iter((here or saved_options).items()))
     saved_group = saved.members()[stored[first_name]]
-    _check_lists(group, options, saved_group.parameters, stored)
+    # Saved groups, too, are of parameters that were on one mesh. No step uses options here of others.
+    if tuple(map(stored.get, local_names)) not in ((), saved_group.parameters):
+        _check_lists(group, options, saved_group.parameters)
     return _fit_options(f"the group of {first_name}", group, options), saved_group.origins
+
+
+def _find_options(
+    group: ParameterGroup, saved: Index, stored: Mapping[str, str]
+) -> dict[str, Mapping[str, object]]:
+    """The saved options of each of the group's parameters that has any; `stored` maps parameters to stored names."""
+    by_name = saved.options()
+    found = {}
+    for name in group.parameters:
+        stored_name = stored.get(name)
+        if stored_name in by_name:
+            found[name] = by_name[stored_name]
+    return found
 
 
 def _fit_options(
@@ -325,12 +336,9 @@ def _check_lists(
     group: ParameterGroup,
     options: Mapping[str, object],
     members: tuple[str, ...],
-    stored: Mapping[str, str],
 ) -> None:
-    """Raise CheckpointError if an option may have an item for each of the saved parameters `members`, and the group
-    consists of other parameters; `stored` has the saved names of the group's."""
-    if members == tuple(map(stored.get, group.parameters)):
-        return
+    """Raise CheckpointError if an option may have an item for each of the saved parameters `members`, of which the
+    group does not consist, and the group has another value there."""
     for key, value in options.items():
         held = group.options.get(key)
         if _count_items(value) != len(members) or len(members) < 2:
@@ -349,6 +357,8 @@ def _check_lists(
 
 def _count_items(option: object) -> int | None:
     """The number of items of a list, a tuple, or a tensor of one dimension; None for other options, also DTensors."""
+    if isinstance(option, Kinded):
+        return None
     if isinstance(option, Tensor):
         is_countable = option.ndim == 1 and not isinstance(option, DTensor)
     else:

@@ -294,7 +294,7 @@ class OptionsPlan(NamedTuple):
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
     """Return the assignments and copies that restore the options of parameter groups; each of `goals` has a group and
     its options' new values. A tensor among the options is overwritten if its memory is in `free` and all groups that
-    share it get the same value; any other option is assigned. Options that were one object are one again, but for
+    share it get the same value; any other option is assigned. Options that were one object are one again, except
     tensors that are overwritten."""
     # The spots of options that keep their memory, and are filled with the new value.
     filled = free.options & _find_agreed(goals)

@@ -108,8 +108,8 @@ def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
 
 
 def is_part(tensor: Tensor) -> bool:
-    """Whether the attributes of `tensor` say that it is a part of a global tensor, padded or reordered; also if they
-    are invalid. False without attributes, or if they say that it is whole.
+    """Whether the attributes of `tensor` say that it is a part of a global tensor, padded or reordered, or are invalid.
+    False without attributes, or if they say that it is whole.
     """
     if not is_checkpointable(tensor):
         return False
@@ -124,8 +124,8 @@ def is_part(tensor: Tensor) -> bool:
 
 
 def is_same_part(tensor: Tensor, other: Tensor) -> bool:
-    """Whether `tensor`, of the shape of `other`, is the same part of a global tensor by the attributes of both; also if
-    `tensor` has none. Without attributes `other` is whole.
+    """Whether `tensor`, of the shape of `other`, has no attributes, or is by the attributes of both the same part of a
+    global tensor. Without attributes `other` is whole.
     """
     if not is_checkpointable(tensor):
         return True
