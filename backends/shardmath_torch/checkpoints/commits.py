@@ -81,12 +81,6 @@ class Claim(NamedTuple):
             if self.handle is not None:
                 locks.close(self.handle)
 
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process began the save, rather than a process that it was forked from; always True in an object
-        store."""
-        return self.handle is None or locks.is_held(self.handle)
-
 
 def claim(folder: Place, save: str) -> Claim:
     """Begin the save with identifier `save` in `folder`: create its draft of `.metadata`, and lock the draft if the
@@ -252,11 +246,7 @@ def _remove(file: Place) -> None:
 def withdraw(held: Claim) -> None:
     """Abandon the failed save `held` and remove its files; if the save has already become the folder's current one, its
     files are kept. If a removal fails, the remaining files are kept, and no error is raised.
-
-    A forked child process removes nothing.
     """
-    if not held.is_ours:
-        return
     folder = held.draft.parent
     with contextlib.suppress(OSError):
         held.release()

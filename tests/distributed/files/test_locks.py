@@ -59,6 +59,40 @@ def test_a_lock_goes_with_a_process_that_has_forked(tmp_path: Path, call: str) -
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("call", ["export", "save"])
+@pytest.mark.parametrize("end", ["raises", "exits", "goes on"])
+def test_a_child_forked_while_files_are_written_takes_nothing_away(
+    tmp_path: Path, call: str, end: str
+) -> None:
+    """Neither drafts, nor the bytes that are in a file's buffer; only its parent goes on."""
+    parent, calls = os.getpid(), 0
+    status = -1
+
+    def fork(*_: int) -> None:
+        nonlocal calls, status
+        calls += 1
+        if calls != 2:
+            return
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+        elif end == "raises":
+            raise ValueError
+        elif end == "exits":
+            raise SystemExit
+
+    try:
+        write(call, tmp_path, progress=fork)
+    except BaseException:
+        if os.getpid() == parent:
+            raise
+        os._exit(7)
+    if os.getpid() != parent:
+        os._exit(8)
+    assert os.waitstatus_to_exitcode(status) == 7
+    assert smt.load(tmp_path, LAYOUTS)["w"].eq(1).all()
+
+
 def test_a_forked_child_that_leaves_a_lock_takes_nothing_away(tmp_path: Path) -> None:
     """Neither the file nor a handle that has the number of the closed one."""
     file = tmp_path / "lock"

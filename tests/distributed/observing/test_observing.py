@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -276,6 +279,36 @@ def test_a_bar_of_nothing() -> None:
     with smt.progress_bar(console=screen) as tell:
         tell(0, 0)
     assert "0/0 bytes" in screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+FIRST_CALLS = """
+import io, random, sys, types
+import numpy, torch
+import shardmath_torch as smt
+
+def states():
+    return random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
+
+module = torch.nn.Linear(3, 2)
+before = states()
+smt.save_state(sys.argv[1], module)
+smt.load_state(sys.argv[1], module)
+assert states() == before and "rich" not in sys.modules
+terminal = io.StringIO()
+terminal.isatty = lambda: True
+sys.stderr = terminal
+with smt.progress_bar() as tell:
+    tell(2, 2)
+assert "2/2 bytes" in terminal.getvalue() and states() == before
+"""
+
+
+def test_first_calls_draw_no_random_numbers(tmp_path: Path) -> None:
+    """A run that saves goes on with the data of one that does not; rich draws a number when it is imported."""
+    environment = os.environ | {"TERM": "xterm"}
+    command = [sys.executable, "-c", FIRST_CALLS, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
 
 
 # Lines

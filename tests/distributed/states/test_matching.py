@@ -12,7 +12,9 @@ from torch import Tensor, nn, optim
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states import training
+from tests.distributed.pool import Pool
 from tests.distributed.states.test_restoring import Tied
+from tests.distributed.tasks import training as work
 from tests.distributed.tasks.states import same, small, values
 
 
@@ -136,6 +138,12 @@ def test_a_number_becomes_a_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
     assert rate.equal(torch.tensor(0.1, dtype=dtype))
 
 
+@pytest.mark.parametrize("kind", ["enum", "namedtuple"])
+def test_options_of_a_class_on_meshes_apart(pool: Pool, tmp_path: Path, kind: str) -> None:
+    """A rank has only its own stage's parameters, and no value of the class for the others'."""
+    assert pool.run(work.share_on_stages, str(tmp_path), kind) == [(False, True)] * 8
+
+
 def test_another_shape(tmp_path: Path) -> None:
     training.save_state(tmp_path, nn.Linear(3, 2))
     with pytest.raises(CheckpointError, match=r"model.weight.* is stored as float32\[2, 3\]"):
@@ -200,6 +208,51 @@ def test_an_option_with_an_item_per_parameter_is_for_the_same_group(
     other.param_groups[0]["names"] = ["a", "b", "c"]
     training.load_state(tmp_path, module, other, strict=False)
     assert other.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("kind", [tuple, torch.tensor])
+def test_a_tuple_or_tensor_with_an_item_per_parameter_is_for_the_same_group(
+    tmp_path: Path, kind: Callable[[list[float]], Any]
+) -> None:
+    def made(order: str, weights: list[float]) -> optim.Optimizer:
+        group = {"params": [module[name] for name in order], "weights": kind(weights)}
+        return optim.SGD([group], lr=0.1)
+
+    module = nn.ParameterDict({name: torch.ones(2) for name in "ab"})
+    training.save_state(tmp_path, module, made("ab", [1.0, 10.0]))
+    for order, weights in (("ab", [0.0, 0.0]), ("ba", [1.0, 10.0])):
+        into = made(order, weights)
+        training.load_state(tmp_path, module, into)
+        assert list(into.param_groups[0]["weights"]) == [1.0, 10.0]
+    with pytest.raises(CheckpointError, match=r"'weights' is .* maybe an item for each of a, b"):
+        training.load_state(tmp_path, module, made("ba", [10.0, 1.0]))
+
+
+def test_a_pair_of_a_group_on_two_meshes_is_for_the_same_group(pool: Pool, tmp_path: Path) -> None:
+    """It is saved as two groups, of two parameters each, which have not an item each."""
+    assert pool.run(work.pairs_on_stages, str(tmp_path)) == [[True, True]] * 8
+
+
+def test_an_option_of_a_class_is_for_any_group(tmp_path: Path) -> None:
+    """It has one item, and is stored as two: a class and a value."""
+    module = nn.ParameterDict({name: torch.ones(2) for name in "ab"})
+    groups = [{"params": [*module.values()], "kind": work.Kind.PLAIN}]
+    training.save_state(tmp_path, module, optim.SGD(groups, lr=0.1))
+    swapped = [{"params": [*module.values()][::-1], "kind": work.Kind.NESTEROV}]
+    into = optim.SGD(swapped, lr=0.1)
+    training.load_state(tmp_path, module, into)
+    assert into.param_groups[0]["kind"] is work.Kind.PLAIN
+
+
+def test_a_tuple_of_the_defaults_is_for_any_group(tmp_path: Path) -> None:
+    """Two betas of two parameters are not one of each."""
+    module = nn.ParameterDict({name: torch.ones(2) for name in "ab"})
+    optimizer = optim.Adam([module["a"], module["b"]], betas=(0.5, 0.75))
+    training.save_state(tmp_path, module, optimizer)
+    for groups in ("ba", "a", "b"):
+        into = optim.Adam([module[name] for name in groups])
+        training.load_state(tmp_path, module, into, strict=False)
+        assert into.param_groups[0]["betas"] == (0.5, 0.75)
 
 
 def test_a_group_without_parameters_has_the_options_of_the_one_in_its_place(

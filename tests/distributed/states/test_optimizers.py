@@ -16,8 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+import shardmath as sm
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states import training
+from tests.distributed.tasks.parts import say
 from tests.distributed.tasks.states import small, train
 
 
@@ -103,6 +105,72 @@ def test_what_is_not_a_module_or_optimizer(tmp_path: Path, given: Any, said: str
 
 def nested() -> Tensor:
     return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+
+
+LINE = sm.Layout((9, 4), sm.Mesh(), "(n)=<3:9 -2 0:3> h")
+OTHER = sm.Layout((9, 4), sm.Mesh(), "(n)=<0:9 -2> h")
+"""On one rank, in other orders around padding."""
+
+
+def with_part(
+    held: sm.Layout | None, says: sm.Layout | None, value: float = 1.0
+) -> tuple[nn.Module, optim.Optimizer]:
+    """A parameter and its moment, of which each says which part it is, or nothing."""
+    module = nn.ParameterDict({"w": torch.full((11, 4), value)})
+    moment = torch.full((11, 4), value)
+    if held is not None:
+        say(module["w"], held, 0)
+    if says is not None:
+        say(moment, says, 0)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state[module["w"]]["moment"] = moment
+    return module, optimizer
+
+
+WHOLE = sm.Layout((11, 4), sm.Mesh(), "n h")
+
+
+@pytest.mark.parametrize(("held", "says"), [(None, LINE), (LINE, OTHER), (LINE, WHOLE)])
+def test_state_that_says_it_is_another_part(
+    tmp_path: Path, held: sm.Layout | None, says: sm.Layout
+) -> None:
+    """As of an optimizer that divides its state: each rank would load the first one's. A load makes it anew."""
+    module, optimizer = with_part(held, says)
+    with pytest.raises(CheckpointError, match=r"'moment' of 'w' (says by its attr|has shape)"):
+        training.save_state(tmp_path, module, optimizer)
+    training.save_state(tmp_path, *with_part(held, held))
+    other, second = with_part(held, says, 2.0)
+    before = second.state[other["w"]]["moment"]
+    training.load_state(tmp_path, other, second)
+    after = second.state[other["w"]]["moment"]
+    assert before.eq(2).all() and after.sum() == (44 if held is None else 36)
+
+
+@pytest.mark.parametrize(
+    ("held", "says"), [(LINE, LINE), (LINE, None), (None, WHOLE), (WHOLE, WHOLE)]
+)
+def test_state_that_says_it_is_the_same_part(
+    tmp_path: Path, held: sm.Layout | None, says: sm.Layout | None
+) -> None:
+    training.save_state(tmp_path, *with_part(held, says))
+    other, second = with_part(held, says, 2.0)
+    before = second.state[other["w"]]["moment"]
+    training.load_state(tmp_path, other, second)
+    after = second.state[other["w"]]["moment"]
+    assert after is before and after[:6].eq(1).all()
+
+
+@pytest.mark.parametrize("where", ["list", "option"])
+def test_values_that_say_they_are_a_part(tmp_path: Path, where: str) -> None:
+    """JSON holds one rank's part."""
+    module, optimizer = with_part(None, None)
+    part = say(torch.ones(11, 4), LINE, 0)
+    if where == "list":
+        optimizer.state[module["w"]]["odd"] = [{"part": part}]
+    else:
+        optimizer.param_groups[0]["odd"] = (part,)
+    with pytest.raises(CheckpointError, match=r"'odd' .* with global_shape=.* without the attrib"):
+        training.save_state(tmp_path, module, optimizer)
 
 
 @pytest.mark.parametrize("step", ["state_of", "save_state", "load_state"])

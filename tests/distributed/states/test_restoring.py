@@ -362,6 +362,25 @@ def test_memory_that_meets(tmp_path: Path, arrange: Callable[[Any, Any], None]) 
     assert before == {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
 
 
+@pytest.mark.parametrize("where", ["state", "option"])
+def test_a_gradient_stays(tmp_path: Path, where: str) -> None:
+    """Also one that the optimizer keeps as the last one it has seen."""
+    module = nn.ParameterDict({"a": torch.ones(3)})
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+
+    def keep(value: float) -> None:
+        module["a"].grad = torch.full((3,), value)
+        kept: Any = optimizer.state[module["a"]] if where == "state" else optimizer.param_groups[0]
+        kept["last"] = module["a"].grad
+
+    keep(7.0)
+    training.save_state(tmp_path, module, optimizer)
+    keep(2.0)
+    training.load_state(tmp_path, module, optimizer)
+    kept = optimizer.state[module["a"]] if where == "state" else optimizer.param_groups[0]
+    assert kept["last"].eq(7).all() and module["a"].grad.eq(2).all()
+
+
 def test_memory_of_one_buffer_stays(tmp_path: Path) -> None:
     """Moments that are parts of one buffer, also interleaved, do not meet."""
     source, first = two_parameters()

@@ -12,6 +12,8 @@ from torch import Tensor, nn, optim
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states import training
+from tests.distributed.pool import Pool
+from tests.distributed.tasks import training as work
 from tests.distributed.tasks.states import small, train
 
 Begun = Callable[[list[dict[str, Any]]], None]
@@ -114,6 +116,11 @@ def test_state_of_one_parameter_is_one_again(tmp_path: Path) -> None:
     assert a["one"] is not b["one"] and a["one"].equal(moment)
 
 
+def test_state_on_meshes_apart_is_one_again(pool: Pool, tmp_path: Path) -> None:
+    """Ranks report to each other which it is."""
+    assert pool.run(work.share_on_stages, str(tmp_path), "state") == [(True, True)] * 8
+
+
 @pytest.mark.parametrize("second", [slice(0, 4), slice(2, 6), slice(4, 8), slice(0, 8, 2)])
 def test_state_that_shares_a_part_of_its_memory(tmp_path: Path, second: slice) -> None:
     """It would come back as separate tensors, of which the next step changes one; parts that are apart are fine."""
@@ -207,3 +214,95 @@ def test_options_of_several_groups_are_one_still(tmp_path: Path, same: bool, val
     first, second = (group["counts"] for group in fresh.param_groups)
     assert first == value and (first is second) == same
     assert not fresh.defaults["counts"]
+
+
+class Lazy(optim.Optimizer):
+    """Counts steps in an object that all groups come to share in the first step."""
+
+    def __init__(self, groups: Any, make: Callable[[], Any]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+        self.make = make
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if "seen" not in self.param_groups[0]:
+            seen = self.make()
+            for group in self.param_groups:
+                group["seen"] = seen
+        seen = self.param_groups[0]["seen"]
+        if isinstance(seen, Tensor):
+            seen += 1
+        elif isinstance(seen, dict):
+            seen[f"step {len(seen)}"] = 1
+        else:
+            seen.append(1)
+        for group in self.param_groups:
+            seen = group["seen"]
+            count = seen if isinstance(seen, Tensor) else len(seen)
+            for parameter in group["params"]:
+                parameter -= group["lr"] * count
+
+
+@pytest.mark.parametrize("make", [list, dict, lambda: torch.zeros(())], ids=["list", "dict", "0-d"])
+def test_options_that_groups_come_to_share_are_one_again(
+    tmp_path: Path, make: Callable[[], Any]
+) -> None:
+    """As in torch's load_state_dict; also in groups that are grouped otherwise."""
+
+    def made(*groups: str) -> tuple[nn.Module, optim.Optimizer]:
+        module = nn.ParameterDict({name: torch.ones(2) for name in "abc"})
+        return module, Lazy([{"params": [module[n] for n in names]} for names in groups], make)
+
+    module, optimizer = made("ab", "c")
+    for _ in range(3):  # not as many as a group has parameters
+        optimizer.step()
+    training.save_state(tmp_path, module, optimizer)
+    for _ in range(2):
+        optimizer.step()
+    for groups in (("ab", "c"), ("c", "a", "b"), ("abc",)):
+        other, into = made(*groups)
+        training.load_state(tmp_path, other, into)
+        for _ in range(2):
+            into.step()
+        for name in "abc":
+            assert module[name].equal(other[name]), (groups, name)
+
+
+def test_tensors_that_groups_hold_apart_keep_their_memory(tmp_path: Path) -> None:
+    """What a captured graph reads; a group that holds no tensor gets one that another keeps."""
+
+    def made(*rates: Any) -> optim.Optimizer:
+        pairs = zip(module.values(), rates, strict=True)
+        return optim.SGD([{"params": [weight], "lr": rate} for weight, rate in pairs])
+
+    module = nn.ParameterDict({name: torch.ones(2) for name in "abc"})
+    rate = torch.tensor(0.5)
+    training.save_state(tmp_path, module, made(rate, rate, rate))
+    first, last = torch.tensor(0.25), torch.tensor(0.25)
+    into = made(0.25, first, last)
+    training.load_state(tmp_path, module, into)
+    held = [group["lr"] for group in into.param_groups]
+    assert held[0] is held[1] is first and held[2] is last
+    assert first.eq(0.5) and last.eq(0.5)
+
+
+def test_an_option_that_one_group_has_twice_is_one_again(tmp_path: Path) -> None:
+    """In each of the groups that are made of it."""
+    module = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
+    seen = [1.0]
+    group = {"params": [*module.values()], "seen": seen, "again": seen}
+    training.save_state(tmp_path, module, optim.SGD([group], lr=0.1))
+    into = optim.SGD([{"params": [weight]} for weight in module.values()], lr=0.1)
+    training.load_state(tmp_path, module, into)
+    one, other = into.param_groups
+    assert one["seen"] is one["again"] and other["seen"] is other["again"]
+    assert one["seen"] is not other["seen"] and one["seen"] == other["seen"] == seen
+
+
+def test_a_list_that_is_state_and_an_option(tmp_path: Path) -> None:
+    """A step would change one of the two."""
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    optimizer.param_groups[0]["seen"] = optimizer.state[module.weight]["seen"] = [1]
+    with pytest.raises(CheckpointError, match=r"'seen' of 'weight' and the option 'seen' are one"):
+        training.save_state(tmp_path, module, optimizer)

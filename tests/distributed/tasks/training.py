@@ -15,6 +15,7 @@ them, (8,) is FSDP2 alone, and () is rank 0 alone with a plain module.
 from __future__ import annotations
 
 import time
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -783,6 +784,56 @@ def of_stages(rank: int, path: str, own: bool) -> Any:
             rates = {names[id(g["params"][0])]: g["lr"] for g in into.param_groups}
             found.append((rates, _say_state(goal, into)))
     return found
+
+
+class Kind(Enum):
+    PLAIN = 1
+    NESTEROV = 2
+
+
+class Betas(NamedTuple):
+    first: float
+    second: float
+
+
+def pairs_on_stages(rank: int, path: str) -> Any:
+    """An option of two items after a load, where each stage has two parameters of the one group."""
+
+    def made(value: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.ModuleList([apart(3.0), apart(3.0)])
+        return module, torch.optim.SGD([{"params": module.parameters(), "pair": value}], lr=0.5)
+
+    found = []
+    for first, second in (((1, 2), (3, 4)), ((Kind.PLAIN, 1), (Kind.NESTEROV, 2))):
+        smt.save_state(path, *made(first))
+        module, optimizer = made(second)
+        smt.load_state(path, module, optimizer)
+        found.append(optimizer.param_groups[0]["pair"] == first)
+    return found
+
+
+def share_on_stages(rank: int, path: str, kind: str) -> Any:
+    """Whether a rank's optimizer of its own stage has, after a load, state that is one object, and the saved option."""
+
+    def made(value: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = apart(3.0)
+        own = [weight for name, weight in module.named_parameters() if rank in APART[name]]
+        return module, torch.optim.SGD([{"params": own, "kind": value}], lr=0.5)
+
+    first, second = {
+        "state": (1, 2),
+        "enum": (Kind.PLAIN, Kind.NESTEROV),
+        "namedtuple": (Betas(0.5, 0.75), Betas(0.0, 0.0)),
+    }[kind]
+    module, optimizer = made(first)
+    (weight,) = optimizer.param_groups[0]["params"]
+    moment = torch.ones_like(weight)
+    optimizer.state[weight] = {"one": moment, "other": moment if kind == "state" else moment + 1}
+    smt.save_state(path, module, optimizer)
+    goal, into = made(second)
+    smt.load_state(path, goal, into)
+    (held,) = into.state.values()
+    return held["one"] is held["other"], into.param_groups[0]["kind"] == first
 
 
 def _mixed(rank: int, divided: bool, lacks: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:

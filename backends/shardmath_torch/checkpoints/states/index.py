@@ -3,7 +3,7 @@
 1. It has the module's names, each with the stored name of its tensor; kinds of extra states; parameter groups with
    their options; and an entry for each item of a parameter's state.
 2. A tensor of the state is `Like` its parameter, or has its `Own` shape; else it is a `Value`.
-3. Entries of one `origin` are one object (`sharing`), of which each has the value.
+3. Entries of one `origin`, and options of one, are one object (`sharing`), of which each has the value.
 4. JSON that was not written here raises when it is read.
 
 >>> index = Index({"w": "w"}, {}, (SavedGroup(("w",), {"lr": 0.5}),), {"w": {"step": Value(3)}})
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -51,7 +51,7 @@ INDEX = "training"
 
 
 Origin: TypeAlias = tuple[str, ...]
-"""Empty for state that is an object by itself; else what names the object (`sharing`)."""
+"""Empty for state or an option that is an object by itself; else what names the object (`sharing`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,12 @@ Entries: TypeAlias = Mapping[str, Entry]
 
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
-    """A saved optimizer's parameter group: the names of its parameters, and options such as the learning rate."""
+    """A saved optimizer's parameter group: the names of its parameters, options such as the learning rate, and the
+    origins of options that are one object."""
 
     parameters: tuple[str, ...]
     options: Mapping[str, object]
+    origins: Mapping[str, Origin] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,11 @@ class Index:
             found |= dict.fromkeys(group.parameters, group.options)
         return found
 
-    def members(self) -> dict[str, tuple[str, ...]]:
-        """Return a dict from each parameter's name to the names of all parameters in its parameter group, in order."""
-        found: dict[str, tuple[str, ...]] = {}
+    def members(self) -> dict[str, SavedGroup]:
+        """Return a dict from each parameter's name to its parameter group."""
+        found: dict[str, SavedGroup] = {}
         for group in self.groups or ():
-            found |= dict.fromkeys(group.parameters, group.parameters)
+            found |= dict.fromkeys(group.parameters, group)
         return found
 
 
@@ -145,7 +147,10 @@ def _write_group(group: SavedGroup) -> dict[str, Any]:
         check_key(key, "a parameter group")
         # The optimizer that takes the options has Enums and namedtuples of the same classes (`Kinded`).
         options[key] = code_value(value, f"{key!r} of a parameter group", kinded=True)
-    return {"parameters": list(group.parameters), "options": options}
+    written: dict[str, Any] = {"parameters": list(group.parameters), "options": options}
+    if group.origins:
+        written["origins"] = {key: list(origin) for key, origin in group.origins.items()}
+    return written
 
 
 def write_entries(state: Mapping[str, Entries]) -> dict[str, Any]:
@@ -167,7 +172,7 @@ def _write_parameter(name: str, entries: Entries) -> dict[str, Any]:
     for key, entry in entries.items():
         written[key] = _write_entry(entry, f"{key!r} of {name!r}")
         if entry.origin:
-            written[key]["origin"] = entry.origin
+            written[key]["origin"] = list(entry.origin)
     return written
 
 
@@ -176,7 +181,7 @@ def _write_entry(entry: Entry, what: str) -> dict[str, Any]:
         case Like():
             return {"like": entry.dtype}
         case Own():
-            return {"own": [entry.dtype, entry.shape]}
+            return {"own": [entry.dtype, list(entry.shape)]}
         case Value():
             return {"value": code_value(entry.value, what)}
 
@@ -226,7 +231,19 @@ def _read_group(coded: object) -> SavedGroup:
     _check_texts(parameters)
     options = _check_object(group["options"])
     decode = partial(decode_value, kinded=True)
-    return SavedGroup(parameters, {key: decode(value) for key, value in options.items()})
+    # Checkpoints from before options had origins are read, too.
+    origins = _check_object(group.get("origins", {}))
+    return SavedGroup(
+        parameters,
+        {key: decode(value) for key, value in options.items()},
+        {key: _read_origin(origin) for key, origin in origins.items()},
+    )
+
+
+def _read_origin(coded: object) -> Origin:
+    origin = tuple(_check_list(coded))
+    _check_texts(origin)
+    return origin
 
 
 def read_entries(coded: object) -> dict[str, Entries]:
@@ -243,8 +260,7 @@ def _read_parameter(coded: object) -> Entries:
 
 def _read_entry(coded: object) -> Entry:
     # Checkpoints from before entries had origins are read, too.
-    origin = tuple(_check_list(_check_object(coded).get("origin", [])))
-    _check_texts(origin)
+    origin = _read_origin(_check_object(coded).get("origin", []))
     match coded:
         case {"like": str(dtype)} if dtype in ITEMSIZE:
             return Like(dtype, origin)

@@ -8,8 +8,9 @@
 3. State whose sizes are not products of its parameter's, such as one flat history of a group, may depend on all
    parameters of the group: it fits only a group of the same parameters in the same order, in whichever optimizer. The
    same holds for numbers if only one parameter of a group has any.
-4. An option that is a list with an item per parameter, such as their names, fits only a group of the same parameters in
-   the same order, or one that has an equal list.
+4. An option that is a list, a tuple or a tensor of one dimension, with an item per parameter, such as their names, fits
+   only a group of the same parameters in the same order, or one that has an equal option. A tuple or tensor that is as
+   long in the optimizer's defaults, such as `betas`, is not counted by parameters, and fits any group.
 5. A number goes into the tensor that an optimizer has in its place. If that tensor would change it by more than
    float32 rounds, that raises.
 
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardmath_torch.checkpoints.files.json_text import shown
 from shardmath_torch.checkpoints.files.places import CheckpointError
@@ -83,11 +85,12 @@ class Unmatched(NamedTuple):
 
 class Goal(NamedTuple):
     """A parameter group of an optimizer, with the saved values that a load puts there: the group's options, such as the
-    learning rate, and the state of each parameter by name."""
+    learning rate, and the state of each parameter by name. Options of one origin in `origins` were one object."""
 
     group: ParameterGroup
     options: dict[str, Any]
     entries: dict[str, Mapping[str, Entry]]
+    origins: Mapping[str, Origin]
 
 
 # Names
@@ -210,7 +213,10 @@ def _set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping
             for key, entry in entries[name].items():
                 check_known(entry, parameter, name, key)
     _check_order(model, group, saved, stored)
-    return Goal(group, _match_options(model, group, saved, stored), entries)
+    if group.is_stand_in:
+        return Goal(group, {}, entries, {})
+    options, origins = _match_options(model, group, saved, stored)
+    return Goal(group, options, entries, origins)
 
 
 def _check_order(
@@ -221,9 +227,9 @@ def _check_order(
     here = tuple(stored.get(name) for name in group.parameters)
     for name in group.parameters:
         stored_name = stored.get(name)
-        if stored_name not in group_of or group_of[stored_name] == here:
+        if stored_name not in group_of or group_of[stored_name].parameters == here:
             continue
-        shape, saved_group = model.slots[name].layout.shape, group_of[stored_name]
+        shape, saved_group = model.slots[name].layout.shape, group_of[stored_name].parameters
         why = _explain_shared(saved.state, stored_name, shape, saved_group)
         if why:
             there = f"{_list_some(saved_group)} in the checkpoint"
@@ -282,23 +288,36 @@ def _copy_values(entries: Mapping[str, Entry]) -> Mapping[str, Entry]:
 
 def _match_options(
     model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]
-) -> dict[str, Any]:
-    """The options that the group's parameters had, which must be the same for all that are on this rank. If none is,
-    the options of the others, or {} if these differ or are not saved. `stored` maps parameters to stored names."""
-    by_name = saved.options()
-    saved_options = {}
-    for name in group.parameters:
-        stored_name = stored.get(name)
-        if stored_name in by_name:
-            saved_options[name] = by_name[stored_name]
-    here = {name: options for name, options in saved_options.items() if is_here(model, name)}
+) -> tuple[dict[str, Any], Mapping[str, Origin]]:
+    """The options that the group's parameters had, which must be the same for all that are on this rank, and their
+    origins. If none is, the options of the others, or {} if these differ or are not saved. `stored` maps parameters to
+    stored names."""
+    saved_options = _find_options(group, saved, stored)
+    local_names = [name for name in group.parameters if is_here(model, name)]
+    here = {name: saved_options[name] for name in local_names if name in saved_options}
     if here:
         _check_same_options(here)
     elif not saved_options or _find_different(saved_options):
-        return {}
+        return {}, {}
     first_name, options = next(iter((here or saved_options).items()))
-    _check_lists(group, options, saved.members()[stored[first_name]], stored)
-    return _fit_options(f"the group of {first_name}", group, options)
+    saved_group = saved.members()[stored[first_name]]
+    # Saved groups, too, are of parameters that were on one mesh. No step uses options here of others.
+    if tuple(map(stored.get, local_names)) not in ((), saved_group.parameters):
+        _check_lists(group, options, saved_group.parameters)
+    return _fit_options(f"the group of {first_name}", group, options), saved_group.origins
+
+
+def _find_options(
+    group: ParameterGroup, saved: Index, stored: Mapping[str, str]
+) -> dict[str, Mapping[str, object]]:
+    """The saved options of each of the group's parameters that has any; `stored` maps parameters to stored names."""
+    by_name = saved.options()
+    found = {}
+    for name in group.parameters:
+        stored_name = stored.get(name)
+        if stored_name in by_name:
+            found[name] = by_name[stored_name]
+    return found
 
 
 def _fit_options(
@@ -317,22 +336,34 @@ def _check_lists(
     group: ParameterGroup,
     options: Mapping[str, object],
     members: tuple[str, ...],
-    stored: Mapping[str, str],
 ) -> None:
-    """Raise CheckpointError if an option may have an item for each of the saved parameters `members`, and the group
-    consists of other parameters; `stored` has the saved names of the group's."""
-    if members == tuple(map(stored.get, group.parameters)):
-        return
+    """Raise CheckpointError if an option may have an item for each of the saved parameters `members`, of which the
+    group does not consist, and the group has another value there."""
     for key, value in options.items():
         held = group.options.get(key)
-        may_be_per_parameter = isinstance(value, list) and len(value) == len(members) > 1
-        if not may_be_per_parameter:
+        if _count_items(value) != len(members) or len(members) < 2:
             continue
-        if not isinstance(held, list) or not is_same(held, value):
+        # A default is for groups of any size. A list may be longer by now than it was as a default.
+        default = getattr(group.optimizer, "defaults", {}).get(key)
+        if not isinstance(value, list) and _count_items(default) == len(members):
+            continue
+        is_comparable = _count_items(held) is not None
+        if not is_comparable or not is_same(held, value):
             saved, present = _list_some(members), _list_some(tuple(group.parameters))
             what = f"option {key!r} is {shown(value)} in the checkpoint, maybe an item for each of {saved}"
             fix = f"group the parameters as they were, or give the group {key}={shown(value)} if it fits"
             raise CheckpointError(f"{what}, but the group has {present} here; {fix}")
+
+
+def _count_items(option: object) -> int | None:
+    """The number of items of a list, a tuple, or a tensor of one dimension; None for other options, also DTensors."""
+    if isinstance(option, Kinded):
+        return None
+    if isinstance(option, Tensor):
+        is_countable = option.ndim == 1 and not isinstance(option, DTensor)
+    else:
+        is_countable = isinstance(option, list | tuple)
+    return len(cast(Sequence[object], option)) if is_countable else None
 
 
 def _check_same_options(options_by_name: Mapping[str, Mapping[str, object]]) -> None:
@@ -404,8 +435,6 @@ def _fit_items(what: str, held: object, value: tuple[object, ...] | list[object]
 def _fit_kinded(what: str, held: object, value: Kinded) -> object:
     """The value as an Enum or namedtuple of the held value's class. Raises CheckpointError if the class has another
     name."""
-    if isinstance(held, Kinded):  # in a group that only other ranks' optimizers have
-        return value
     held_kind = type(held).__qualname__
     plain = plain_of(held)
     is_plain = plain is held  # neither an Enum nor a namedtuple

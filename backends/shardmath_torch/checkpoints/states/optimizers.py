@@ -3,7 +3,8 @@
 1. State of its parameter's shape, such as a moment, is placed as its parameter; scalars, and all other state of plain
    parameters, are replicated. The placement of other state of DTensors, and of plain parameters that say which part
    they are, is not known and raises. Tensors in lists, tuples and dicts raise in these cases, too, and so does state of
-   a plain parameter that would become state of a DTensor.
+   a plain parameter that would become state of a DTensor. State that says it is another part than its parameter
+   raises, and so does an option that says it is a part.
 2. Anything in the state but tensors is a value (`values`), and so are tensors among the options of a group, such as a
    learning rate.
 3. A parameter has one optimizer and one group: of two states it would not be clear which one to restore.
@@ -18,6 +19,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,6 +36,7 @@ from shardmath_torch.checkpoints.states.index import (
     Entries,
     Entry,
     Like,
+    Origin,
     Own,
     SavedGroup,
     Value,
@@ -41,11 +44,21 @@ from shardmath_torch.checkpoints.states.index import (
 )
 from shardmath_torch.checkpoints.states.memory import check_shaped, local_part
 from shardmath_torch.checkpoints.states.modules import Model, ModuleSlot
-from shardmath_torch.checkpoints.states.sharing import check_apart, mark_shared
+from shardmath_torch.checkpoints.states.sharing import (
+    check_apart,
+    check_options_apart,
+    find_origins,
+    mark_shared,
+)
 from shardmath_torch.checkpoints.states.values import list_tensors
 from shardmath_torch.checkpoints.states.wrappers import check_keeps_own
 from shardmath_torch.groups.compat import rank_or_0
-from shardmath_torch.tensors.parts.checkpointable import is_checkpointable
+from shardmath_torch.tensors.parts.checkpointable import (
+    is_checkpointable,
+    is_part,
+    is_same_part,
+    show_attributes,
+)
 
 __all__ = [
     "NOWHERE",
@@ -74,11 +87,15 @@ UNVALUED = ("params", "param_names")
 
 class ParameterGroup(NamedTuple):
     """A parameter group of an optimizer: its options, such as the learning rate, and its parameters by name in the
-    module. A parameter that the module has under several names is listed under the first."""
+    module. A parameter that the module has under several names is listed under the first.
+
+    A stand-in is for parameters that only other ranks' optimizers have. It has no options.
+    """
 
     optimizer: Optimizer
     options: dict[str, Any]
     parameters: dict[str, Tensor]
+    is_stand_in: bool = False
 
     def states(self) -> Iterator[tuple[str, Tensor, Mapping[Any, Any]]]:
         """Yield each parameter of the group as (name, parameter, the optimizer's state of the parameter)."""
@@ -108,12 +125,12 @@ class Elsewhere(NamedTuple):
     entries: Mapping[str, Entries]
     groups: tuple[SavedGroup, ...]
 
-    def options(self) -> dict[str, Mapping[str, object]]:
-        """Return a dict from parameter name to the options, such as the learning rate, of the parameter's group. The
-        keys are the parameters that some ranks hold and others lack."""
-        found: dict[str, Mapping[str, object]] = {}
+    def members(self) -> dict[str, SavedGroup]:
+        """Return a dict from parameter name to the parameter's group. The keys are the parameters that some ranks hold
+        and others lack."""
+        found: dict[str, SavedGroup] = {}
         for group in self.groups:
-            found |= dict.fromkeys(group.parameters, group.options)
+            found |= dict.fromkeys(group.parameters, group)
         return found
 
 
@@ -127,7 +144,8 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
     """Return the parameter groups of all optimizers in `optimizer`, with parameters by their names in `model`.
 
     Raises CheckpointError for a value that is not an optimizer, a parameter that is not the module's or is in two
-    groups, state that is not a parameter's, state in an inner optimizer, and other entries of a state dict.
+    groups, state that is not a parameter's, state in an inner optimizer, other entries of a state dict, and an option
+    that says it is a part of a larger tensor.
     """
     groups = []
     grouped: set[str] = set()
@@ -141,6 +159,9 @@ def find_groups(model: Model, optimizer: Optimizers) -> list[ParameterGroup]:
                 what = f"{twice[0]!r} is in two parameter groups of the optimizers"
                 raise CheckpointError(f"{what}; put each parameter into one group of one optimizer")
             grouped |= parameters.keys()
+            for key, value in options.items():
+                if key not in UNVALUED:
+                    _check_whole(list_tensors(value), f"option {key!r} of a parameter group")
             groups.append(ParameterGroup(each, options, parameters))
         _check_state(model, each)
     return groups
@@ -166,7 +187,7 @@ def find_all_groups(
         if parameters:
             # Stands for another rank's optimizer: only its state, which is empty, is read.
             stand_in = Optimizer(list(parameters.values()), {})
-            groups.append(ParameterGroup(stand_in, dict(group.options), parameters))
+            groups.append(ParameterGroup(stand_in, {}, parameters, is_stand_in=True))
     return groups
 
 
@@ -255,10 +276,11 @@ def describe_optimizers(
     groups: list[SavedGroup] = []
     entries: dict[str, Entries] = {}
     local: dict[str, Mapping[Any, Any]] = {}
-    reported = elsewhere.options()
+    reported = elsewhere.members()
     all_groups = find_all_groups(model, optimizer, elsewhere)
+    for own in _list_local(model, all_groups):
+        groups += _split_by_options(model, own, reported)
     for group in all_groups:
-        groups += _split_by_options(model, group, reported)
         for name, parameter, state in group.states():
             layout = model.slots[name].layout
             if is_here(model, name):
@@ -269,6 +291,7 @@ def describe_optimizers(
                 entries[name] = elsewhere.entries.get(name, {})
                 slots |= _list_empty(name, entries[name], layout)
     check_apart(_list_outside(model, all_groups), local)
+    check_options_apart(_list_options(all_groups), local)
     mark_shared(entries, local)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
 
@@ -278,27 +301,54 @@ def _list_outside(model: Model, groups: Iterable[ParameterGroup]) -> Iterator[tu
     each."""
     for name, slot in model.slots.items():
         yield f"{name!r} of the module", slot.local
+    for what, value in _list_options(groups):
+        yield from ((what, tensor) for tensor in list_tensors(value))
+
+
+def _list_options(groups: Iterable[ParameterGroup]) -> Iterator[tuple[str, object]]:
+    """Yield the options of the groups, with words for each."""
     for group in groups:
         for key, value in group.options.items():
             if key not in UNVALUED:
-                yield from ((f"the option {key!r}", tensor) for tensor in list_tensors(value))
+                yield f"the option {key!r}", value
+
+
+def _list_local(model: Model, groups: Sequence[ParameterGroup]) -> list[SavedGroup]:
+    """The groups as this rank has them, with the origins of options that are one object."""
+    options = [{k: v for k, v in group.options.items() if k not in UNVALUED} for group in groups]
+    firsts = [_name_first(model, group) for group in groups]
+    origins: dict[str | None, dict[str, Origin]] = {}
+    # Groups without parameters have no name. No step uses their options.
+    named = {name: held for name, held in zip(firsts, options, strict=True) if name is not None}
+    for (name, key), origin in find_origins(named).items():
+        origins.setdefault(name, {})[key] = origin
+    return [
+        SavedGroup(tuple(group.parameters), held, origins.get(name, {}))
+        for group, held, name in zip(groups, options, firsts, strict=True)
+    ]
+
+
+def _name_first(model: Model, group: ParameterGroup) -> str | None:
+    """The group's first parameter on this rank, else its first one; None if it has none. Ranks that report options for
+    parameters of one group thus name them by parameters of their own."""
+    here = (name for name in group.parameters if is_here(model, name))
+    return next(here, next(iter(group.parameters), None))
 
 
 def _split_by_options(
-    model: Model, group: ParameterGroup, reported: Mapping[str, Mapping[str, object]]
+    model: Model, local: SavedGroup, reported: Mapping[str, SavedGroup]
 ) -> list[SavedGroup]:
     """The groups to save for one group: split if ranks report different options for its parameters."""
-    local: Mapping[str, object] = {k: v for k, v in group.options.items() if k not in UNVALUED}
-    # Both by the id of the options: parameters that were reported in one group have the same dict.
-    names_by_options: dict[int, list[str]] = {}
-    options: dict[int, Mapping[str, object]] = {id(local): local}
-    for name in group.parameters:
+    # Both by the id of the group: parameters that were reported in one group have the same.
+    names_by_group: dict[int, list[str]] = {}
+    groups: dict[int, SavedGroup] = {}
+    for name in local.parameters:
         chosen = local if is_here(model, name) else reported.get(name, local)
-        options[id(chosen)] = chosen
-        names_by_options.setdefault(id(chosen), []).append(name)
-    if not names_by_options:
-        return [SavedGroup((), local)]
-    return [SavedGroup(tuple(names), options[key]) for key, names in names_by_options.items()]
+        groups[id(chosen)] = chosen
+        names_by_group.setdefault(id(chosen), []).append(name)
+    if not names_by_group:
+        return [local]
+    return [replace(groups[key], parameters=tuple(names)) for key, names in names_by_group.items()]
 
 
 def _list_slots(
@@ -337,16 +387,28 @@ def _describe_value(value: object, parameter: Tensor, name: str, key: str) -> En
     """The entry of an item of a parameter's state."""
     if not isinstance(value, Tensor):
         check_known(Value(value), parameter, name, key)
+        _check_whole(list_tensors(value), f"a tensor in state {key!r} of {name!r}")
         return Value(value)
     check_shaped(f"{name}.{key}", value)
     dtype = str(value.dtype).removeprefix("torch.")
     if is_placed_like(value, parameter):
         return Like(dtype)
+    _check_whole([value], f"state {key!r} of {name!r}")
     entry = Own(dtype, tuple(value.shape))
     if isinstance(value, DTensor):
         raise CheckpointError(_explain_unknown(entry, parameter, name, key))
     check_known(entry, parameter, name, key)
     return entry
+
+
+def _check_whole(tensors: Iterable[Tensor], what: str) -> None:
+    """Raise CheckpointError if a tensor says by its attributes that it is a part of a larger one. `what` names it."""
+    for tensor in tensors:
+        if is_part(tensor):
+            said = f"{what} says by its attributes which part of a larger tensor it is"
+            why = "and only state of the same shape and part as its parameter is saved as a part"
+            fix = "divide the parameter alike, or keep the whole value without the attributes"
+            raise CheckpointError(f"{said}, {show_attributes(tensor)}, {why}; {fix}")
 
 
 def check_known(entry: Entry, parameter: Tensor, name: str, key: str) -> None:
@@ -381,11 +443,13 @@ def _explain_unknown(entry: Own | Value, parameter: Tensor, name: str, key: str)
 
 def is_placed_like(value: Tensor, parameter: Tensor) -> bool:
     """Whether an optimizer's `value` has the shape of its `parameter`, and, if that is a DTensor, its mesh and
-    placements."""
+    placements. A plain value with the attributes of a part must be the same part."""
     if value.shape != parameter.shape:
         return False
+    if not isinstance(value, DTensor) and not isinstance(parameter, DTensor):
+        return is_same_part(value, parameter)
     if not isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-        return isinstance(value, DTensor) == isinstance(parameter, DTensor)
+        return False
     same_mesh = value.device_mesh == parameter.device_mesh
     return same_mesh and value.placements == parameter.placements
 

@@ -1,8 +1,8 @@
 """Restoring: write values into existing memory, so that FSDP2, captured graphs and the optimizer stay valid.
 
-1. A value is written into the memory of the present tensor only if no other restored tensor shares a cell of it; else a
-   new tensor is made. Parameters and buffers of the module always keep their memory. Options that are one tensor, such
-   as a learning rate of several groups, keep it if all take the same value.
+1. A value is written into the memory of the present tensor only if no other restored tensor, and no gradient, shares a
+   cell of it; else a new tensor is made. Parameters and buffers of the module always keep their memory. Options that
+   are one tensor, such as a learning rate of several groups, keep it if all take the same value.
 2. State that the optimizer lacks is made like its parameter: without a step or a gradient. State that the checkpoint
    lacks is dropped, as by `Optimizer.load_state_dict`.
 3. An optimizer's defaults, which later groups begin with, stay as they are.
@@ -56,6 +56,7 @@ from shardmath_torch.checkpoints.states.values import (
 )
 from shardmath_torch.checkpoints.states.wrappers import list_inner
 from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.parts.checkpointable import is_part
 
 __all__ = [
     "Free",
@@ -97,16 +98,16 @@ class Free(NamedTuple):
 
 def find_free(model: Model, goals: Sequence[Goal]) -> Free:
     """Return the memory of optimizer state tensors, and of tensors in options such as learning rates, that loaded
-    values can overwrite. Memory that another tensor of `model` or `goals` (the parameter groups to restore) uses is
-    left out.
+    values can overwrite. Memory that another tensor of `model` or `goals` (the parameter groups to restore) uses, or a
+    gradient, is left out.
 
     A tensor that several options share is allowed.
     """
     states = _list_states(goals)
     options = _list_options(goals)
-    slots = [slot.local for slot in model.slots.values()]
-    crowded = find_crowded([*slots, *states, *options])
-    taken = crowded.union(spots_of(slots))
+    kept = [*(slot.local for slot in model.slots.values()), *_list_gradients(goals)]
+    crowded = find_crowded([*kept, *states, *options])
+    taken = crowded.union(spots_of(kept))
     of_states = Counter(spots_of(states))
     of_options = set(spots_of(options))
     # One tensor as state of several parameters may get a different value for each.
@@ -123,6 +124,12 @@ def _list_states(goals: Iterable[Goal]) -> list[Tensor]:
         for _, _, state in goal.group.states():
             found += _only_tensors(state.values())
     return found
+
+
+def _list_gradients(goals: Iterable[Goal]) -> list[Tensor]:
+    """The gradients of the optimizers' parameters, which a load leaves as they are."""
+    parameters = [weight for goal in goals for weight in goal.group.parameters.values()]
+    return _only_tensors(weight.grad for weight in parameters)
 
 
 def _list_options(goals: Iterable[Goal]) -> list[Tensor]:
@@ -251,13 +258,14 @@ def _device_of_state(goal: Goal, parameter: Tensor, key: str, entry: Like | Own)
 def _fits(
     held: object, parameter: Tensor, entry: Like | Own, device: torch.device
 ) -> TypeGuard[Tensor]:
-    """Whether what the optimizer holds is a tensor of the right dtype, shape, placements and device."""
+    """Whether what the optimizer holds is a tensor of the right dtype, shape, placements, part and device."""
     if not isinstance(held, Tensor) or held.is_nested:
         return False
     if isinstance(entry, Like):
         is_placed = is_placed_like(held, parameter)
     else:
-        is_placed = not isinstance(held, DTensor) and tuple(held.shape) == entry.shape
+        is_plain = not isinstance(held, DTensor) and not is_part(held)
+        is_placed = is_plain and tuple(held.shape) == entry.shape
     return is_placed and held.dtype == dtype_of(entry.dtype) and held.device == device
 
 
@@ -286,7 +294,8 @@ class OptionsPlan(NamedTuple):
 def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
     """Return the assignments and copies that restore the options of parameter groups; each of `goals` has a group and
     its options' new values. A tensor among the options is overwritten if its memory is in `free` and all groups that
-    share it get the same value; any other option is assigned."""
+    share it get the same value; any other option is assigned. Options that were one object are one again, except
+    tensors that are overwritten."""
     # The spots of options that keep their memory, and are filled with the new value.
     filled = free.options & _find_agreed(goals)
     kept_tensors = [held for held in _list_options(goals) if spot_of(held) in filled]
@@ -294,16 +303,51 @@ def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
         plan = OptionsPlan(_copy_defaults(goals, kept_tensors), [])
     shared = _find_shared(goals)
     placed_once: dict[int, object] = {}
-    for goal in goals:
-        options = goal.group.options
+    placed_options = []
+    for i, goal in enumerate(goals):
         for key, value in goal.options.items():
-            held = options.get(key)
+            held = goal.group.options.get(key)
+            count = len(plan.copies)
             placed = _place_option(held, value, filled, plan.copies)
+            keeps_memory = len(plan.copies) > count
             # A list or dict of several groups stays one object.
             if id(held) in shared:
                 placed = placed_once.setdefault(id(held), placed)
-            plan.values.append((options, key, placed))
+            origin = goal.origins.get(key, ())
+            # An origin of one key is of one group, of which several may have been made.
+            owner = ("", str(i), *origin) if len(origin) == 1 else origin
+            placed_options.append(
+                _PlacedOption(goal.group.options, key, value, placed, keeps_memory, owner)
+            )
+    plan.values.extend(_join_options(placed_options))
     return plan
+
+
+class _PlacedOption(NamedTuple):
+    """An option to restore: its value in the checkpoint, what is assigned, and whether that has held tensors, which
+    keep their memory. Options of one `origin`, unless it is empty, were one object."""
+
+    options: dict[str, Any]
+    key: str
+    value: object
+    placed: object
+    keeps_memory: bool
+    origin: Origin
+
+
+def _join_options(
+    placed: Sequence[_PlacedOption],
+) -> Iterator[tuple[dict[str, Any], str, object]]:
+    """Yield the assignments of the options, of which those of one origin and one value get one object."""
+    firsts: dict[Origin, _PlacedOption] = {}
+    # First those that keep memory: only the others can be exchanged.
+    for each in sorted(placed, key=lambda each: not each.keeps_memory):
+        firsts.setdefault(each.origin, each)
+    for each in placed:
+        first = firsts[each.origin]
+        may_join = bool(each.origin) and first is not each and not each.keeps_memory
+        is_one = may_join and is_same(first.value, each.value)
+        yield each.options, each.key, first.placed if is_one else each.placed
 
 
 def _find_shared(goals: Iterable[Goal]) -> set[int]:

@@ -1,11 +1,11 @@
-"""Sharing: state that is one object under several keys, such as one step of all parameters.
+"""Sharing: state that is one object under several keys, such as one step of all parameters, and such options of groups.
 
 1. The entry of such state names its origin: the first parameter that has it, and the key there; or the key alone if
-   only one parameter has it.
+   only one parameter has it. For options a group is named by its first parameter.
 2. Tensors of one spot (`memory`) are one object, such as a tensor and what its `detach` returns.
 3. Tensors that share only a part of their memory, or view it with another shape, would be loaded as separate tensors,
    of which later steps change only one. So would tensors that share memory with a tensor of the module or an option, or
-   with a tensor in a list, tuple or dict. They raise.
+   with a tensor in a list, tuple or dict. They raise, and so does a list or dict that is state and an option.
 
 >>> import torch
 >>> step, moment = torch.zeros(()), torch.zeros(2)
@@ -32,7 +32,7 @@ from shardmath_torch.checkpoints.states.index import Entries, Origin
 from shardmath_torch.checkpoints.states.memory import MemorySpot, find_meetings, spot_of
 from shardmath_torch.checkpoints.states.values import list_tensors
 
-__all__ = ["check_apart", "find_origins", "mark_shared"]
+__all__ = ["check_apart", "check_options_apart", "find_origins", "mark_shared"]
 
 _Item: TypeAlias = tuple[str, str]
 """A parameter's name, and a key of its state."""
@@ -89,6 +89,25 @@ def check_apart(
     for spot, other in find_meetings(tensor for _, tensor in found.values()):
         if spot not in outside or other not in outside:
             raise _explain_shared(found[spot][0], found[other][0])
+
+
+def check_options_apart(
+    options: Iterable[tuple[str, object]], states: Mapping[str, Mapping[Any, Any]]
+) -> None:
+    """Raise CheckpointError if a list or dict of the optimizer's `states` is one of the `options`, which have words for
+    each; `states` maps a parameter's name to its state."""
+    options_by_id = {id(option): what for what, option in options if _is_container(option)}
+    for name, state in states.items():
+        for key, value in state.items():
+            if _is_container(value) and id(value) in options_by_id:
+                kind = type(value).__name__
+                what = f"{key!r} of {name!r} and {options_by_id[id(value)]} are one {kind}"
+                why = "but would be loaded as separate ones"
+                raise CheckpointError(f"optimizer state: {what}, {why}; keep it in one place")
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, list | dict)
 
 
 def _find_apart(outside: _Found, states: Mapping[str, Mapping[Any, Any]]) -> _Found:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -129,9 +130,15 @@ def _gather_reports(
     # A separate step name: a rank that found other meshes is in another step, which raises at once.
     report = on_all("describe what lies on separate meshes", make_report, group)
     _, group_size = share_of(group)
+    reports = gather_all("report what lies only on it", report, group_size, group)
+    return on_all("read what lies on separate meshes", partial(_join_reports, reports), group)
+
+
+def _join_reports(reports: Iterable[Mapping[str, Any]]) -> Elsewhere:
+    """All ranks' reports as one."""
     entries: dict[str, Entries] = {}
     groups: list[SavedGroup] = []
-    for each in gather_all("report what lies only on it", report, group_size, group):
+    for each in reports:
         entries |= read_entries(each["entries"])
         groups += read_groups(each["groups"])
     return Elsewhere(entries, tuple(groups))
@@ -164,7 +171,7 @@ def _keep_reported(
     for group in groups:
         names = tuple(name for name in group.parameters if _is_reporter(name, firsts))
         if names:
-            kept.append(SavedGroup(names, group.options))
+            kept.append(replace(group, parameters=names))
     return kept
 
 

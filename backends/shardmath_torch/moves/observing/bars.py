@@ -6,30 +6,28 @@
 2. In a move other ranks wait for this one. So if the function raises, it is not called again, and its exception is
    raised once the move has ended. Ctrl-C is raised at once. In a step on files an exception is raised at once, and the
    ranks tell each other.
+3. What draws a bar is imported with the first bar, and no call advances Python's random numbers.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as Bar
 from torch import Tensor
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
 from shardmath.plans.programs.messages import Message
 from shardmath_torch.moves.observing.laps import AGREED, ARRIVED, LEFT
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["TELL_BYTES", "Meter", "Progress", "Tally", "check_progress", "progress_bar"]
 
@@ -107,6 +105,7 @@ class Tally:
         self._done_bytes = self._reported_bytes = 0
         self._total_bytes: int | None = None
         self._reported_at_s = 0.0
+        self._process = os.getpid()
 
     def begin(self, total: int) -> None:
         """Set the total number of bytes to read or write, and report progress; later calls do nothing."""
@@ -138,6 +137,10 @@ class Tally:
         self._reported_bytes, self._reported_at_s = self._done_bytes, time.monotonic()
         if self._progress is not None and self._total_bytes is not None:
             self._progress(self._done_bytes, self._total_bytes)
+        if os.getpid() != self._process:
+            what = "the progress function has returned in a forked process, too"
+            why = "but only the process that began the call can go on with it"
+            raise ExchangeError(f"{what}, {why}; end the forked process in the function")
 
 
 def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -153,6 +156,16 @@ def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from _split(*parts)
 
 
+def _import_rich() -> None:
+    """Import what draws a bar, and leave Python's random numbers as they were: rich draws one as it is imported, which
+    would change the order of a training's data."""
+    if "rich.progress" not in sys.modules:
+        state = random.getstate()
+        import rich.progress  # noqa: F401
+
+        random.setstate(state)
+
+
 @contextmanager
 def progress_bar(
     description: str = "moving", *, console: Console | None = None
@@ -162,6 +175,17 @@ def progress_bar(
 
     The console is stderr by default. Ranks that share a terminal draw over each other: let only one show the bar.
     """
+    _import_rich()
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TransferSpeedColumn,
+    )
+    from rich.progress import Progress as Bar
+
     screen = console or Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

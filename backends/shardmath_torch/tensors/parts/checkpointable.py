@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from shardmath.base.arguments import instance
 from shardmath.base.errors import LayoutError, ShardError
 from shardmath.base.text import show_ranks, shown
-from shardmath.layouts.algebra.runs import Runs
+from shardmath.layouts.algebra.runs import Runs, identity
 from shardmath.layouts.fitting import from_holdings
 from shardmath.layouts.layout import Layout
 from shardmath_torch.groups import compat
@@ -44,8 +44,11 @@ __all__ = [
     "checkpointable",
     "from_boxes",
     "is_checkpointable",
+    "is_part",
+    "is_same_part",
     "keep_boxes",
     "read_boxes",
+    "show_attributes",
 ]
 
 _Numbers: TypeAlias = tuple[int, ...]
@@ -94,14 +97,44 @@ def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
         shape, boxes = _list_boxes(tensor)
         runs = _make_runs(shape, tensor.shape, boxes)
     except (ShardError, TypeError, ValueError) as error:
-        raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)}: {error}") from error
+        raise LayoutError(f"tensor {name!r}: {show_attributes(tensor)}: {error}") from error
     n_held = sum(math.prod(n for _, _, n in box) for box in boxes)
     n_product = math.prod(part.size for part in runs)
     if n_held != n_product:
         fix = "set boxes that are all combinations of some ranges of each dimension"
         what = f"the boxes have {n_held} elements, but all combinations of their ranges have {n_product}"
-        raise LayoutError(f"tensor {name!r}: {_show_attributes(tensor)}: {what}; {fix}")
+        raise LayoutError(f"tensor {name!r}: {show_attributes(tensor)}: {what}; {fix}")
     return LocalRuns(shape, runs)
+
+
+def is_part(tensor: Tensor) -> bool:
+    """Whether the attributes of `tensor` say that it is a part of a global tensor, padded or reordered, or are invalid.
+    False without attributes, or if they say that it is whole.
+    """
+    if not is_checkpointable(tensor):
+        return False
+    try:
+        said = read_boxes("a tensor", tensor)
+    except LayoutError:
+        return True
+    whole = LocalRuns(tuple(tensor.shape), tuple(map(identity, tensor.shape)))
+    # Without elements there are no boxes, however many rows there are.
+    is_empty = said.shape == whole.shape and not tensor.numel()
+    return said != whole and not is_empty
+
+
+def is_same_part(tensor: Tensor, other: Tensor) -> bool:
+    """Whether `tensor`, of the shape of `other`, has no attributes, or is by the attributes of both the same part of a
+    global tensor. Without attributes `other` is whole.
+    """
+    if not is_checkpointable(tensor):
+        return True
+    if not is_checkpointable(other):
+        return not is_part(tensor)
+    try:
+        return read_boxes("a tensor", tensor) == read_boxes("another", other)
+    except LayoutError:
+        return False
 
 
 def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
@@ -146,8 +179,8 @@ def _make_runs(shape: _Numbers, local_shape: _Numbers, boxes: Sequence[_Box]) ->
     return tuple(runs_by_dimension)
 
 
-def _show_attributes(tensor: Any) -> str:
-    """The attributes, for an error."""
+def show_attributes(tensor: Any) -> str:
+    """Return the shape and the attributes of `tensor` as text for an error."""
     attributes = [f"{name}={shown(getattr(tensor, name))}" for name in ATTRIBUTES]
     return f"{list(tensor.shape)} with {', '.join(attributes)}"
 
