@@ -219,9 +219,12 @@ class Owners:
             what = f"'{place}' is not on axis {place.axis!r} of size {size}"
             raise StoreError(f"{what}; use 0 to {size - 1}, or -1 for the last")
         self._add_coordinate(place.axis, place.at % size, location, str(place))
-        if place.at != -1:
-            return
-        # Tensors behind all layers are in the last virtual stage; every pipeline stage has equally many of these.
+        if place.at == -1:
+            self._add_last_chunk(place, location)
+
+    def _add_last_chunk(self, place: rows.AxisPlace, location: _Location) -> None:
+        """Add the last virtual stage to the location of tensors behind all layers, if the row's place is on the axis of
+        pipeline stages. Every pipeline stage has equally many virtual stages."""
         staged = [spots for spots in self.stored.indices.values() if _has_stages(spots)]
         spots = list(itertools.chain.from_iterable(staged))
         axes = {axis for spot in spots for axis in spot.coords}

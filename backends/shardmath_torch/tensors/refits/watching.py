@@ -207,6 +207,16 @@ class Watch(TorchDispatchMode):
             )
             raise self.failure
 
+    def check_function(self, func: Any, args: Sequence[Any]) -> None:
+        """Raise StoreError for a function of torch that a loader may not call with these arguments while it is
+        watched."""
+        if self.thread is None:
+            return
+        if func in ADDRESSES:
+            self.check_address(args[0])
+        if func in CALLS_PYTHON:
+            self.check_call(func, list_tensors(args))
+
     def check_call(self, func: Any, given: Iterable[Tensor]) -> None:
         """Raise StoreError for a function that changes elements of tensors without data, which it skips; keep the error
         as `failure`. `given` has the tensors that the function gets.
@@ -450,10 +460,7 @@ def _make_class(watch: Watch) -> type[Tensor]:
             cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             try:
-                if func in ADDRESSES and watch.thread is not None:
-                    watch.check_address(args[0])
-                if func in CALLS_PYTHON and watch.thread is not None:
-                    watch.check_call(func, list_tensors(args))
+                watch.check_function(func, args)
                 # Without a watched thread nothing is watched; where a mode is entered, it sees the operation already.
                 if watch.thread is None or getattr(watch.entered, "here", False):
                     return _call_as(cls, func, args, kwargs)
@@ -513,15 +520,13 @@ class _ReadMode(TorchFunctionMode):
 
         A tensor with elements is not said to be on the meta device: some functions of torch would then skip it.
         """
-        has_ended = self._watch.thread is None
-        if func in GIVES_MEMORY and not has_ended:
-            self._watch.check_values(args[:1])
-        if func in ADDRESSES and not has_ended:
-            self._watch.check_address(args[0])
-        if func in CALLS_PYTHON and not has_ended:
-            self._watch.check_call(func, list_tensors(args))
-        if func == IS_META and not has_ended and self._watch.has_elements(args[0]):
-            return False
+        watch = self._watch
+        watch.check_function(func, args)
+        if watch.thread is not None:
+            if func in GIVES_MEMORY:
+                watch.check_values(args[:1])
+            if func == IS_META and watch.has_elements(args[0]):
+                return False
         return func(*args, **(kwargs or {}))
 
 
