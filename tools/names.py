@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("shardmath", "backends")
 
 DOORS = {
-    "Place": "sm.store.Place and sm.traces.Place",
     "Refit": "sm.Refit, a plan, and smt.Refit, which carries it out",
-    "Row": "sm.storage.Row and sm.formats.Row",
 }
 """Names that two packages show their users, who tell them apart by the package."""
 

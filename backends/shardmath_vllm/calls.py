@@ -36,7 +36,7 @@ def _ignore(why: str) -> None:
     """Do nothing: no rank waits for the engine's ranks."""
 
 
-class _Call:
+class _EngineCall:
     """A call to an engine, on a separate thread."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Calls:
     """The latest call to each engine, by the engine's number; each call runs in a separate thread."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _EngineCall] = {}
 
     def ask(
         self, acts: Sequence[Callable[[], object]], give_up: Callable[[str], None] = _ignore
@@ -161,7 +161,7 @@ class Calls:
 
     def _begin(self, acts: dict[int, Callable[[], object]], give_up: Callable[[str], None]) -> None:
         for number, act in acts.items():
-            self._calls[number] = _Call(f"engine {number}", act, give_up)
+            self._calls[number] = _EngineCall(f"engine {number}", act, give_up)
 
     def _join(self, seconds: float) -> str:
         """Wait at most `seconds` for all calls to end; return the errors of those that failed, "" if none did."""
@@ -173,7 +173,7 @@ class Calls:
         return "\n".join(f"{call.name} {what}" for call in self._calls.values() if call.is_open)
 
 
-def _join(calls: Iterable[_Call], seconds: float) -> None:
+def _join(calls: Iterable[_EngineCall], seconds: float) -> None:
     """Wait for the calls to end, at most `seconds` for all of them together."""
     until = time.monotonic() + seconds
     for call in calls:

@@ -11,7 +11,7 @@ as Perfetto reads it (src/trace_processor/importers/json). Perfetto stops at the
 so our key comes last. It identifies threads only by number, so numbers are unique across places. Arrows are identified
 by integers.
 
->>> span = Span(Place(3), "moves", "move 1", 0.5e-3, 1e-3)
+>>> span = Span(TraceRank(3), "moves", "move 1", 0.5e-3, 1e-3)
 >>> print(spell(Trace((span,))))
 {"displayTimeUnit":"ms","traceEvents":[
 {"ph":"M","pid":3,"name":"process_name","args":{"name":"rank 3"}},
@@ -33,7 +33,7 @@ from typing import Any, TypeAlias
 from shardmath.base.digest import BROKEN
 from shardmath.base.errors import ShardError
 from shardmath.base.text import message_of, word_error
-from shardmath.display.traces.spans import Clock, Place, Span, Trace, Vote
+from shardmath.display.traces.spans import Clock, Span, Trace, TraceRank, Vote
 
 __all__ = ["read", "spell", "write", "write_text"]
 
@@ -58,7 +58,7 @@ LEAST_US = 0.001
 
 Event: TypeAlias = dict[str, Any]
 
-_Numbers: TypeAlias = dict[tuple[Place, str], int]
+_Numbers: TypeAlias = dict[tuple[TraceRank, str], int]
 """The thread of each track."""
 
 
@@ -110,7 +110,7 @@ def _number_tracks(trace: Trace) -> _Numbers:
     return {track: number for number, track in enumerate(tracks, FIRST_THREAD)}
 
 
-def _find_process(place: Place) -> int:
+def _find_process(place: TraceRank) -> int:
     return place.rank + MODELED * place.is_model
 
 
@@ -200,7 +200,7 @@ def _parse(given: Any) -> Trace:
     if metadata["version"] != VERSION:
         what = f"the trace has version {metadata['version']!r}, this shardmath reads {VERSION}"
         raise ShardError(f"{what}; read it with the release of shardmath that wrote it")
-    places: dict[int, Place] = {}
+    places: dict[int, TraceRank] = {}
     tracks: dict[tuple[int, int], str] = {}
     spans: list[Span] = []
     for event in given["traceEvents"]:
@@ -212,18 +212,20 @@ def _parse(given: Any) -> Trace:
     return Trace(tuple(spans), _read_clock(metadata), _check_count(metadata["left_out"]))
 
 
-def _note_name(event: Event, places: dict[int, Place], tracks: dict[tuple[int, int], str]) -> None:
+def _note_name(
+    event: Event, places: dict[int, TraceRank], tracks: dict[tuple[int, int], str]
+) -> None:
     """Note the process or thread that the event names."""
     process = _check_count(event["pid"])
     if event["name"] == "process_name":
         is_model = process >= MODELED
-        places[process] = Place(process - MODELED * is_model, is_model)
+        places[process] = TraceRank(process - MODELED * is_model, is_model)
     elif event["name"] == "thread_name":
         tracks[process, event["tid"]] = _check_text(event["args"]["name"])
 
 
 def _read_span(
-    event: Event, places: Mapping[int, Place], tracks: Mapping[tuple[int, int], str]
+    event: Event, places: Mapping[int, TraceRank], tracks: Mapping[tuple[int, int], str]
 ) -> Span:
     process = event["pid"]
     thread = event["tid"]

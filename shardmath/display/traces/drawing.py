@@ -4,8 +4,8 @@
 2. Spans of one name have one color; messages have one color per direction.
 3. Spans that are too short to be seen separately are drawn as one, with the name of the longest.
 
->>> from shardmath.display.traces.spans import Place
->>> move = Span(Place(0), "phases", "moving", 0.0, 1e-3)
+>>> from shardmath.display.traces.spans import TraceRank
+>>> move = Span(TraceRank(0), "phases", "moving", 0.0, 1e-3)
 >>> print(svg(Trace((move,))).splitlines()[1])
 <title>1 span of 1 place in 0.001000 s</title>
 """
@@ -29,7 +29,7 @@ from shardmath.display.pictures.elements import (
     palette,
     words,
 )
-from shardmath.display.traces.spans import Place, Span, Trace
+from shardmath.display.traces.spans import Span, Trace, TraceRank
 
 __all__ = ["TRACKS", "svg"]
 
@@ -93,7 +93,7 @@ PARTED = 0.6
 class _Row(NamedTuple):
     """A track and its spans, at height `y`."""
 
-    place: Place
+    place: TraceRank
     track: str
     spans: list[Span]
     y: float
@@ -160,7 +160,7 @@ def svg(trace: Trace, *, tracks: Iterable[str] = TRACKS, inline: bool = False) -
 
 def _list_rows(trace: Trace, wanted: Sequence[str]) -> list[_Row]:
     """The rows, place by place."""
-    by_track: dict[tuple[Place, int], list[Span]] = {}
+    by_track: dict[tuple[TraceRank, int], list[Span]] = {}
     for span in trace.spans:
         if span.track in wanted:
             number = wanted.index(span.track)

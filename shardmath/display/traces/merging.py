@@ -6,9 +6,9 @@
    remaining error is about the time of a message.
 3. Machines without a common vote keep their time of day.
 
->>> from shardmath.display.traces.spans import Place, Vote
+>>> from shardmath.display.traces.spans import TraceRank, Vote
 >>> def rank(number: int, machine: str, voted_s: float) -> Trace:
-...     span = Span(Place(number), "moves", "move 1", voted_s, 1.0)
+...     span = Span(TraceRank(number), "moves", "move 1", voted_s, 1.0)
 ...     return Trace((span,), Clock(number, machine, 0, (Vote("1", voted_s),)))
 >>> print(*(span.begin_s for span in merge([rank(0, "a", 2.0), rank(1, "b", 500.0)]).spans))
 0.0 0.0

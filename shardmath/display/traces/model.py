@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import PlanError
 from shardmath.display.traces.spans import (
-    Place,
     Span,
     Trace,
+    TraceRank,
     describe_message,
     name_step,
     name_track,
@@ -81,7 +81,7 @@ def _draw_rounds(
 ) -> Iterator[Span]:
     """A span for each round in which the rank sends or receives; it tells the ranks per node, since a topology may only
     assume them."""
-    place = Place(rank, is_model=True)
+    place = TraceRank(rank, is_model=True)
     about = {"ranks per node": where.ranks_per_node}
     for round_ in rounds:
         if round_.sends or round_.receives:
@@ -93,7 +93,7 @@ def _draw_messages(
     rank: int, rounds: Sequence[Round], times: _Times, where: Topology
 ) -> Iterator[Span]:
     """The messages of the rank, at the rate of its links."""
-    place = Place(rank, is_model=True)
+    place = TraceRank(rank, is_model=True)
     for round_ in rounds:
         begin, _ = times[round_.step].tolist()
         # Seconds for which each link has been busy, by (to another node, outgoing).
@@ -109,7 +109,7 @@ def _draw_messages(
             yield _draw_message(place, message, message_begin, seconds)
 
 
-def _draw_message(place: Place, message: Message, begin: float, seconds: float) -> Span:
+def _draw_message(place: TraceRank, message: Message, begin: float, seconds: float) -> Span:
     """The span of a message on the track of its other rank."""
     track = name_track(message, place.rank)
     name = f"{message.payload} B"

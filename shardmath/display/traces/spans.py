@@ -22,7 +22,16 @@ from shardmath.base.errors import ShardError
 from shardmath.base.text import plural
 from shardmath.plans.programs.messages import Message, Step
 
-__all__ = ["Clock", "Place", "Span", "Trace", "Vote", "describe_message", "name_step", "name_track"]
+__all__ = [
+    "Clock",
+    "TraceRank",
+    "Span",
+    "Trace",
+    "Vote",
+    "describe_message",
+    "name_step",
+    "name_track",
+]
 
 About: TypeAlias = Mapping[str, object]
 """Details of a span, by name: values that JSON can express."""
@@ -36,7 +45,7 @@ ROUNDING = 1e-9
 NOTHING: About = {}
 
 
-class Place(NamedTuple):
+class TraceRank(NamedTuple):
     """The rank of a track (a line of a timeline), and whether its times are measured or modeled."""
 
     rank: int
@@ -49,7 +58,7 @@ class Place(NamedTuple):
 class Span(NamedTuple):
     """An interval of work on a track of one rank; the spans that send and receive a message have equal `link`."""
 
-    place: Place
+    place: TraceRank
     track: str
     name: str
     begin_s: float
@@ -117,7 +126,7 @@ class Trace:
 
 def _pair_successive(spans: tuple[Span, ...]) -> Iterator[tuple[Span, Span]]:
     """Each span with the next span on its track."""
-    tracks: dict[tuple[Place, str], list[Span]] = {}
+    tracks: dict[tuple[TraceRank, str], list[Span]] = {}
     for span in spans:
         tracks.setdefault((span.place, span.track), []).append(span)
     for track in tracks.values():

@@ -65,7 +65,7 @@ WHOLE = Blocks((), others=None)
 """The block that is the whole tensor."""
 
 
-class _RankPart(NamedTuple):
+class _AmaxesOfRank(NamedTuple):
     """A rank's part, how many blocks it touches in each dimension, and its share in the slots of each kind of block.
 
     The first kind are the blocks of the scales; the second is the whole tensor, if its amax is needed.
@@ -107,7 +107,7 @@ class Amaxes:
     src: Side = field(repr=False, compare=False)
     dst: Side = field(repr=False, compare=False)
     layouts: tuple[Layout, ...] = field(repr=False, compare=False)
-    _parts: Mapping[int, _RankPart] = field(repr=False, compare=False)
+    _parts: Mapping[int, _AmaxesOfRank] = field(repr=False, compare=False)
 
     def measure(self, rank: int, x: Floats) -> Floats:
         """Return the amax (largest magnitude) of each block of which `rank` has elements in `x`, its local float32
@@ -255,7 +255,7 @@ class Amaxes:
         _check_like(row, (count,), f"{label(self.name)}rank {rank}: the array of received amaxes")
         return row
 
-    def _find_part(self, rank: int) -> _RankPart:
+    def _find_part(self, rank: int) -> _AmaxesOfRank:
         part = self._parts.get(rank)
         if part is None:
             what = f"{label(self.name)}rank {rank} holds nothing under {self.layout}"
@@ -280,7 +280,7 @@ def _check_like(array: object, shape: tuple[int, ...], what: str) -> None:
         raise PlanError(f"{what} has shape {array.shape}; pass an array of shape {shape}")
 
 
-def _pair_kinds(part: _RankPart, own: Floats) -> Iterator[tuple[Share, Floats]]:
+def _pair_kinds(part: _AmaxesOfRank, own: Floats) -> Iterator[tuple[Share, Floats]]:
     """The part's share of each kind of block, with its amaxes of that kind; a format may need only the first."""
     tensor_amax = np.max(own, initial=0, keepdims=True)
     return zip(part.shares, (own, tensor_amax), strict=False)
@@ -385,7 +385,7 @@ def _find_lost(dim: Dimension, size: int) -> int | None:
 
 def _divide_ranks(
     format: Format, layout: Layout, kinds: Sequence[Blocks]
-) -> tuple[dict[int, _RankPart], int]:
+) -> tuple[dict[int, _AmaxesOfRank], int]:
     """Each rank's part with its slots, and the number of all slots."""
     shape = layout.shape
     # In ascending order, so that slots are the same however the layout is spelled.
@@ -396,7 +396,7 @@ def _divide_ranks(
     with_slots = {}
     for part, shares in zip(distinct, join_slots(slots_by_kind, len(distinct)), strict=True):
         touched = touch(part, format.blocks, shape)
-        with_slots[part] = _RankPart(part, touched.shape, shares)
+        with_slots[part] = _AmaxesOfRank(part, touched.shape, shares)
     by_rank = {rank: with_slots[part] for rank, part in part_of.items()}
     return by_rank, sum(slots.size for slots in slots_by_kind)
 

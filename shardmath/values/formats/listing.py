@@ -14,7 +14,7 @@ from shardmath.values.formats.fp8 import FP8, FP8Blocks
 from shardmath.values.formats.mxfp8 import MXFP8
 from shardmath.values.formats.nvfp4 import NVFP4
 
-__all__ = ["FORMATS", "Row", "listing", "show_listing"]
+__all__ = ["FORMATS", "FormatRow", "listing", "show_listing"]
 
 FORMATS: tuple[Format, ...] = (
     MXFP8(),
@@ -32,7 +32,7 @@ FORMATS: tuple[Format, ...] = (
 """One of each kind."""
 
 
-class Row(NamedTuple):
+class FormatRow(NamedTuple):
     """A line in the table of formats that `listing` returns: for one format and a matrix of M rows and K columns, the
     dtypes of data and scales, the shape of the scales, the size of a block, and where the matrix can be cut.
 
@@ -49,17 +49,17 @@ class Row(NamedTuple):
     column_cuts: str
 
 
-def listing() -> tuple[Row, ...]:
-    """Return the table of quantized formats as a tuple, one Row per format."""
+def listing() -> tuple[FormatRow, ...]:
+    """Return the table of quantized formats as a tuple, one FormatRow per format."""
     return tuple(map(_make_row, FORMATS))
 
 
-def _make_row(format: Format) -> Row:
+def _make_row(format: Format) -> FormatRow:
     data, scale, *_ = format.parts
     rows, columns = format.blocks.per_dimension(2)
     counts = _write_count("M", rows), _write_count("K", columns)
     sizes = ("all" if size is None else str(size) for size in (rows, columns))
-    return Row(
+    return FormatRow(
         format.name,
         data.kind,
         scale.kind,

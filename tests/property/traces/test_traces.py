@@ -19,7 +19,7 @@ from shardmath.base.text import show_seconds
 from shardmath.display import cli
 from shardmath.display.traces.chrome import spell
 from shardmath.display.traces.drawing import COLORS
-from shardmath.traces import Clock, Place, Span, Trace, Vote, merge, model, read, svg, write
+from shardmath.traces import Clock, Span, Trace, TraceRank, Vote, merge, model, read, svg, write
 
 SVG = "{http://www.w3.org/2000/svg}"
 TRACKS = ("moves", "phases", "rounds", "work", "to 3", "from 0", "rounds in worker")
@@ -27,9 +27,9 @@ ABOUT = st.dictionaries(st.sampled_from(("bytes", "for", "é")), st.integers(0, 
 
 
 @st.composite
-def traces(draw: st.DrawFn, places: st.SearchStrategy[Place] | None = None) -> Trace:
+def traces(draw: st.DrawFn, places: st.SearchStrategy[TraceRank] | None = None) -> Trace:
     """Spans of whole nanoseconds, those of a track one after another."""
-    some = places or st.builds(Place, st.integers(0, 3), st.booleans())
+    some = places or st.builds(TraceRank, st.integers(0, 3), st.booleans())
     spans = []
     for place, track in draw(
         st.lists(st.tuples(some, st.sampled_from(TRACKS)), max_size=6, unique=True)
@@ -67,7 +67,7 @@ def in_ns(trace: Trace) -> object:
 
 
 def test_spans_of_one_track_do_not_overlap() -> None:
-    first = Span(Place(0), "work", "packing", 1.0, 2.0)
+    first = Span(TraceRank(0), "work", "packing", 1.0, 2.0)
     after = first._replace(begin_s=3.0)
     beside = first._replace(track="phases")
     assert len(Trace((after, first, beside)).spans) == 3
@@ -141,7 +141,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, text: str) -> None:
 
 
 @given(traces(), st.data())
-@example(Trace((Span(Place(0), "work", "x", 0.0, 1.0),)), None)
+@example(Trace((Span(TraceRank(0), "work", "x", 0.0, 1.0),)), None)
 def test_what_is_damaged_is_a_trace_or_refused(
     tmp_path_factory: Any, trace: Trace, data: st.DataObject | None
 ) -> None:
@@ -178,7 +178,7 @@ def measured(
     for rank, machine in enumerate(machines):
         began = 50.0 + 0.25 * rank
         mine = {name: at[name] - began for name, ranks in votes.items() if rank in ranks}
-        spans = [Span(Place(rank), "moves", name, when, 1e-3) for name, when in mine.items()]
+        spans = [Span(TraceRank(rank), "moves", name, when, 1e-3) for name, when in mine.items()]
         left = tuple(Vote(name, when) for name, when in mine.items())
         clock = Clock(rank, machine, round((began + ahead_s[machine]) * 1e9), left)
         found.append(Trace(tuple(spans), clock))
@@ -208,7 +208,7 @@ def test_clocks_of_machines_are_aligned(data: st.DataObject) -> None:
 
 def test_clocks_of_one_machine_are_left_alone() -> None:
     """Also where its ranks noticed the end of a vote at different times."""
-    spans = [Span(Place(rank), "moves", "move 1", 1.0 + rank, 0.5) for rank in (0, 1)]
+    spans = [Span(TraceRank(rank), "moves", "move 1", 1.0 + rank, 0.5) for rank in (0, 1)]
     clocks = [Clock(rank, "a", 0, (Vote("1", 1.0 + rank),)) for rank in (0, 1)]
     merged = merge(Trace((span,), clock) for span, clock in zip(spans, clocks, strict=True))
     assert [span.begin_s for span in merged.spans] == [0.0, 1.0]
@@ -235,7 +235,9 @@ def test_calls_that_were_left_out_are_counted(trace: Trace) -> None:
     clocks = [Clock(rank, "a", 0) for rank in (0, 1)]
     first, second = (
         Trace(
-            tuple(s._replace(place=Place(clock.rank, s.place.is_model)) for s in trace.spans[:1]),
+            tuple(
+                s._replace(place=TraceRank(clock.rank, s.place.is_model)) for s in trace.spans[:1]
+            ),
             clock,
             trace.left_out,
         )
@@ -275,7 +277,7 @@ def test_bars_are_seen_on_a_dark_background(kind: str) -> None:
 def test_bars_lie_where_their_times_are() -> None:
     """The second half of the time is the second half of the axis."""
     spans = [
-        Span(Place(0), "phases", name, i * 2.0, 2.0)
+        Span(TraceRank(0), "phases", name, i * 2.0, 2.0)
         for i, name in enumerate(("agreeing", "moving"))
     ]
     root = ElementTree.fromstring(svg(Trace(tuple(spans))))
@@ -286,23 +288,23 @@ def test_bars_lie_where_their_times_are() -> None:
 
 
 def test_many_short_spans_are_one_bar() -> None:
-    short = [Span(Place(0), "work", "posting", i * 1e-6, 1e-6) for i in range(20_000)]
+    short = [Span(TraceRank(0), "work", "posting", i * 1e-6, 1e-6) for i in range(20_000)]
     root = ElementTree.fromstring(
-        svg(Trace((*short, Span(Place(0), "work", "packing", 0.02, 0.1))))
+        svg(Trace((*short, Span(TraceRank(0), "work", "packing", 0.02, 0.1))))
     )
     bars = [box for box in root.iter(f"{SVG}rect") if box.find(f"{SVG}title") is not None]
     assert len(bars) < 600
 
 
 def test_more_rows_than_are_drawn() -> None:
-    spans = tuple(Span(Place(rank), "phases", "moving", 0.0, 1.0) for rank in range(200))
+    spans = tuple(Span(TraceRank(rank), "phases", "moving", 0.0, 1.0) for rank in range(200))
     assert "72 more rows are left out" in svg(Trace(spans))
 
 
 def test_a_row_too_short_to_be_seen_says_its_time() -> None:
     """The model of fast links, below a move over slow ones."""
-    moved = Span(Place(0), "rounds", "round 1", 0.0, 0.1)
-    modeled = Span(Place(0, is_model=True), "rounds", "round 1", 0.0, 20e-6)
+    moved = Span(TraceRank(0), "rounds", "round 1", 0.0, 0.1)
+    modeled = Span(TraceRank(0, is_model=True), "rounds", "round 1", 0.0, 20e-6)
     root = ElementTree.fromstring(svg(Trace((moved, modeled))))
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert show_seconds(20e-6) in texts

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardmath.display.traces.spans import (
-    Place,
     Span,
+    TraceRank,
     Vote,
     describe_message,
     name_step,
@@ -114,8 +114,8 @@ def spell(call: Timed) -> list[Span]:
     return [span._replace(track=f"{span.track} {call.thread}") for span in spans]
 
 
-def _place(call: Timed) -> Place:
-    return Place(call.rank)
+def _place(call: Timed) -> TraceRank:
+    return TraceRank(call.rank)
 
 
 def _find_peer(span: Span) -> tuple[int, str]:
