@@ -697,7 +697,7 @@ BAD_LOADS: dict[str, tuple[dict[str, Any], str]] = {
         {"w": sm.Layout((6,), sm.Mesh(), {}, dtype="int32")},
         "is stored as float32[6], but its layout is",
     ),
-    "addends": ({"w": sm.Layout((6,), sm.Mesh(x=1), "n {sum: x}")}, "Partial"),
+    "addends": ({"w": sm.Layout((6,), sm.Mesh(x=2), "n {sum: x}")}, "Partial"),
     "no bytes": ({"w": None}, "'w' has the layout None, for bytes, but is stored as a"),
 }
 
@@ -709,6 +709,13 @@ def test_what_cannot_be_loaded(tmp_path: Path, case: str) -> None:
     with pytest.raises(CheckpointError) as error:
         smt.load(tmp_path, layouts)
     assert said in str(error.value)
+
+
+def test_a_partial_axis_of_one_rank_is_saved_and_loaded_whole(tmp_path: Path) -> None:
+    alone = sm.Layout((6,), sm.Mesh(x=1), "n {sum: x}")
+    smt.save(tmp_path, {"w": torch.arange(6.0)}, {"w": alone})
+    for layout in (LINE, alone):
+        assert smt.load(tmp_path, {"w": layout})["w"].equal(torch.arange(6.0))
 
 
 def test_one_rank_that_cannot_load_is_everybodys_error(pool: Pool, tmp_path: Path) -> None:

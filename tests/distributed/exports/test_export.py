@@ -543,11 +543,6 @@ WRONG: dict[str, tuple[Callable[[], tuple[Any, ...]], dict[str, Any], str]] = {
         {},
         "the layout of tensor",
     ),
-    "Partial": (
-        lambda: ({"w": torch.ones(2)}, {"w": sm.Layout((2,), sm.Mesh(dp=1), "n {sum: dp}")}),
-        {},
-        "is Partial",
-    ),
     "tied to nothing": (
         lambda: ({"w": torch.ones(2)},),
         {"tied": {"v": "u"}},
@@ -592,6 +587,11 @@ def test_what_cannot_be_exported(tmp_path: Path, case: str) -> None:
     with pytest.raises(sm.ShardError, match=what):
         smt.export(tmp_path / "out", *make(), **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_addends_are_not_exported(pool: Pool, tmp_path: Path) -> None:
+    for kind, said in pool.run(work.export_addends, str(tmp_path / "out")):
+        assert kind == "CheckpointError" and "is Partial" in said, said
 
 
 @pytest.mark.parametrize("case", work.EXPORTS)

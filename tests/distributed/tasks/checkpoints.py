@@ -525,6 +525,11 @@ EXPORTS: dict[str, tuple[dict[str, Any], str]] = {
 """What rank 1 gives, and what is said on all."""
 
 
+def export_addends(rank: int, path: str) -> Any:
+    layout = sm.Layout((8,), sm.Mesh(tp=8), "n {sum: tp}")
+    return caught(lambda: smt.export(path, {"w": torch.ones(8)}, {"w": layout}))
+
+
 def odd_export(rank: int, path: str, case: str) -> Any:
     """Exports, rank 1 something odd."""
     options: dict[str, Any] = dict(EXPORTS[case][0]) if rank == 1 else {}

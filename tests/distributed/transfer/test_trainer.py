@@ -265,7 +265,7 @@ def test_a_forked_process_tells_engines_nothing(
     told: list[str] = []
     pair.sender._clients[:] = [Other(told)]
     with monkeypatch.context() as patch:
-        patch.setattr(compat, "_forked", {pair.sender.link.group})
+        patch.setattr(compat, "inherited", {pair.sender.link.group})
         with pytest.raises(ExchangeError, match="this process was forked from a rank"):
             pair.sender.send_weights()
     assert not told
