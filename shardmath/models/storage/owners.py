@@ -98,6 +98,8 @@ class Owners:
         self.stored = stored
         self.row = row
         self.indices = [index.name for index in row.logical.indices]
+        # The declared indices with virtual stages. Found once: an index may have thousands of numbers.
+        self.staged = [name for name, spots in stored.indices.items() if _has_stages(spots)]
         self.in_dims = stack_names(row)
         self.stacked = self._find_stacked()
         self.mesh = self._choose_mesh()
@@ -188,7 +190,7 @@ class Owners:
             )
         spot = spots[number]
         # An index without virtual stages, such as one of experts, is in the chunk of the others.
-        if _has_stages(spots):
+        if index in self.staged:
             self._add_chunk(spot.chunk, location, f"index {index!r}")
         location.local[index] = spot.number
         for axis, coordinate in spot.coords.items():
@@ -225,8 +227,7 @@ class Owners:
     def _add_last_chunk(self, place: rows.AxisPlace, location: _Location) -> None:
         """Add the last virtual stage to the location of tensors behind all layers, if the row's place is on the axis of
         pipeline stages. Every pipeline stage has equally many virtual stages."""
-        staged = [spots for spots in self.stored.indices.values() if _has_stages(spots)]
-        spots = list(itertools.chain.from_iterable(staged))
+        spots = [spot for index in self.staged for spot in self.stored.indices[index]]
         axes = {axis for spot in spots for axis in spot.coords}
         # The last coordinate of an axis without pipeline stages is in any of them.
         if spots and (place.axis in axes or not axes):

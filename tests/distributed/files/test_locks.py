@@ -89,7 +89,8 @@ def test_a_child_forked_while_files_are_written_takes_nothing_away(
         os._exit(7)
     if os.getpid() != parent:
         os._exit(8)
-    assert os.waitstatus_to_exitcode(status) == 7
+    # It has ended where it left the function.
+    assert os.waitstatus_to_exitcode(status) == {"raises": 1, "exits": 0, "goes on": 1}[end]
     assert smt.load(tmp_path, LAYOUTS)["w"].eq(1).all()
 
 

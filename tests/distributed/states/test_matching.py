@@ -233,6 +233,13 @@ def test_a_pair_of_a_group_on_two_meshes_is_for_the_same_group(pool: Pool, tmp_p
     assert pool.run(work.pairs_on_stages, str(tmp_path)) == [[True, True]] * 8
 
 
+def test_items_of_a_group_on_two_meshes_are_for_the_same_group(pool: Pool, tmp_path: Path) -> None:
+    """Of the whole group, as it was saved, not of the parts that are on one mesh."""
+    for same_order, (kind, said), same_items in pool.run(work.items_on_stages, str(tmp_path)):
+        assert same_order and same_items
+        assert kind == "CheckpointError" and "maybe an item for each of" in said, said
+
+
 def test_an_option_of_a_class_is_for_any_group(tmp_path: Path) -> None:
     """It has one item, and is stored as two: a class and a value."""
     module = nn.ParameterDict({name: torch.ones(2) for name in "ab"})

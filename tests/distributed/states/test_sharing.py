@@ -306,3 +306,7 @@ def test_a_list_that_is_state_and_an_option(tmp_path: Path) -> None:
     optimizer.param_groups[0]["seen"] = optimizer.state[module.weight]["seen"] = [1]
     with pytest.raises(CheckpointError, match=r"'seen' of 'weight' and the option 'seen' are one"):
         training.save_state(tmp_path, module, optimizer)
+
+
+def test_options_that_groups_on_two_meshes_share_are_one_again(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(work.shares_options_on_stages, str(tmp_path)) == [True] * 8

@@ -812,6 +812,44 @@ def pairs_on_stages(rank: int, path: str) -> Any:
     return found
 
 
+def items_on_stages(rank: int, path: str) -> Any:
+    """An option with an item per parameter, saved and loaded by stages whose optimizers have all parameters: in the
+    same order, in another one, and into a group of the rank's own."""
+
+    def made(step: int, items: list[int]) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.ModuleList([apart(3.0), apart(3.0)])
+        weights = [*module.parameters()][::step]
+        return module, torch.optim.SGD([{"params": weights, "items": items}], lr=0.5)
+
+    def loaded(step: int, items: list[int]) -> Any:
+        module, optimizer = made(step, items)
+        smt.load_state(path, module, optimizer)
+        return optimizer.param_groups[0]["items"]
+
+    saved = [*range(len([*made(1, [])[0].parameters()]))]
+    smt.save_state(path, *made(1, saved))
+    # In the index each stage's part of the group is a group.
+    zeros = [0] * len(saved)
+    return loaded(1, zeros) == saved, caught(lambda: loaded(-1, zeros)), loaded(-1, saved) == saved
+
+
+def shares_options_on_stages(rank: int, path: str) -> bool:
+    """Whether an option that two groups share, of which one has parameters of both stages, is one object again."""
+
+    def made(first: Any, second: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = nn.ModuleList([apart(3.0), apart(3.0)])
+        *others, last = module.parameters()
+        groups = [{"params": others, "lr": first}, {"params": [last], "lr": second}]
+        return module, torch.optim.SGD(groups, lr=0.5)
+
+    rate = torch.tensor(0.25)
+    smt.save_state(path, *made(rate, rate))
+    module, optimizer = made(0.5, 0.5)
+    smt.load_state(path, module, optimizer)
+    first, second = optimizer.param_groups
+    return first["lr"] is second["lr"] and float(first["lr"]) == 0.25
+
+
 def share_on_stages(rank: int, path: str, kind: str) -> Any:
     """Whether a rank's optimizer of its own stage has, after a load, state that is one object, and the saved option."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -88,11 +88,25 @@ Entries: TypeAlias = Mapping[str, Entry]
 @dataclass(frozen=True, slots=True)
 class SavedGroup:
     """A saved optimizer's parameter group: the names of its parameters, options such as the learning rate, and the
-    origins of options that are one object."""
+    origins of options that are one object.
+
+    If ranks reported different options for parts of a group, each part is a SavedGroup, and `whole` has the names of
+    all parameters of the group; () if they are `parameters`.
+    """
 
     parameters: tuple[str, ...]
     options: Mapping[str, object]
     origins: Mapping[str, Origin] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of all parameters of the group of which this may be a part, in its order."""
+        return self.whole or self.parameters
+
+    def keep(self, names: tuple[str, ...]) -> SavedGroup:
+        """Return the part of this group that has the parameters `names`."""
+        return replace(self, parameters=names, whole=() if names == self.members else self.members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +164,8 @@ def _write_group(group: SavedGroup) -> dict[str, Any]:
     written: dict[str, Any] = {"parameters": list(group.parameters), "options": options}
     if group.origins:
         written["origins"] = {key: list(origin) for key, origin in group.origins.items()}
+    if group.whole:
+        written["whole"] = list(group.whole)
     return written
 
 
@@ -231,12 +247,15 @@ def _read_group(coded: object) -> SavedGroup:
     _check_texts(parameters)
     options = _check_object(group["options"])
     decode = partial(decode_value, kinded=True)
-    # Checkpoints from before options had origins are read, too.
+    # Checkpoints from before groups had origins, and parts of groups the whole, are read, too.
     origins = _check_object(group.get("origins", {}))
+    whole = tuple(_check_list(group.get("whole", [])))
+    _check_texts(whole)
     return SavedGroup(
         parameters,
         {key: decode(value) for key, value in options.items()},
         {key: _read_origin(origin) for key, origin in origins.items()},
+        whole,
     )
 
 

@@ -227,9 +227,9 @@ def _check_order(
     here = tuple(stored.get(name) for name in group.parameters)
     for name in group.parameters:
         stored_name = stored.get(name)
-        if stored_name not in group_of or group_of[stored_name].parameters == here:
+        if stored_name not in group_of or group_of[stored_name].members == here:
             continue
-        shape, saved_group = model.slots[name].layout.shape, group_of[stored_name].parameters
+        shape, saved_group = model.slots[name].layout.shape, group_of[stored_name].members
         why = _explain_shared(saved.state, stored_name, shape, saved_group)
         if why:
             there = f"{_list_some(saved_group)} in the checkpoint"
@@ -301,9 +301,9 @@ def _match_options(
         return {}, {}
     first_name, options = next(iter((here or saved_options).items()))
     saved_group = saved.members()[stored[first_name]]
-    # Saved groups, too, are of parameters that were on one mesh. No step uses options here of others.
-    if tuple(map(stored.get, local_names)) not in ((), saved_group.parameters):
-        _check_lists(group, options, saved_group.parameters)
+    # No step uses options here of parameters that are on other meshes.
+    if here and tuple(map(stored.get, group.parameters)) != saved_group.members:
+        _check_lists(group, options, saved_group.members)
     return _fit_options(f"the group of {first_name}", group, options), saved_group.origins
 
 

@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -278,7 +277,7 @@ def describe_optimizers(
     local: dict[str, Mapping[Any, Any]] = {}
     reported = elsewhere.members()
     all_groups = find_all_groups(model, optimizer, elsewhere)
-    for own in _list_local(model, all_groups):
+    for own in _list_local(all_groups):
         groups += _split_by_options(model, own, reported)
     for group in all_groups:
         for name, parameter, state in group.states():
@@ -313,10 +312,10 @@ def _list_options(groups: Iterable[ParameterGroup]) -> Iterator[tuple[str, objec
                 yield f"the option {key!r}", value
 
 
-def _list_local(model: Model, groups: Sequence[ParameterGroup]) -> list[SavedGroup]:
+def _list_local(groups: Sequence[ParameterGroup]) -> list[SavedGroup]:
     """The groups as this rank has them, with the origins of options that are one object."""
     options = [{k: v for k, v in group.options.items() if k not in UNVALUED} for group in groups]
-    firsts = [_name_first(model, group) for group in groups]
+    firsts = [next(iter(group.parameters), None) for group in groups]
     origins: dict[str | None, dict[str, Origin]] = {}
     # Groups without parameters have no name. No step uses their options.
     named = {name: held for name, held in zip(firsts, options, strict=True) if name is not None}
@@ -326,13 +325,6 @@ def _list_local(model: Model, groups: Sequence[ParameterGroup]) -> list[SavedGro
         SavedGroup(tuple(group.parameters), held, origins.get(name, {}))
         for group, held, name in zip(groups, options, firsts, strict=True)
     ]
-
-
-def _name_first(model: Model, group: ParameterGroup) -> str | None:
-    """The group's first parameter on this rank, else its first one; None if it has none. Ranks that report options for
-    parameters of one group thus name them by parameters of their own."""
-    here = (name for name in group.parameters if is_here(model, name))
-    return next(here, next(iter(group.parameters), None))
 
 
 def _split_by_options(
@@ -348,7 +340,7 @@ def _split_by_options(
         names_by_group.setdefault(id(chosen), []).append(name)
     if not names_by_group:
         return [local]
-    return [replace(groups[key], parameters=tuple(names)) for key, names in names_by_group.items()]
+    return [groups[key].keep(tuple(names)) for key, names in names_by_group.items()]
 
 
 def _list_slots(

@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -171,7 +170,7 @@ def _keep_reported(
     for group in groups:
         names = tuple(name for name in group.parameters if _is_reporter(name, firsts))
         if names:
-            kept.append(replace(group, parameters=names))
+            kept.append(group.keep(names))
     return kept
 
 

@@ -223,16 +223,23 @@ class Mover(Leaving):
     def _start(self, call: Call) -> Handle:
         """Move in a background thread, with claims that name the calling thread."""
         copied = call.keep()._replace(thread=in_thread(self.thread))
-        return start(self._party, lambda: self._run(copied))
+        return start(self._party, functools.partial(self._run, copied, self._party.group))
 
-    def _run(self, call: Call) -> None:
-        """Make the move in the mover's group, timed."""
+    def _run(self, call: Call, group: compat.Group | None = None) -> None:
+        """Make the move in the mover's group, timed. Raises ExchangeError if that is not `group`, if given."""
 
         def take(party: Party, begin: Callable[[], None]) -> None:
             with self._ledger.time(call.label, call.progress) as watch:
                 self._take_turn(party, begin, call, watch)
 
-        retake(lambda: self._party, take)
+        def find() -> Party:
+            # A background move waits in its group's line, and would overtake others in another's.
+            if group is not None and self._party.group is not group:
+                what = "another thread has replanned the mover to another process group since"
+                raise ExchangeError(f"{what} this background move was called; call it again")
+            return self._party
+
+        retake(find, take)
 
     def _take_turn(
         self, party: Party, begin: Callable[[], None], call: Call, watch: Stopwatch

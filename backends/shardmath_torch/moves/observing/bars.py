@@ -5,7 +5,7 @@
    sent. For files (`Tally`) it is called at least every TELL_BYTES or TELL_S while they are read or written.
 2. In a move other ranks wait for this one. So if the function raises, it is not called again, and its exception is
    raised once the move has ended. Ctrl-C is raised at once. In a step on files an exception is raised at once, and the
-   ranks tell each other.
+   ranks tell each other. A process that the function forks ends as it leaves the function.
 3. What draws a bar is imported with the first bar, and no call advances Python's random numbers.
 """
 
@@ -16,8 +16,8 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from torch import Tensor
 
@@ -90,7 +90,7 @@ class Meter:
         if self.failure is not None:
             return
         try:
-            self._progress(self._done_bytes, self._total_bytes)
+            _report(self._progress, self._done_bytes, self._total_bytes)
         except Exception as error:
             self.failure = error
 
@@ -105,7 +105,6 @@ class Tally:
         self._done_bytes = self._reported_bytes = 0
         self._total_bytes: int | None = None
         self._reported_at_s = 0.0
-        self._process = os.getpid()
 
     def begin(self, total: int) -> None:
         """Set the total number of bytes to read or write, and report progress; later calls do nothing."""
@@ -136,11 +135,42 @@ class Tally:
     def _tell(self) -> None:
         self._reported_bytes, self._reported_at_s = self._done_bytes, time.monotonic()
         if self._progress is not None and self._total_bytes is not None:
-            self._progress(self._done_bytes, self._total_bytes)
-        if os.getpid() != self._process:
-            what = "the progress function has returned in a forked process, too"
-            why = "but only the process that began the call can go on with it"
-            raise ExchangeError(f"{what}, {why}; end the forked process in the function")
+            _report(self._progress, self._done_bytes, self._total_bytes)
+
+
+def _report(progress: Progress, done: int, total: int) -> None:
+    """Call the progress function. A process that the function forks ends as it leaves the function.
+
+    It is in the middle of a call that belongs to its parent. An error would not do: torch passes errors on in
+    collectives, over the parent's connections.
+    """
+    process = os.getpid()
+    try:
+        progress(done, total)
+    except BaseException as error:
+        if os.getpid() == process:
+            raise
+        _end_forked(error)
+    if os.getpid() != process:
+        _end_forked(None)
+
+
+def _end_forked(error: BaseException | None) -> NoReturn:
+    """End this process, with the status that the error asks for."""
+    if isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    else:
+        cause = "returned" if error is None else f"raised {type(error).__name__}"
+        what = f"progress= has {cause} in a forked process, which ends here"
+        print(
+            f"shardmath: {what}: only the process that began the call can continue it",
+            file=sys.stderr,
+        )
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)
 
 
 def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -218,8 +218,10 @@ def _list_local_parts(dim: Dimension) -> list[int]:
     parts: list[int] = []
     for field in dim.fields:
         for digit in itertools.chain.from_iterable(field.stages):
-            # DTensor splits as torch.chunk does, which blocks of equal lengths may do, too. Other cuts are not tried.
-            if not digit.axes and isinstance(digit.cut, Chunks | FixedBlock):
+            # DTensor splits as torch.chunk does, which blocks of equal lengths may do, too. Other cuts are not tried,
+            # nor blocks dealt to several axes: torch's `full_tensor` is wrong for many of those placements.
+            cuts = Chunks | FixedBlock if len(dim.axes) == 1 else Chunks
+            if not digit.axes and isinstance(digit.cut, cuts):
                 parts.append(digit.cut.count(dim.size))
     return parts
 

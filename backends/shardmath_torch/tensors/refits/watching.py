@@ -522,12 +522,12 @@ class _ReadMode(TorchFunctionMode):
         """
         watch = self._watch
         watch.check_function(func, args)
-        if watch.thread is not None:
-            if func in GIVES_MEMORY:
-                watch.check_values(args[:1])
-            if func == IS_META and watch.has_elements(args[0]):
-                return False
-        return func(*args, **(kwargs or {}))
+        if func in GIVES_MEMORY and watch.thread is not None:
+            watch.check_values(args[:1])
+        result = func(*args, **(kwargs or {}))
+        if func == IS_META and result and watch.thread is not None:
+            return not watch.has_elements(args[0])
+        return result
 
 
 def _check_collective(func: Any) -> None:
