@@ -144,6 +144,11 @@ def test_a_forked_child_calls_no_move_off() -> None:
     assert alone(2, breaks.forked_beside) == ["", ""]
 
 
+def test_a_child_forked_in_a_progress_function_ends_there() -> None:
+    """It is in the middle of its parent's move, which goes on."""
+    assert alone(2, breaks.forked_in_progress) == [(1, ""), (0, "")]
+
+
 def test_a_child_forked_before_anything_was_compiled() -> None:
     """Is refused at once, and its parent goes on."""
     (said, mine), (_, others) = alone(2, breaks.forked_first)

@@ -310,6 +310,23 @@ def forked_beside(rank: int) -> Said:
     return "WRONG" if rows.wrong() else ""
 
 
+def forked_in_progress(rank: int) -> tuple[int, Said]:
+    """A progress function forks a child, which returns from it; the child's status, and the move after that."""
+    rows, statuses = Rows(rank, 2, 64), []
+    move = smt.compile(rows.plan, timeout=20.0)
+
+    def fork(*_: int) -> None:
+        if rank == 0 and not statuses:
+            child = os.fork()
+            if child:
+                statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    move(rows.src, out=rows.out, progress=fork)
+    rows.out.fill_(-1.0)
+    said = ends(lambda: move(rows.src, out=rows.out))
+    return sum(statuses), said or ("WRONG" if rows.wrong() else "")
+
+
 def forked_first(rank: int) -> tuple[Said, Said]:
     """A child forked before anything was compiled asks to compile; then the ranks themselves do."""
     rows, said = Rows(rank, 2, 64), ""
