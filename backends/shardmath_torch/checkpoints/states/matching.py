@@ -302,8 +302,8 @@ def _match_options(
     first_name, options = next(iter((here or saved_options).items()))
     saved_group = saved.members()[stored[first_name]]
     # No step uses options here of parameters that are on other meshes.
-    if here and tuple(map(stored.get, group.parameters)) != saved_group.members:
-        _check_lists(group, options, saved_group.members)
+    if here:
+        _check_lists(group, options, saved_group.members, stored)
     return _fit_options(f"the group of {first_name}", group, options), saved_group.origins
 
 
@@ -336,9 +336,12 @@ def _check_lists(
     group: ParameterGroup,
     options: Mapping[str, object],
     members: tuple[str, ...],
+    stored: Mapping[str, str],
 ) -> None:
     """Raise CheckpointError if an option may have an item for each of the saved parameters `members`, of which the
-    group does not consist, and the group has another value there."""
+    group does not consist, and the group has another value there. `stored` maps parameters to stored names."""
+    if tuple(map(stored.get, group.parameters)) == members:
+        return
     for key, value in options.items():
         held = group.options.get(key)
         if _count_items(value) != len(members) or len(members) < 2:
