@@ -6,6 +6,7 @@ import copy
 import os
 import pickle
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -191,10 +192,16 @@ def half_moved(rank: int, victim: int, timeout: float) -> tuple[Said, float]:
     move(src, out=out)
     side = "send" if rank == 0 else "receive"
     plain = getattr(GlooWire, side)
+    processes: list[Any] = [None, None]
+    dist.all_gather_object(processes, os.getpid())
 
     def post(self: Any, memory: torch.Tensor, peer: int) -> Any:
         pending = plain(self, memory, peer)
-        time.sleep(0.003)
+        if rank == 0:
+            # The receiver stands still until this process is dead: by then only the sockets' buffers are full.
+            os.kill(processes[peer], signal.SIGSTOP)
+            subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -CONT {processes[peer]}"])
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
         return pending
 
