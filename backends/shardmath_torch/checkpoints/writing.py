@@ -83,7 +83,6 @@ class Writer(storage.StorageWriter):
         self._claim: Claim | None = None
         self._drafts: list[Place] = []
         self._save = ""
-        self._process = os.getpid()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Make `checkpoint_id` the folder that is written to from now on, unless it is None."""
@@ -169,10 +168,8 @@ class Writer(storage.StorageWriter):
 
         A rank removes its own drafts and the draft of `.metadata`: without them the save can no longer count, whatever
         other ranks do, and however late. The coordinator, which alone commits and so knows whether the save counts,
-        removes the files of all ranks. A forked child process removes nothing: the save is its parent's.
+        removes the files of all ranks.
         """
-        if os.getpid() != self._process:
-            return
         if self._save:
             with contextlib.suppress(OSError):
                 (self._folder / name_draft(self._save)).unlink(missing_ok=True)

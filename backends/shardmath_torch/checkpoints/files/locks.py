@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shardmath_torch.checkpoints.files.places import CheckpointError
 
-__all__ = ["close", "is_held", "keep", "locked"]
+__all__ = ["close", "keep", "locked"]
 
 CAUTIOUS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags: follow no link, wait for no pipe, and let no program that this process starts inherit the lock."""
@@ -32,7 +32,7 @@ def keep(handle: int) -> int:
     return handle
 
 
-def is_held(handle: int) -> bool:
+def _is_held(handle: int) -> bool:
     """Whether this process itself, not one that it was forked from, registered `handle` with `keep`."""
     return handle in _held
 
@@ -40,7 +40,7 @@ def is_held(handle: int) -> bool:
 def close(handle: int) -> None:
     """Close the file descriptor `handle`, which releases its lock. Does nothing in a forked child, which has closed
     it."""
-    if is_held(handle):
+    if _is_held(handle):
         # Unlock first: a child forked from here on inherits the open file, which must not keep the lock.
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
@@ -73,7 +73,7 @@ def locked(file: Path, what: str) -> Iterator[None]:
         finally:
             # Not in a child forked in the block. A file that cannot be removed is taken over by the next process.
             with contextlib.suppress(OSError):
-                if is_held(handle) and _is_open_as(file, handle):
+                if _is_held(handle) and _is_open_as(file, handle):
                     file.unlink()
     finally:
         close(handle)

@@ -21,8 +21,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ from shardmath_torch.checkpoints.safetensors.hf_sharded import SAVED, SHARDING
 from shardmath_torch.groups.dtypes import flat, see_words
 from shardmath_torch.moves.observing.bars import Tally
 
-__all__ = ["ALIGNMENT", "Written", "count_written", "find_unused", "memory_of", "write"]
+__all__ = ["ALIGNMENT", "Written", "find_unused", "memory_of", "write"]
 
 ALIGNMENT = 64
 """Archives begin at a multiple of this many bytes, to which torch.save aligns the data in an archive."""
@@ -82,7 +81,7 @@ def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
             _, tensor = tensors[name]
             planned = archives[name]
             stream.write(frame.before)
-            sums = checksums.write(stream, memory_of(tensor), partial(count_written, stream, tally))
+            sums = checksums.write(stream, memory_of(tensor), tally.add)
             padding = _round_up(planned.length) - planned.length
             stream.write(frame.after + bytes(padding))
             begin = len(header) + planned.archive
@@ -90,14 +89,6 @@ def write(file: Place, tensors: Named, tally: Tally) -> dict[str, Written]:
             written[name] = Written(begin, planned.length, start, sums)
         synced(stream)
     return written
-
-
-def count_written(stream: BinaryIO, tally: Tally, nbytes: int) -> None:
-    """Count `nbytes` more bytes as written to `stream`, which has no bytes in its buffer while the caller's progress
-    function is called: a child that is forked there would write them a second time."""
-    if tally.is_heard:
-        stream.flush()
-    tally.add(nbytes)
 
 
 def memory_of(tensor: Tensor) -> memoryview:

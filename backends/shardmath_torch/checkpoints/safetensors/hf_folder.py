@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardmath_torch.checkpoints.files import locks
 from shardmath_torch.checkpoints.files.places import CheckpointError, content_of, sync, synced
-from shardmath_torch.checkpoints.safetensors.archive import count_written, memory_of
+from shardmath_torch.checkpoints.safetensors.archive import memory_of
 from shardmath_torch.checkpoints.safetensors.headers import (
     NAMES,
     PREFIX,
@@ -74,7 +74,6 @@ class DraftFile:
     methods raise OSError if the file cannot be created, written or removed."""
 
     def __init__(self, folder: Path, name: str, tensors: File, tied: Mapping[str, str]) -> None:
-        self._process = os.getpid()
         self._file = folder / (name + UNFINISHED)
         self._stream = _create(self._file)
         # Tells the draft's file from another one that takes its name.
@@ -92,7 +91,7 @@ class DraftFile:
         for start in range(0, len(data), TELL_BYTES):
             chunk = data[start : start + TELL_BYTES]
             self._stream.write(chunk)
-            count_written(self._stream, tally, len(chunk))
+            tally.add(len(chunk))
 
     def close(self) -> None:
         """Flush the file to disk, and close it."""
@@ -101,12 +100,10 @@ class DraftFile:
         self._stream.close()
 
     def discard(self) -> None:
-        """Remove the draft's file, even after `close`, unless another file has taken its name. In a forked child
-        process the file stays: it is the parent's."""
+        """Remove the draft's file, even after `close`, unless another file has taken its name."""
         try:
             with contextlib.suppress(FileNotFoundError):
-                is_ours = os.getpid() == self._process
-                if is_ours and self._is_this_draft(self._file.lstat()):
+                if self._is_this_draft(self._file.lstat()):
                     self._file.unlink()
         finally:
             self._stream.close()  # which flushes, and may fail as an earlier write did
