@@ -274,6 +274,19 @@ def test_elements_over_which_a_tensor_is_filled(
         record(load, into)
 
 
+def test_a_loader_that_asks_twice_whether_a_tensor_has_data() -> None:
+    """Only torch.nn.init gets another answer once elements are there."""
+    into = {"a": torch.zeros(4, 3, device="meta")}
+
+    def load(given: dict[str, Tensor]) -> None:
+        for rows in (slice(0, 2), slice(2, 4)):
+            if into["a"].is_meta:
+                into["a"][rows].copy_(given["q"][rows])
+
+    recorded = record(load, into)
+    assert recorded.natives[0].way == "views" and not recorded.unwritten
+
+
 def test_a_target_that_is_filled_before_it_is_stored() -> None:
     into = {"a": torch.zeros(4, 3, device="meta")}
 

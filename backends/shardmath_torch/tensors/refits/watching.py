@@ -516,18 +516,22 @@ class _ReadMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the function. Raises StoreError if it needs memory into which something was really written.
-
-        A tensor with elements is not said to be on the meta device: some functions of torch would then skip it.
-        """
+        """Call the function. Raises StoreError if it needs memory into which something was really written."""
         watch = self._watch
         watch.check_function(func, args)
         if func in GIVES_MEMORY and watch.thread is not None:
             watch.check_values(args[:1])
         result = func(*args, **(kwargs or {}))
-        if func == IS_META and result and watch.thread is not None:
-            return not watch.has_elements(args[0])
+        # Functions of torch.nn.init skip tensors on the meta device, and so would leave elements that they change.
+        if func == IS_META and result and _is_asked_by(torch.nn.init.__name__):
+            return watch.thread is None or not watch.has_elements(args[0])
         return result
+
+
+def _is_asked_by(module: str) -> bool:
+    """Whether the code that called a mode's `__torch_function__`, which calls this, is of that module."""
+    caller = sys._getframe(2)
+    return caller.f_globals.get("__name__") == module
 
 
 def _check_collective(func: Any) -> None:
