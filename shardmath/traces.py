@@ -7,6 +7,6 @@ from shardmath.display.traces.merging import merge
 from shardmath.display.traces.model import model
 from shardmath.display.traces.spans import Clock, Span, Trace, TraceRank, Vote
 
-__all__ = ["Clock", "TraceRank", "Span", "Trace", "Vote", "merge", "model", "read", "svg", "write"]
+__all__ = ["Clock", "Span", "Trace", "TraceRank", "Vote", "merge", "model", "read", "svg", "write"]
 
 __getattr__ = forward_names("shardmath.traces", {"Place": "shardmath.traces.TraceRank"})

@@ -172,7 +172,7 @@ def check_types(source: Source, bound: KnownSide, place: int) -> None:
         if slot.function:
             continue
         native = slot.chunk, slot.native
-        # A missing tensor is an error of its own.
+        # A missing tensor is another error, which the caller finds.
         if native not in natives:
             continue
         dtype = canonical(natives[native].dtype)

@@ -19,8 +19,8 @@ DONE = "_shardmath_passes_over_old_answers"
 
 
 class _Worker:
-    """A worker's queue of answers; `asked` is the number of requests that the worker answers, `read` that of answers
-    that were read.
+    """A worker's queue of answers; `asked` is the number of requests that the worker answers, and `read` the number of
+    answers that were read.
     """
 
     def __init__(self, queue: Any) -> None:

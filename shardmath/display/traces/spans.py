@@ -24,9 +24,9 @@ from shardmath.plans.programs.messages import Message, Step
 
 __all__ = [
     "Clock",
-    "TraceRank",
     "Span",
     "Trace",
+    "TraceRank",
     "Vote",
     "describe_message",
     "name_step",

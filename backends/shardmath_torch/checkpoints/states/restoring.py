@@ -324,8 +324,9 @@ def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
 
 
 class _PlacedOption(NamedTuple):
-    """An option to restore: its value in the checkpoint, what is assigned, and whether that has held tensors, which
-    keep their memory. Options of one `origin`, unless it is empty, were one object."""
+    """An option to restore: its `value` in the checkpoint, the object `placed` that is assigned, and whether this
+    object is or contains a tensor of the optimizer, which keeps its memory. Options of one `origin`, unless it is
+    empty, were one object."""
 
     options: dict[str, Any]
     key: str
@@ -338,7 +339,7 @@ class _PlacedOption(NamedTuple):
 def _join_options(
     placed: Sequence[_PlacedOption],
 ) -> Iterator[tuple[dict[str, Any], str, object]]:
-    """Yield the assignments of the options, of which those of one origin and one value get one object."""
+    """Yield the assignments of the options. Options of one origin and one value get one object."""
     firsts: dict[Origin, _PlacedOption] = {}
     # First those that keep memory: only the others can be exchanged.
     for each in sorted(placed, key=lambda each: not each.keeps_memory):

@@ -77,7 +77,7 @@ class Leaving(Leaves):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Make other calls on the mover's process group wait during the `with` block, also if another thread has given
+        """Make other calls on the mover's process group wait during the `with` block, even if another thread has given
         the mover another group while this one waited."""
         while True:
             party = self._party
@@ -126,8 +126,7 @@ class Leaving(Leaves):
     @property
     def left(self) -> tuple[int, ...]:
         """The other ranks that are known to have closed this mover or left its process group, ascending. After an
-        error, a rank that only receives can stop if ranks that send to it are among them. Empty again after `replan` to
-        another group.
+        error, a rank that only receives can stop if ranks that send to it are among them. Empty again after `replan`.
 
         Once the group is broken, waits for its store, at most 1 s."""
         turns = self._party.turns

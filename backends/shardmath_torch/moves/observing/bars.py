@@ -186,16 +186,6 @@ def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from _split(*parts)
 
 
-def _import_rich() -> None:
-    """Import what draws a bar, and leave Python's random numbers as they were: rich draws one as it is imported, which
-    would change the order of a training's data."""
-    if "rich.progress" not in sys.modules:
-        state = random.getstate()
-        import rich.progress  # noqa: F401
-
-        random.setstate(state)
-
-
 @contextmanager
 def progress_bar(
     description: str = "moving", *, console: Console | None = None
@@ -205,7 +195,8 @@ def progress_bar(
 
     The console is stderr by default. Ranks that share a terminal draw over each other: let only one show the bar.
     """
-    _import_rich()
+    # rich draws a random number as it is first imported, which would change the order of a training's data.
+    state = None if "rich.progress" in sys.modules else random.getstate()
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -216,6 +207,8 @@ def progress_bar(
     )
     from rich.progress import Progress as Bar
 
+    if state is not None:
+        random.setstate(state)
     screen = console or Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -265,7 +265,7 @@ class _Recording:
         target = self.kept_targets.memory[name]
         # The same memory with other strides is another tensor, too: a weight is stored, and then transposed.
         if describe(now[name]) != describe(target):
-            # Of the same shape and dtype as what has its name now, as `_check` has found.
+            # `_check` has found that the tensor that has its name now has the same shape and dtype.
             into = torch.empty(target.shape, dtype=target.dtype, device="meta")
             write = watch.explain(now[name], into)
             # No pieces, (): memory that a constant filled in place, as by zero_(). Of unknown memory, pieces are None.
