@@ -75,7 +75,7 @@ def _overwrite(tensors: Any, given: Bytes) -> None:
 def lets_go(rank: int, agree: str) -> tuple[str, list[float]]:
     """What every rank is told of changes after rank 1 has let go, and what arrives by the next whole move."""
     group = dist.new_group()
-    send = smt.compile_changes(sm.plan(LINE, PLANE), group=group, agree=agree, timeout=10.0)
+    send = smt.compile_changes(sm.plan(LINE, PLANE), group=group, agree=agree, timeout=30.0)
     src, out = torch.full((1, 4), float(rank)), torch.zeros(8, 1)
     send(src, out=out)
     src += 10
