@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from tests.distributed.pool import free_port
 
-__all__ = ["VERSION", "built", "configure", "initialize"]
+__all__ = ["VERSION", "built", "configure", "initialize", "leave"]
 
 VERSION = vllm.__version__
 
@@ -55,6 +55,12 @@ def initialize() -> None:
         where = f"tcp://127.0.0.1:{free_port()}"
         parallel_state.init_distributed_environment(1, 0, where, 0, "gloo")
         parallel_state.initialize_model_parallel(1)
+
+
+def leave() -> None:
+    """Ends vLLM's groups of this process, and torch's that they are made of: `initialize` makes them again."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
 
 
 @contextlib.contextmanager

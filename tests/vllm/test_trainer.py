@@ -18,6 +18,7 @@ import shardmath as sm
 from shardmath import ExchangeError, StoreError
 from shardmath_torch.groups import compat
 from shardmath_vllm import Source, Trainer
+from tests.vllm import engine
 
 SHAPES = dict.fromkeys(("first", "second"), ((4, 4), "float32"))
 
@@ -25,6 +26,7 @@ SHAPES = dict.fromkeys(("first", "second"), ((4, 4), "float32"))
 @pytest.fixture(scope="module", autouse=True)
 def one_process() -> Iterator[None]:
     """Rank 0 of two, of which the other is not there."""
+    engine.leave()
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()
@@ -34,8 +36,8 @@ def one_process() -> Iterator[None]:
 def trainer() -> Trainer:
     """One that has met an engine, which stores the same."""
     side = {name: sm.Layout((4, 4), sm.Mesh(dp=2), "(dp n) m") for name in SHAPES}
-    engine = {name: sm.Layout((4, 4), sm.Mesh(ranks=[2]), "n m") for name in SHAPES}
-    planned = sm.refit(side, {"engine 0": engine}, SHAPES)
+    stored = {name: sm.Layout((4, 4), sm.Mesh(ranks=[2]), "n m") for name in SHAPES}
+    planned = sm.refit(side, {"engine 0": stored}, SHAPES)
     link: Any = SimpleNamespace(place=0, planned=planned, group=dist.group.WORLD)
     return Trainer([], Source({name: divide([0, 1]) for name in SHAPES}, side, SHAPES), link)
 
