@@ -27,7 +27,7 @@ from shardmath_torch.groups.agreement import notes, threads
 from shardmath_torch.groups.agreement.naming import word_objection
 from shardmath_torch.groups.joint.rendezvous import LEFT
 
-__all__ = ["HEARD_S", "WAITED_FOR", "Board"]
+__all__ = ["HEARD_S", "WAITED_FOR", "Board", "name_rank"]
 
 _T = TypeVar("_T")
 
@@ -44,6 +44,9 @@ HEARD_S = 5.0
 
 ANSWER_S = 1.0
 """The seconds that the store has to answer a rank that posts something: others may wait for that rank."""
+
+FIRST = "trainer rank 0"
+"""The words for the rank at place 0."""
 
 LATER_S = 2 * HEARD_S
 """How many seconds longer ranks wait for place 0 than place 0 waits for others and engines."""
@@ -70,7 +73,7 @@ class Board:
         """
         fault = self._hear(what) if self.place else self._act(what, act)
         if fault:
-            raise ExchangeError(f"place 0 could not {what}: {fault}")
+            raise ExchangeError(f"{FIRST} could not {what}: {fault}")
 
     def _act(self, what: str, act: Callable[[], None]) -> str:
         """Call `act`, post its error as the result of the step `what`, and return it; "" if it succeeds."""
@@ -137,7 +140,7 @@ class Board:
         # If place 0 is gone, nobody waits.
         with suppress(ExchangeError):
             if self.place == 0:
-                self._post(what, f"place 0 could not {what}: {objection}")
+                self._post(what, f"{FIRST} could not {what}: {objection}")
             self._post(f"{what}/{self.place}", objection)
         # Another error, such as a Ctrl-C, leaves the step, so that this rank does not read its result.
         if not isinstance(error, ExchangeError):
@@ -169,7 +172,7 @@ class Board:
             # First, since it also puts into `votes` the errors of ranks that voted, and then left.
             gone = self._word_left(range(self.size), has_voted)
             faults = [
-                f"place {place} could not {what}: {votes[place]}"
+                f"{name_rank(place, self.trainers)} could not {what}: {votes[place]}"
                 for place in sorted(votes)
                 if votes[place]
             ]
@@ -194,7 +197,7 @@ class Board:
         try:
             return self._read(what, seconds) or ""
         except RuntimeError as error:
-            why = f"place 0 left, has stopped or is gone: {error}"
+            why = f"{FIRST} left, has stopped or is gone: {error}"
             raise ExchangeError(f"{why}; {MEET_AGAIN}") from error
 
     def forget(self, numbers: Iterable[int]) -> None:
@@ -220,7 +223,7 @@ class Board:
             # Place 0 may be gone, and the store with it.
             with suppress(RuntimeError):
                 if why:
-                    self._write(what, f"place {self.place}: {why}")
+                    self._write(what, f"{name_rank(self.place, self.trainers)}: {why}")
                 # Read even if this rank wrote it: the answer shows that others find it before this rank leaves.
                 report = self._read(what) or ""
                 if not why:
@@ -246,12 +249,15 @@ class Board:
         silent = [place for place in left if not has_answered(place)]
         if not silent:
             return ""
-        return _word_gone(", ".join(map(str, silent)))
+        return _word_gone(self._name_ranks(silent))
 
     def _word_late(self, what: str, late: set[int]) -> str:
         """The error for places that did not vote, or read, in time."""
-        places = ", ".join(map(str, sorted(late)))
-        return f"{plural(late, 'rank')} did not {what} in {self.timeout:g} s: place {places}"
+        who = self._name_ranks(sorted(late))
+        return f"{plural(late, 'rank')} did not {what} in {self.timeout:g} s: {who}"
+
+    def _name_ranks(self, places: Iterable[int]) -> str:
+        return ", ".join(name_rank(place, self.trainers) for place in places)
 
     def _say(self, what: str, fault: str, readers: Iterable[int]) -> None:
         """Post `fault`, "" for success, as place 0's result of a step; after a fault wait until `readers` read it."""
@@ -266,7 +272,9 @@ class Board:
         try:
             self._write(key, text, seconds)
         except RuntimeError as error:
-            what = f"rank 0 of the trainer left, has stopped or is gone, as place {self.place}"
+            what = (
+                f"{FIRST} left, has stopped or is gone, as {name_rank(self.place, self.trainers)}"
+            )
             raise ExchangeError(f"{what} was to report {key!r}: {error}; {MEET_AGAIN}") from error
 
     def _hear(self, what: str) -> str:
@@ -277,11 +285,11 @@ class Board:
             while (report := self._look(what, until - time.monotonic())) is None:
                 if time.monotonic() > until:
                     fix = "start it again if it hangs, or pass TrainerInfo a longer timeout"
-                    raise ExchangeError(f"place 0 did not {what} in {seconds:g} s; {fix}")
+                    raise ExchangeError(f"{FIRST} did not {what} in {seconds:g} s; {fix}")
                 time.sleep(LOOK_AGAIN_S)
         except RuntimeError as error:
             raise ExchangeError(
-                f"place 0 left, has stopped or is gone, as it was to {what}: {error}; {MEET_AGAIN}"
+                f"{FIRST} left, has stopped or is gone, as it was to {what}: {error}; {MEET_AGAIN}"
             ) from error
         if report:  # an error: place 0 waits until it has been read
             self._confirm(what)
@@ -299,7 +307,7 @@ class Board:
 
         has_left, report = self._ask(look, seconds)
         if has_left and report is None:
-            raise ExchangeError(_word_gone("0"))
+            raise ExchangeError(_word_gone(FIRST))
         return report
 
     def _confirm(self, what: str) -> None:
@@ -336,10 +344,20 @@ class Board:
         return notes.read(self.store, f"{what}/heard/{self.place}") is None
 
 
-def _word_gone(places: str) -> str:
+def name_rank(place: int, trainers: int) -> str:
+    """Return words for the rank at `place` of a group in which the first `trainers` places are the trainer's ranks, and
+    the others the workers of its engines, which are counted over all engines from 0.
+
+    >>> name_rank(1, trainers=2), name_rank(2, trainers=2)
+    ('trainer rank 1', 'worker 0')
+    """
+    return f"trainer rank {place}" if place < trainers else f"worker {place - trainers}"
+
+
+def _word_gone(ranks: str) -> str:
     """The error for ranks that left the group, with what may have made them leave."""
     why = "by shutdown(), after an update that failed, or to join another trainer"
-    return f"place {places} has left the group, {why}; connect again by trainer_init"
+    return f"{ranks} has left the group, {why}; connect again by trainer_init"
 
 
 def _try(act: Callable[[], None]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from shardmath.base.arguments import as_integer, known, listed, text
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import ExchangeError
-from shardmath.base.text import shown
+from shardmath.base.text import show_ranks, shown
 from shardmath_torch.groups.agreement.party import is_time, word_bad_time
 from shardmath_torch.groups.joint.meeting import read_where
 from shardmath_torch.groups.joint_group import BACKENDS
@@ -86,6 +86,10 @@ class TrainerInfo:
         """Whether this rank is the one rank of the trainer that calls the engines."""
         return self.rank == 0
 
+    def word_ranks(self) -> str:
+        """Words for which ranks of the group are workers, to explain why connecting failed."""
+        return _word_workers(range(self.trainers, self.size))
+
     def tell(self, engine: int, meeting: str) -> dict[str, Any]:
         """Return the message that tells the workers of engine `engine` how to connect to the trainer. `meeting` is the
         name that the trainer and all workers give in order to find each other.
@@ -104,6 +108,12 @@ class TrainerInfo:
             transport=self.transport,
         )
         return dict(vars(joining))
+
+
+def _word_workers(ranks: range) -> str:
+    """Words for the ranks that workers have, and what to do if engines have fewer."""
+    what = f"by TrainerInfo's workers=, {show_ranks([ranks])} of the group are workers of engines"
+    return f"{what}; if there are fewer (TP times PP times DP for each engine), pass their number"
 
 
 def _read_address(given: object) -> str:
@@ -165,6 +175,10 @@ class Joining:
     timeout: float
     max_inflight_bytes: int | None
     transport: str
+
+    def word_ranks(self) -> str:
+        """Words for which ranks of the group are workers of this engine, to explain why connecting failed."""
+        return _word_workers(range(self.first, self.first + self.workers))
 
 
 @dataclass

@@ -22,7 +22,7 @@ from shardmath.base.text import message_of, word_error
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.naming import attempt, word_objection
-from shardmath_vllm.board import WAITED_FOR, Board
+from shardmath_vllm.board import WAITED_FOR, Board, name_rank
 from shardmath_vllm.update import Phase, Step, Update
 
 __all__ = ["Life", "Link", "together"]
@@ -30,9 +30,12 @@ __all__ = ["Life", "Link", "together"]
 _T = TypeVar("_T")
 
 
-def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) -> _T:
+def together(
+    group: dist.ProcessGroup | None, what: str, act: Callable[[], _T], trainers: int | None = None
+) -> _T:
     """Call `act` on every rank of `group`, and return this rank's result. If `act` fails on one rank, raises
-    ExchangeError on all ranks; `what` is the verb phrase after "could not" in the message.
+    ExchangeError on all ranks; `what` is the verb phrase after "could not" in the message. The group's first `trainers`
+    ranks are the trainer's: all, if it is None.
 
     Without a group this rank is the only one, and raises what `act` raises.
     """
@@ -48,7 +51,8 @@ def together(group: dist.ProcessGroup | None, what: str, act: Callable[[], _T]) 
     faults = []
     for place, reported in enumerate(gather(fault, group, what)):
         if reported:
-            faults.append(f"place {place} could not {what}: {reported}")
+            who = name_rank(place, group.size() if trainers is None else trainers)
+            faults.append(f"{who} could not {what}: {reported}")
     if faults:
         raise ExchangeError("\n".join(faults))
     return results[0]
@@ -153,7 +157,7 @@ class Life:
             self._forget()
             act()
             # A vote without further work: it ends once all ranks have moved.
-            together(self._link.group, self._name("end"), lambda: None)
+            together(self._link.group, self._name("end"), lambda: None, self._link.trainers)
             self.update = self.update.after(Step.ARRIVE)
 
     def _find_failure(self) -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import message_of
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.joint.connect import call_off
 from shardmath_vllm.infos import TrainerInfo
@@ -67,6 +68,8 @@ class Where(Protocol):
     @property
     def transport(self) -> str: ...
 
+    def word_ranks(self) -> str: ...
+
 
 @contextmanager
 def among_trainers(info: TrainerInfo) -> Iterator[dist.ProcessGroup | None]:
@@ -110,6 +113,7 @@ class Meeting:
         self._name = name
         self._place = place
         self._group: dist.ProcessGroup | None = None
+        self._is_called_off = False
 
     def join(self, given: Given) -> Link:
         """Connect to all other ranks, plan the moves with them, and return the connection as a Link. `given` is this
@@ -118,14 +122,19 @@ class Meeting:
         Raises ExchangeError on all ranks where one does not come, or fails.
         """
         where = self._where
-        self._group = group = smt.connect(
-            where.address,
-            self._place,
-            where.size,
-            backend=where.transport,
-            timeout=where.timeout,
-            name=self._name,
-        )
+        try:
+            self._group = group = smt.connect(
+                where.address,
+                self._place,
+                where.size,
+                backend=where.transport,
+                timeout=where.timeout,
+                name=self._name,
+            )
+        except ExchangeError as error:
+            if self._is_called_off:
+                raise
+            raise ExchangeError(f"{message_of(error)}\n{where.word_ranks()}") from error
         try:
             return _plan_together(group, where, given)
         except BaseException:
@@ -136,6 +145,7 @@ class Meeting:
         """Make `join`, running in another thread, raise the error `why` on all ranks, unless all have connected."""
         # Once all have connected, each notices if another fails.
         if self._group is None:
+            self._is_called_off = True
             where = self._where
             call_off(where.address, self._place, why, name=self._name, timeout=where.timeout)
 
@@ -145,11 +155,11 @@ def _plan_together(group: dist.ProcessGroup, where: Where, given: Given) -> Link
     by_place = gather(given.told, group, "say what trainers hold")
     told = _find_told(by_place)
     trainers = sum(entry is not None for entry in by_place)
-    recorded = together(group, "record its loader", lambda: _record(given, told))
+    recorded = together(group, "record its loader", lambda: _record(given, told), trainers)
     text = None if recorded is None else recorded.to_json()
     stores = gather((given.engine, text, given.is_joint), group, "say what engines store")
     texts = [(engine, text) for engine, text, _ in stores]
-    planned = together(group, "plan", lambda: _plan(told, texts))
+    planned = together(group, "plan", lambda: _plan(told, texts), trainers)
     settings: dict[str, Any] = {
         "timeout": where.timeout,
         "max_inflight_bytes": where.max_inflight_bytes,
@@ -186,7 +196,7 @@ def _find_told(by_place: list[Told | None]) -> Told:
             if getattr(first, field) != getattr(other, field):
                 difference = _show_difference(first, other, field)
                 raise ExchangeError(
-                    f"trainers at places 0 and {place} have different {noun}{difference}; pass the same model and "
+                    f"trainer ranks 0 and {place} have different {noun}{difference}; pass the same model and "
                     f"dtype to trainer_init on all of them"
                 )
     return first

@@ -37,8 +37,8 @@ def test_a_rank_that_has_heard_of_more_since_has_heard_of_this() -> None:
 def test_a_rank_that_has_failed_is_not_waited_for() -> None:
     first, _ = make_boards()
     began = time.monotonic()
-    with pytest.raises(ExchangeError, match="place 1: KeyboardInterrupt"):
-        first.finish("finish update 1", do_nothing, lambda: "place 1: KeyboardInterrupt")
+    with pytest.raises(ExchangeError, match="trainer rank 1: KeyboardInterrupt"):
+        first.finish("finish update 1", do_nothing, lambda: "trainer rank 1: KeyboardInterrupt")
     assert time.monotonic() - began < 2.0
 
 
@@ -50,8 +50,8 @@ def test_a_rank_that_has_left_is_not_waited_for() -> None:
     first.vote("begin update 2", "")
     began = time.monotonic()
     first.finish("finish update 1", do_nothing)
-    assert first.decide("begin update 2").startswith("place 1 has left the group")
-    with pytest.raises(ExchangeError, match="place 1 has left the group"):
+    assert first.decide("begin update 2").startswith("trainer rank 1 has left the group")
+    with pytest.raises(ExchangeError, match="trainer rank 1 has left the group"):
         first.finish("finish update 2", do_nothing)
     assert time.monotonic() - began < 2.0
 
@@ -62,7 +62,7 @@ def test_a_worker_that_has_left_is_not_waited_for() -> None:
     notes.add_line(first.store, LEFT, "2")
     first.vote("begin update 2", "")
     began = time.monotonic()
-    assert first.decide("begin update 2").startswith("place 2 has left the group")
+    assert first.decide("begin update 2").startswith("worker 1 has left the group")
     assert time.monotonic() - began < 2.0
 
 
@@ -73,14 +73,16 @@ def test_place_0_that_has_left_is_not_waited_for() -> None:
     notes.add_line(first.store, LEFT, "0")
     began = time.monotonic()
     second.relay("end update 1", do_nothing)
-    with pytest.raises(ExchangeError, match="place 0 has left the group"):
+    with pytest.raises(ExchangeError, match="trainer rank 0 has left the group"):
         second.relay("start update 2", do_nothing)
     assert time.monotonic() - began < 2.0
 
 
 def test_a_rank_that_says_nothing_is_named_in_time() -> None:
     first, _ = make_boards(timeout=0.2)
-    with pytest.raises(ExchangeError, match=r"1 rank did not finish update 1 in 0\.2 s: place 1"):
+    with pytest.raises(
+        ExchangeError, match=r"1 rank did not finish update 1 in 0\.2 s: trainer rank 1"
+    ):
         first.finish("finish update 1", do_nothing)
 
 

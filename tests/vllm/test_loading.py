@@ -282,6 +282,7 @@ class Moving:
 
     def __init__(self, other: str = "") -> None:
         self.update_numbers: list[int] = []
+        self.trainers = 1
         self.board = Board(dist.HashStore(), 0, trainers=1, size=2, timeout=5.0)
         self.board.store.set("begin update 1/1", other)
 
@@ -305,15 +306,15 @@ def test_a_rank_that_has_all_while_another_failed(
     """Refuses too: the other may be of its engine."""
 
     def fail(*given: object) -> None:
-        raise ExchangeError("place 2 could not end update 1")
+        raise ExchangeError("worker 1 could not end update 1")
 
     monkeypatch.setattr("shardmath_vllm.link.together", fail)
     engine = make_engine(model, Moving())
     with monkeypatch.context() as patch:
         patch.setattr("shardmath_vllm.board.HEARD_S", 0.0)
-        with pytest.raises(ExchangeError, match="place 2 could not end update 1"):
+        with pytest.raises(ExchangeError, match="worker 1 could not end update 1"):
             engine.receive_weights(Updating(1))
-    with pytest.raises(ExchangeError, match=r"weights are torn.*place 2"):
+    with pytest.raises(ExchangeError, match=r"weights are torn.*worker 1"):
         model.compute_logits(torch.ones(1))
 
 
@@ -322,7 +323,7 @@ def test_a_rank_on_which_nothing_has_begun_answers(
 ) -> None:
     monkeypatch.setattr("shardmath_vllm.board.HEARD_S", 0.0)
     engine = make_engine(model, Moving("not what was planned"))
-    with pytest.raises(ExchangeError, match="place 1 could not begin update 1: not what was"):
+    with pytest.raises(ExchangeError, match="worker 0 could not begin update 1: not what was"):
         engine.receive_weights(Updating(1))
     assert model.compute_logits(torch.ones(1)) == 1.0
 
@@ -334,7 +335,7 @@ def test_a_trainer_that_is_gone_before_a_rank_has_voted_leaves_its_weights(model
     link.place, link.board = 1, Board(client, 1, trainers=1, size=2, timeout=5.0)
     del server
     engine = make_engine(model, link)
-    with pytest.raises(ExchangeError, match="place 0 left, has stopped or is gone"):
+    with pytest.raises(ExchangeError, match="trainer rank 0 left, has stopped or is gone"):
         engine.receive_weights(Updating(1))
     assert model.compute_logits(torch.ones(1)) == 1.0
 

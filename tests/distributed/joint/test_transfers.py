@@ -41,12 +41,16 @@ def test_workers_have_what_their_loaders_take(pool: Pool, lag: float) -> None:
         ("clients", OF_TRAINER, "client= has 2 clients, but TrainerInfo's workers= names 1 engine"),
         ("source", OF_TRAINER, "TrainerInfo has rank=1, but this process is rank 0 of the ranks"),
         ("init", OF_TRAINER, "engine 0: ConnectionError: nobody answers"),
-        ("record", ALL, "place 2 could not record its loader: ArithmeticError"),
-        ("start", OF_TRAINER, "place 0 could not start update 1: engine 0: ConnectionError"),
+        ("record", ALL, "worker 0 could not record its loader: ArithmeticError"),
+        ("start", OF_TRAINER, "trainer rank 0 could not start update 1: engine 0: ConnectionError"),
         ("update", OF_TRAINER, "engine 0: ConnectionError: nobody answers"),
-        ("shape", ALL, "place 1 could not begin update 1: rank 1"),
+        ("shape", ALL, "trainer rank 1 could not begin update 1: rank 1"),
         ("process", ALL, "cannot be processed"),
-        ("finish", OF_TRAINER, "place 0 could not finish update 1: engine 0: ConnectionError"),
+        (
+            "finish",
+            OF_TRAINER,
+            "trainer rank 0 could not finish update 1: engine 0: ConnectionError",
+        ),
     ],
 )
 def test_what_fails_on_one_is_an_error_on_all_at_once(
@@ -68,5 +72,7 @@ def test_an_update_may_take_longer_than_ranks_wait(pool: Pool) -> None:
 def test_a_trainer_that_does_not_hear_that_an_update_is_finished(pool: Pool) -> None:
     """Is an error at place 0: the trainer has gone."""
     first, *others = pool.run(finish_alone, free_port())
-    assert first.startswith("place 1 has left the group, by shutdown(), after an update that")
+    assert first.startswith(
+        "trainer rank 1 has left the group, by shutdown(), after an update that"
+    )
     assert not any(others)

@@ -251,7 +251,9 @@ def test_an_engine_hears_of_a_ctrl_c_between_two_steps(
         with pytest.raises(KeyboardInterrupt):
             pair.sender.send_weights()
     start = time.monotonic()
-    with pytest.raises(ExchangeError, match="place 0 could not begin update 1: KeyboardInterrupt"):
+    with pytest.raises(
+        ExchangeError, match="trainer rank 0 could not begin update 1: KeyboardInterrupt"
+    ):
         pair.sender._calls.answer(TIMEOUT_S)
     assert time.monotonic() - start < TIMEOUT_S / 4
     pair.sender.send_weights()
@@ -323,7 +325,7 @@ def test_an_error_without_a_message_is_one(pair: Pair, monkeypatch: pytest.Monke
         raise sm.StoreError("")
 
     monkeypatch.setattr(pair.sender, "_check", check)
-    with pytest.raises(ExchangeError, match="place 0 could not begin update 1: StoreError"):
+    with pytest.raises(ExchangeError, match="trainer rank 0 could not begin update 1: StoreError"):
         pair.sender.send_weights()
 
 
@@ -396,6 +398,16 @@ def test_arguments_that_are_none(pair: Pair) -> None:
         sv.Trainer.trainer_init(tell(), client=pair.trained, source=pair.trained)
     with pytest.raises(TypeError, match="source= is int"):
         sv.Trainer.trainer_init(tell(), client=pair.engine, source=3)
+
+
+def test_more_workers_than_the_engine_has() -> None:
+    """The error says which ranks did not come, and that `workers` counts them."""
+    info = dataclasses.replace(tell(), workers=3, timeout=SHORT_S)
+    engine = PlainEngine(make_module())
+    missing = r"ranks 2-3 of 4 ranks did not call smt\.connect in time"
+    fix = "by TrainerInfo's workers=, ranks 1-3 of the group are workers of engines"
+    with pytest.raises(ExchangeError, match=f"(?s){missing}.*{fix}"):
+        sv.Trainer.trainer_init(info, client=engine, source=make_module())
 
 
 def test_a_rank_that_was_started_anew_meets() -> None:

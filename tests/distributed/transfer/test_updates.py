@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardmath import ExchangeError
 from shardmath_vllm import board as boards
-from shardmath_vllm.board import Board
+from shardmath_vllm.board import Board, name_rank
 from shardmath_vllm.cells import Cells
 from shardmath_vllm.link import Life
 from shardmath_vllm.update import TABLE, Phase, Step, Update
@@ -101,6 +101,7 @@ class Rank:
     barrier: threading.Barrier
     update_numbers: list[int] = field(default_factory=list)
     group: None = None
+    trainers: int = TRAINERS
 
     @property
     def board(self) -> Board:
@@ -245,7 +246,8 @@ def test_a_rank_that_does_not_come_is_named(late: int, monkeypatch: pytest.Monke
         thread.start()
     for thread in threads:
         thread.join()
-    why = f"1 rank did not begin update 1 in 0.5 s: place {late}; call send_weights equally often on all ranks"
+    who = name_rank(late, TRAINERS)
+    why = f"1 rank did not begin update 1 in 0.5 s: {who}; call send_weights equally often on all ranks"
     assert said.keys() == set(others)
     assert all(told.startswith(why) for told in said.values())
 
@@ -273,10 +275,12 @@ def test_a_store_that_does_not_answer_is_not_waited_for_without_an_end(
     link: Any = Rank(store, 1, threading.Barrier(1))
     life = Life(link, Update(1))
     start = time.monotonic()
-    with pytest.raises(ExchangeError, match="place 0 left, has stopped or is gone, as it was to"):
+    with pytest.raises(
+        ExchangeError, match="trainer rank 0 left, has stopped or is gone, as it was to"
+    ):
         life.call(lambda: None)
     life = Life(link, Update(2, writes=CELLS))
-    with pytest.raises(ExchangeError, match="place 0 left, has stopped or is gone: "):
+    with pytest.raises(ExchangeError, match="trainer rank 0 left, has stopped or is gone: "):
         life.receive(lambda: None)
     # It has not said yes, so that nobody can have moved.
     assert life.update.phase is Phase.KEPT
@@ -362,7 +366,7 @@ def test_nothing_moves_once_one_that_has_said_yes_has_left() -> None:
         board.break_off("fail update 1", "KeyboardInterrupt", lambda: None)
         store.set(f"begin update 1/{TRAINERS}", "")
         thread.join()
-    assert said == ["place 1: KeyboardInterrupt"]
+    assert said == ["trainer rank 1: KeyboardInterrupt"]
 
 
 def test_a_call_that_comes_after_the_next_update() -> None:
@@ -402,7 +406,7 @@ def test_a_rank_that_place_0_says_nothing_to_does_not_know_what_others_have() ->
     life = Life(link, Update(1, writes=CELLS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(boards, "LATER_S", -TIMEOUT_S + 0.1)
-        with pytest.raises(ExchangeError, match="place 0 did not begin update 1"):
+        with pytest.raises(ExchangeError, match="trainer rank 0 did not begin update 1"):
             life.receive(lambda: None)
     assert life.update.phase is Phase.TORN and barrier.broken
 
@@ -464,7 +468,9 @@ def test_who_goes_on_to_the_end_hears_that_place_0_was_interrupted_before_it() -
     with pytest.raises(KeyboardInterrupt):
         Life(link, Update(1, Phase.MOVED)).take(lambda: None)
     start = time.monotonic()
-    with pytest.raises(ExchangeError, match="place 0 could not finish update 1: KeyboardInterrupt"):
+    with pytest.raises(
+        ExchangeError, match="trainer rank 0 could not finish update 1: KeyboardInterrupt"
+    ):
         Board(store, 1, TRAINERS, SIZE, TIMEOUT_S).finish("finish update 1", lambda: None)
     assert time.monotonic() - start < SOON_S
 

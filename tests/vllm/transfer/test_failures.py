@@ -88,7 +88,7 @@ def test_an_update_of_what_was_not_planned_is_refused_before_anything_moves(
     before = generate(pair.hosts)
     pair.pool.run(trainers.join, pair.ask(1), timeout=TIMEOUT_S)
     said = fails(pair.pool, trainers.send_changed, change, 1)
-    assert all("place 1 could not begin update 1" in one for one in said), said
+    assert all("trainer rank 1 could not begin update 1" in one for one in said), said
     assert all("model.norm.weight" in one for one in said), said
     assert generate(pair.hosts) == before
     # All have heard of it, so they go on.
