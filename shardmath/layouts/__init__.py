@@ -10,6 +10,7 @@ In reading order:
 - `unparse`: dimensions to text;
 - `spelling`: the three ways to write how a tensor is divided;
 - `layout`: the value of a layout;
+- `per_axis`: a layout as one placement per mesh axis;
 - `holdings`: what ranks hold, in one form for all spellings;
 - `fitting`: layouts found from what each rank holds;
 - `edits`: layouts made from another layout;
