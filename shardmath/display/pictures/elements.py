@@ -41,6 +41,7 @@ __all__ = [
     "lines",
     "list_ticks",
     "moved",
+    "name_ranks",
     "number",
     "palette",
     "plain",
@@ -124,6 +125,31 @@ def _written(attributes: Mapping[str, object]) -> str:
     """Attributes in XML, with a space before each."""
     texts = [f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items()]
     return "".join(texts)
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return `ranks` for an attribute that pages read to find what a rank holds: spans of equal steps, in order.
+
+    >>> name_ranks([3, 0, 1, 2, 8, 16, 24]), name_ranks([5])
+    ('0-3 8-24/8', '5')
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        last = spans[-1] if spans else []
+        if len(last) == 1 or (len(last) > 1 and rank - last[-1] == last[1] - last[0]):
+            last.append(rank)
+        else:
+            spans.append([rank])
+    return " ".join(map(_name_span, spans))
+
+
+def _name_span(ranks: list[int]) -> str:
+    """Ranks of equal steps, as a span from the first to the last one."""
+    first, last = ranks[0], ranks[-1]
+    if first == last:
+        return str(first)
+    step = ranks[1] - first
+    return f"{first}-{last}" if step == 1 else f"{first}-{last}/{step}"
 
 
 def moved(drawing: Drawing, x: float, y: float) -> str:

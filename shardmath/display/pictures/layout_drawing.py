@@ -44,6 +44,7 @@ from shardmath.display.pictures.elements import (
     ink,
     lines,
     list_ticks,
+    name_ranks,
     palette,
     scale_stretches,
 )
@@ -248,7 +249,10 @@ class _PanelDrawer:
             holders = self._find_holders(place)
             title = f"{self._box_text(place)} {write_holders(holders, op)}"
             look = self._paint(holders, place)
-            yield box(left + place.x, place.y, place.width, place.height, title, **look)
+            ranks = name_ranks(itertools.chain(*holders))
+            yield box(
+                left + place.x, place.y, place.width, place.height, title, **look, data_ranks=ranks
+            )
 
     def _find_holders(self, place: _CellBox) -> Holders:
         """The holders of a cell."""

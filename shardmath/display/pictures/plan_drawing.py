@@ -30,6 +30,7 @@ from shardmath.display.pictures.elements import (
     document,
     ink,
     lines,
+    name_ranks,
     shade,
     words,
 )
@@ -298,6 +299,8 @@ def _boxes(
     edge = {"stroke": "currentColor", "stroke_opacity": "0.3"}
     senders = list(map(_group_name, moved.senders))
     receivers = list(map(_group_name, moved.receivers))
+    sources = [name_ranks(group.ranks) for group in moved.senders]
+    destinations = [name_ranks(group.ranks) for group in moved.receivers]
     has_room = columns.each > 3 * LINE
     for i, j in np.ndindex(moved.sent.shape):
         sent, stays, far = _read_pair(moved, i, j)
@@ -306,7 +309,8 @@ def _boxes(
         fill = _fill(sent, stays, far, largest)
         x = left + columns.at[j]
         y = top + rows.at[i]
-        yield box(x, y, columns.each, rows.each, title, fill=fill, **edge)
+        pair = {"data_src": sources[i], "data_dst": destinations[j]}
+        yield box(x, y, columns.each, rows.each, title, fill=fill, **edge, **pair)
         nbytes = sent or stays
         if has_room and nbytes:
             middle = x + columns.each / 2
