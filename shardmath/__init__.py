@@ -1,7 +1,7 @@
 """shardmath: which ranks hold which pieces of which tensors, and how to get from one answer to another.
 
-Everything here is an immutable value or a pure function; nothing does I/O and nothing imports torch. What only some
-need is imported when it is first asked for.
+Everything here is an immutable value or a pure function; nothing does I/O but `Plan.html`, and nothing imports torch.
+What only some need is imported when it is first asked for.
 """
 
 from importlib import import_module
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from shardmath import store as store
     from shardmath import traces as traces
     from shardmath import transforms as transforms
+    from shardmath.display.explorer.page import explore
     from shardmath.layouts.edits import window
     from shardmath.layouts.fitting import from_holdings
     from shardmath.layouts.holdings import equivalent
@@ -121,6 +122,7 @@ LATE = {
     "crossing_bytes": "plans.programs.certify",
     "divide": "models.refits.dividing",
     "equivalent": "layouts.holdings",
+    "explore": "display.explorer.page",
     "from_holdings": "layouts.fitting",
     "plan": "plans.plan",
     "recognize": "plans.collectives.collective",
@@ -262,6 +264,7 @@ __all__ = [
     "crossing_bytes",
     "Topology",
     "recognize",
+    "explore",
     "refit",
     "Refit",
     "divide",

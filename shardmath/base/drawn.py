@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
-__all__ = ["html", "svg"]
+__all__ = ["html", "page", "svg"]
 
 DRAWING = "shardmath.display.pictures.drawing"
 """The module that draws, by name: no wing imports the wing that displays it."""
+
+EXPLORER = "shardmath.display.explorer.page"
+"""The module that makes pages."""
 
 
 def svg(value: object, **options: object) -> str:
@@ -31,3 +34,12 @@ def html(value: object) -> str:
     """
     page: str = import_module(DRAWING).html(value)
     return page
+
+
+def page(value: object, **options: object) -> str:
+    """The page, as HTML, on which people look at `value`, a plan.
+
+    `options` are keyword arguments of `shardmath.display.explorer.page.plan_page`.
+    """
+    whole: str = import_module(EXPLORER).plan_page(value, **options)
+    return whole

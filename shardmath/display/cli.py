@@ -14,10 +14,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 
 import shardmath
-from shardmath.base.errors import ShardError
+from shardmath.base.errors import LayoutError, ShardError
+from shardmath.display.explorer.question import parse_shape
 from shardmath.display.pictures.text import show
 from shardmath.layouts.layout import Layout
 from shardmath.models.systems.rules import parse_mesh
@@ -78,6 +80,7 @@ def _run(commands: Mapping[str, Command], arguments: Sequence[str]) -> int:
 
 
 SUMMARIES = {
+    "explore": "serve a page on which layouts are typed, and their move is drawn and proved",
     "buffers": "lay out a model's flat buffers, and show them",
     "formats": "list the quantized formats, their scales and where they may be cut",
     "plan": "plan a move between two layouts, prove it, and print who sends what",
@@ -134,11 +137,9 @@ def _defer_import(point: EntryPoint) -> Command:
 def _read_shape(text: str) -> tuple[int, ...]:
     """Parse sizes with commas between them."""
     try:
-        return tuple(int(n) for n in text.split(",") if n.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a shape; write sizes with commas: 9,4"
-        ) from None
+        return parse_shape(text)
+    except LayoutError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _show(argv: Sequence[str]) -> int:
@@ -197,6 +198,35 @@ def _describe_proof(plan: Plan) -> str:
     )
 
 
+def _explore(argv: Sequence[str]) -> int:
+    """Serve a page on the loopback on which two layouts are typed; their move is planned, proved and drawn as you type.
+    Ctrl-C ends it."""
+    parser = make_parser("explore", _explore.__doc__)
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8765,
+        help="port on 127.0.0.1, by default 8765; 0 for any free one",
+    )
+    given = parser.parse_args(argv)
+    # Only this command needs a server.
+    from shardmath.display.explorer.server import Explorer
+
+    try:
+        explorer = Explorer(given.port)
+    except (OSError, OverflowError) as error:
+        print(
+            f"error: cannot serve on port {given.port}: {error}; pass another --port",
+            file=sys.stderr,
+        )
+        return 1
+    with explorer:
+        print(f"open {explorer.url} in a browser; Ctrl-C ends the server", flush=True)
+        with suppress(KeyboardInterrupt):
+            explorer.serve()
+    return 0
+
+
 def _merge_traces(argv: Sequence[str]) -> int:
     """Merge what `smt.trace` wrote on several ranks into one file, which Perfetto (ui.perfetto.dev) opens."""
     parser = make_parser("trace", _merge_traces.__doc__)
@@ -236,6 +266,7 @@ def _list_formats(argv: Sequence[str]) -> int:
 
 
 BUILT_IN: dict[str, Command] = {
+    "explore": _explore,
     "show": _show,
     "formats": _list_formats,
     "plan": _plan,

@@ -26,13 +26,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from shardmath.base.arguments import as_integer
 from shardmath.base.digest import digest
-from shardmath.base.drawn import html, svg
+from shardmath.base.drawn import html, page, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
@@ -168,6 +170,15 @@ class Plan:
         not have the tensor.
         """
         return svg(self, topology=topology, tensor=tensor)
+
+    def html(self, path: str | os.PathLike[str], *, topology: Topology | None = None) -> None:
+        """Write a page about the plan to the file `path`, for any browser: its proof, picture, cost and transfers,
+        which light up and can be filtered by rank. `topology` is the plan's own if not given.
+
+        The page needs no server and no network. Raises PlanError if the plan cannot be proved.
+        """
+        text = page(self, topology=topology)
+        Path(path).write_text(text, encoding="utf-8")
 
     def _repr_html_(self) -> str:
         return html(self)

@@ -1,0 +1,116 @@
+"""Reading: a layout in sentences, for people who do not know the notation yet.
+
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> print(*read_aloud(Layout((9, 4), Mesh(dp=4, tp=2), "(tp n) h")), sep="\\n")
+Dimension 0: 9 positions are cut into 2 chunks, one per rank along tp.
+Dimension 1: every rank has all 4 positions.
+Ranks along dp hold the same: there are 4 replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from shardmath.base.text import plural
+from shardmath.layouts.algebra.cuts import (
+    BalancedChunks,
+    Chunks,
+    FixedBlock,
+    Sizes,
+    UserCut,
+)
+from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.stages import Digit, Stage
+from shardmath.layouts.layout import Layout
+
+__all__ = ["read_aloud"]
+
+MOST_FIELDS = 6
+"""Fields of a dimension that are read."""
+
+
+def read_aloud(layout: Layout) -> list[str]:
+    """Return sentences that say how `layout` divides each dimension, and what ranks along the other axes hold."""
+    sentences = [f"Dimension {d}: {_read(dim)}." for d, dim in enumerate(layout.dims)]
+    for axis, op in layout.partial:
+        held = "holds an addend of the tensor" if op == "sum" else f"holds a value for {op}"
+        sentences.append(f"Each rank along {axis} {held}: {op} over {axis} gives the tensor.")
+    copies = math.prod(map(layout.mesh.axis_size, layout.free_axes))
+    if copies > 1:
+        axes = " and ".join(layout.free_axes)
+        sentences.append(f"Ranks along {axes} hold the same: there are {copies:,} replicas.")
+    return sentences
+
+
+def _read(dim: Dimension) -> str:
+    """How one dimension is stored and divided."""
+    if dim.stored is None and not dim.axes:
+        return f"every rank has all {plural(dim.size, 'position')}"
+    clauses = [_read_fields(dim)]
+    if dim.stored is not None:
+        holes = len(dim.stored) - dim.stored.size
+        stored = f"{plural(dim.stored_size, 'position')} are stored, {holes:,} of them padding"
+        clauses.insert(0, stored)
+    return "; ".join(clauses)
+
+
+def _read_fields(dim: Dimension) -> str:
+    """How each field (range of stored positions) is divided."""
+    if len(dim.fields) == 1:
+        (field,) = dim.fields
+        return _read_stages(field.size, field.stages)
+    clauses = []
+    start = 0
+    for field in dim.fields[:MOST_FIELDS]:
+        stop = start + field.size
+        clauses.append(f"of positions {start}:{stop}, {_read_stages(field.size, field.stages)}")
+        start = stop
+    more = len(dim.fields) - MOST_FIELDS
+    if more > 0:
+        clauses.append(f"and so on for {plural(more, 'more field')}")
+    return "; ".join(clauses)
+
+
+def _read_stages(size: int, stages: tuple[Stage, ...]) -> str:
+    """How a number of positions is divided, stage after stage."""
+    if not stages:
+        return f"every rank has all {size:,}"
+    texts = []
+    for number, stage in enumerate(stages):
+        what = f"{plural(size, 'position')} are"
+        if number:
+            # The end of a stage forgets the borders between the pieces that a rank has.
+            what = "then what each rank has counts as one piece, which is"
+        texts.append("; ".join(_read_digits(stage, what)))
+    return "; ".join(texts)
+
+
+def _read_digits(stage: Stage, what: str) -> Iterator[str]:
+    """A clause for each cut of a stage; the first one cuts `what`."""
+    for digit in stage:
+        yield f"{what} cut into {_read_cut(digit)}, {_read_keeper(digit)}"
+        what = "each of these is"
+
+
+def _read_cut(digit: Digit) -> str:
+    """The parts into which a digit cuts a piece."""
+    match digit.cut:
+        case Chunks(parts):
+            return plural(parts, "chunk")
+        case BalancedChunks(parts):
+            return f"{plural(parts, 'chunk')} whose sizes differ by at most 1"
+        case Sizes(sizes):
+            return f"parts of {' + '.join(map(str, sizes[:16]))}"
+        case FixedBlock(size):
+            return f"blocks of {size:,}"
+        case UserCut(by):
+            return f"the parts of {type(by).__name__}"
+    raise AssertionError(digit.cut)
+
+
+def _read_keeper(digit: Digit) -> str:
+    """Who keeps the parts of a digit."""
+    if not digit.axes:
+        return "and every rank gets a share of each"
+    return f"one per rank along {' and '.join(digit.axes)}"

@@ -1,0 +1,121 @@
+"""Spellings: a layout as DTensor and as JAX write it, or why they cannot.
+
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> layout = Layout((8, 4), Mesh(dp=2, tp=2), "(tp*dp n) h")
+>>> print(*spell(layout), sep="\\n")
+Spelling(system='DTensor', text='(_StridedShard(0, split_factor=2), Shard(0))', note='')
+Spelling(system='JAX', text="P(('tp', 'dp'), None)", note='')
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+from shardmath.base.errors import PlacementError
+from shardmath.layouts.algebra.cuts import Chunks
+from shardmath.layouts.algebra.dimension import Dimension, Field
+from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.stages import Digit
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.per_axis import find_placements, holds_same
+from shardmath.layouts.placement import Partial, Shard, Spec, StridedShard
+
+__all__ = ["Spelling", "spell"]
+
+MOST_AXES = 4
+"""Mesh axes of a dimension up to which spellings are looked for: their number grows with all orders of the axes."""
+
+
+class Spelling(NamedTuple):
+    """A layout in the words of another system: its `text`, "" if it has none, and a `note`."""
+
+    system: str
+    text: str
+    note: str
+
+
+def spell(layout: Layout) -> tuple[Spelling, ...]:
+    """Return the layout as DTensor's placements, and as JAX's PartitionSpec."""
+    if max((len(dim.axes) for dim in layout.dims), default=0) > MOST_AXES:
+        why = f"not looked for: a dimension has more than {MOST_AXES} mesh axes"
+        return Spelling("DTensor", "", why), Spelling("JAX", "", why)
+    return _spell_dtensor(layout), _spell_jax(layout)
+
+
+def _spell_dtensor(layout: Layout) -> Spelling:
+    """One placement per mesh axis."""
+    try:
+        placements, readings = find_placements(layout)
+    except PlacementError as error:
+        return Spelling("DTensor", "", str(error))
+    texts = ", ".join(map(_write_placement, placements))
+    text = f"({texts},)" if len(placements) == 1 else f"({texts})"
+    note = ""
+    if readings == {"order"}:
+        note = "read in FSDP2's order of splits"
+    elif readings == {"placement"}:
+        note = "read from left to right"
+    return Spelling("DTensor", text, note)
+
+
+def _write_placement(placement: Spec) -> str:
+    """The placement as torch writes it."""
+    match placement:
+        case StridedShard(dim, factor):
+            return f"_StridedShard({dim}, split_factor={factor})"
+        case Shard(dim):
+            return f"Shard({dim})"
+        case Partial(op):
+            return "Partial()" if op == "sum" else f"Partial({op!r})"
+    return "Replicate()"
+
+
+def _spell_jax(layout: Layout) -> Spelling:
+    """The mesh axes of each dimension."""
+    if layout.partial:
+        return Spelling("JAX", "", "addends are unreduced axes in JAX, beside the spec")
+    entries = []
+    for d, dim in enumerate(layout.dims):
+        axes = _find_order(dim, layout.mesh)
+        if axes is None:
+            return Spelling("JAX", "", f"no PartitionSpec divides dimension {d} so{_explain(dim)}")
+        entries.append(_write_axes(axes))
+    return Spelling("JAX", f"P({', '.join(entries)})", "")
+
+
+def _write_axes(axes: tuple[str, ...]) -> str:
+    """The axes of a dimension, as in a PartitionSpec."""
+    if not axes:
+        return "None"
+    return repr(axes[0]) if len(axes) == 1 else repr(axes)
+
+
+def _find_order(dim: Dimension, mesh: Mesh) -> tuple[str, ...] | None:
+    """The order of mesh axes along which JAX would divide the dimension as it is divided; None if there is none.
+
+    JAX cuts a dimension into equal consecutive parts, one per combination of coordinates, the last axis fastest.
+    """
+    if dim.stored is not None:
+        return None
+    if dim.size % math.prod(dim.axes.values()):
+        return None
+    for axes in itertools.permutations(dim.axes):
+        sizes = tuple(dim.axes[name] for name in axes)
+        if not axes:
+            return axes
+        cut = Digit(Chunks(math.prod(sizes)), axes, sizes)
+        if holds_same(Dimension(dim.size, (Field(dim.size, ((cut,),)),)), dim, mesh):
+            return axes
+    return None
+
+
+def _explain(dim: Dimension) -> str:
+    """What a PartitionSpec lacks for this dimension."""
+    parts = math.prod(dim.axes.values())
+    if dim.stored is not None:
+        return ": JAX has no padding; pad the array itself"
+    if dim.size % parts:
+        return f": {dim.size} positions do not divide evenly into {parts} parts; pad the array"
+    return ""
