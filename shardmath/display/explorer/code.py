@@ -1,4 +1,4 @@
-"""Code: two layouts and their plan as Python, to go on with in a notebook or in a test.
+"""Code: two layouts and their plan as Python, to continue in a notebook or in a test.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> src = Layout((9, 4), Mesh(tp=2), "(tp n) h")

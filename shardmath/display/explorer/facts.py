@@ -85,6 +85,7 @@ def plan_facts(plan: Plan, rank: int | None = None) -> Facts:
         "bytes": sent,
         "legend": LEGEND,
         "transfers": [_transfer_facts(transfer) for transfer in transfers],
+        "rank": rank,
         "all": is_all,
         "busiest": _find_busiest(plan),
     }
@@ -140,7 +141,7 @@ def _transfer_facts(transfer: Transfer) -> Facts:
 
 def cost_facts(plan: Plan, topology: Topology | None) -> Facts:
     """Return what a move of the plan costs on nodes of `topology`: bytes between nodes, and the estimated times of the
-    plan and of its schedule, each beside the bound. Without a topology, what to write for one."""
+    plan and of its schedule, each with a lower bound. Without a topology, what to write for one."""
     if topology is None:
         advice = (
             "write how many ranks a node has, to see what crosses nodes and how long a move takes"

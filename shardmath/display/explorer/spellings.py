@@ -49,7 +49,8 @@ def _spell_dtensor(layout: Layout) -> Spelling:
     try:
         placements, readings = find_placements(layout)
     except PlacementError as error:
-        return Spelling("DTensor", "", str(error))
+        # The layout stands above the note.
+        return Spelling("DTensor", "", str(error).replace(f"of {layout}", "so"))
     texts = ", ".join(map(_write_placement, placements))
     text = f"({texts},)" if len(placements) == 1 else f"({texts})"
     note = ""

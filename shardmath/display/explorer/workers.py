@@ -93,18 +93,18 @@ class _Worker:
         self._texts: dict[str, str] | None = None
         self._answer: Answer = {}
         self._began = self._until = self._longest = 0.0
-        self._is_superseded = False
+        self._is_superseded = self._is_ended = False
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether the last question's answer is not whole, or the process has ended."""
+        """Whether the process cannot take a question: it is at the last one, or has ended."""
         is_open = self._texts is not None and not self._answer.get("done")
-        return is_open or self._process.poll() is not None
+        return is_open or self._is_ended
 
     def is_on(self, texts: Mapping[str, str]) -> bool:
         """Whether this was the last question, unless its process was ended before it had answered."""
-        return self._texts == dict(texts) and (bool(self._answer) or self._process.poll() is None)
+        return self._texts == dict(texts) and (bool(self._answer) or not self._is_ended)
 
     def begin(self, texts: Mapping[str, str], longest: float) -> None:
         """Ask the process; it may take `longest` seconds."""
@@ -125,7 +125,7 @@ class _Worker:
         """Wait until the last question is answered, or `patience` seconds after it was asked."""
         until = self._began + patience
         with self._changed:
-            while self.is_busy and self._process.poll() is None and time.monotonic() < until:
+            while self.is_busy and not self._is_ended and time.monotonic() < until:
                 self._changed.wait(until - time.monotonic())
 
     def wait(self, texts: Mapping[str, str], seconds: float) -> Answer:
@@ -136,10 +136,12 @@ class _Worker:
                 now = time.monotonic()
                 if now >= self._until:
                     self._process.kill()
+                    self._is_ended = True
                     self._answer = self._refuse(f"it takes more than {self._longest:g} s")
+                elif now >= until:
                     break
-                if now >= until or not self._changed.wait(min(until, self._until) - now):
-                    break
+                else:
+                    self._changed.wait(min(until, self._until) - now)
             if self._is_superseded or self._texts != dict(texts):
                 return SUPERSEDED
             return self._answer or {"schema": SCHEMA, "done": False, "faults": {}}
@@ -162,6 +164,7 @@ class _Worker:
                     self._answer = json.loads(line)
                     self._changed.notify_all()
         with self._changed:
+            self._is_ended = True
             if self._texts is not None and not self._answer.get("done"):
                 self._answer = self._refuse(f"it needs more than {MOST_BYTES >> 30} GiB of memory")
             self._changed.notify_all()
