@@ -70,7 +70,7 @@ GROUPS = {
 HEAD = """# All names
 
 Every public name in one line, by what it is for. `sm` is `shardmath`, `smt` is `shardmath_torch`. For arguments,
-shapes, units and errors call `help(name)`, or read the [API page](api.md) of the site.
+shapes, units and errors call `help(name)`, or read the [API page](api.md), which `make docs` fills in.
 """
 
 

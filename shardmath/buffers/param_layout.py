@@ -158,7 +158,7 @@ class PerBufferParamLayout:
 
 
 Rule: TypeAlias = Callable[..., PerBufferParamLayout]
-"""The type of rules, such as `zero`: functions from Params in forward order, and options by keyword, to the
+"""The type of rules, such as `zero`: functions that take Params in forward order and options by keyword, and return the
 PerBufferParamLayout of one flat buffer."""
 
 

@@ -208,9 +208,10 @@ def model_parallel_state(
     buffer: str = SHARD,
     **options: object,
 ) -> tuple[dict[str, Windows], Store]:
-    """Lay out one optimizer state, such as Adam's `exp_avg`, if model-parallel ranks divide parameters by `layouts` and
-    the data-parallel ranks along `axis` share these parts in flat buffers, which `rule` lays out. Return, by parameter
-    name, a layout for each slice that ranks hold, and a Store: the slices' offsets in the ranks' flat arrays.
+    """Lay out one optimizer state, such as Adam's `exp_avg`: model-parallel ranks divide the parameters by `layouts`,
+    and the data-parallel ranks along `axis` divide each model-parallel part again, in flat buffers that `rule` lays
+    out. Return, by parameter name, a layout for each slice that ranks hold, and a Store: the slices' offsets in the
+    ranks' flat arrays.
 
     `params` in forward order have their global shapes; `layouts` give, by name, the part of each parameter that each
     rank of `mesh` has, equal along `axis`, the data-parallel axis. Each group along `axis` has a separate buffer, which

@@ -217,11 +217,11 @@ def _compare_busiest(sent: dict[int, int], bound: Bounds) -> str:
     busiest = max(sent.values())
     ratio = busiest / bound.busiest if bound.busiest else 1.0
     forced_by = _write_ranks(sorted(bound.forced_by))
-    why = f"ranks {forced_by} alone hold what forces it"
+    why = f"forced by bytes that only ranks {forced_by} hold"
     if len(bound.forced_by) == 1:
-        why = f"rank {forced_by} alone holds what forces it"
+        why = f"forced by bytes that only rank {forced_by} holds"
     loads = f"busiest sender {show_bytes(busiest)}, lower bound {show_bytes(bound.busiest)}"
-    return f"{loads} (ratio {ratio:.4f}): {why}"
+    return f"{loads} (ratio {ratio:.4f}), {why}"
 
 
 def _write_ranks(ranks: Sequence[int]) -> str:

@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 def divide(planned: Refit, groups: Iterable[Iterable[str]] | None = None) -> tuple[Refit, ...]:
-    """Divide `planned`, a transfer from trainer to engines, into several Refits, one per group of tensor names in
+    """Divide `planned`, a refit from a trainer to engines, into several Refits, one per group of tensor names in
     `groups` (default: one group per layer). Groups are merged first if they have tensors in the same module on one rank
     of an engine.
 

@@ -93,8 +93,8 @@ DEFAULTS: dict[tuple[str, ...], tuple[Rule, ...]] = {
         Rule("*", "(dp n) ..."),
     ),
 }
-"""A dict from the axes among dp and tp that a mesh has, as a tuple, such as ("dp", "tp"), to the Rules that apply on it
-if none are given."""
+"""A dict of the default Rules, for a mesh to which no rules are given; a key is the tuple of the axes dp and tp that
+the mesh has, such as ("dp", "tp")."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,8 +102,8 @@ def unswizzle(storage: Array, shape: tuple[int, int]) -> Array:
 
 
 def swizzle_runs(shape: tuple[int, int]) -> Runs:
-    """Return a map from each index in the flat array that `swizzle` makes of scales of this `shape` to the row-major
-    index of the scale at that place. `swizzle` reorders scales for tensor cores.
+    """Return a map for scales of this `shape`: it takes an index in the flat array that `swizzle` makes, and gives the
+    row-major index of the scale that lies there. `swizzle` reorders scales for tensor cores.
 
     Padding is not in the map.
     """
@@ -121,8 +121,8 @@ def flattened(layout: Layout) -> Layout:
 
 
 def swizzled(layout: Layout) -> Layout:
-    """Return a layout of flattened scales, given the `layout` of the two-dimensional scales: each rank's local array is
-    the rank's local array under `layout`, padded, reordered and flattened by `swizzle`.
+    """Return the layout of the scales after `swizzle`, given the `layout` of the two-dimensional scales: each rank
+    swizzles (pads, reorders and flattens) the local array that it has under `layout`.
 
     Raises FormatError for a Partial layout, and unless scales have two dimensions.
     """

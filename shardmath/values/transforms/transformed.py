@@ -175,9 +175,9 @@ class Transformed:
 
 
 def transformed(src: Side, dst: Side, rules: Mapping[str, Transform]) -> Transformed:
-    """Find which tensors to send to convert tensors with layouts `src` into tensors with layouts `dst`; `rules` maps
-    patterns of tensor names to the transforms that convert them. The returned Transformed has `src`, `dst` and the
-    layouts of the tensors to send.
+    """Return a Transformed: the tensors that are sent so that tensors with layouts `src` arrive as tensors with layouts
+    `dst`; `rules` maps patterns of tensor names to the transforms that convert them. The layouts of the sent tensors
+    are the Transformed's `src` and `dst`.
 
     Sides are two layouts, or two mappings from name to a layout or a tuple of them, as `plan` takes them. Dtypes may
     differ between them, and so may shapes and companions if a transform says so. Plan the wire tensors with

@@ -179,7 +179,7 @@ def block_of(group: compat.Group) -> CommitBlock | None:
 
 @contextmanager
 def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Iterator[None]:
-    """Put the results of all moves in the `with` block in place together at its end, on all ranks or on none.
+    """Commit all moves in the `with` block together: at its end, put all results in place, on all ranks or on none.
     Collective. Pass either the process group or all Movers that move in the block, compiled with commit="all";
     `timeout` limits the wait for all ranks at the end, in seconds.
 
