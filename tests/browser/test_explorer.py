@@ -118,7 +118,10 @@ def test_a_rank_that_is_pointed_at_lights_up(page: Page, url: str) -> None:
     page.locator("#picture [data-ranks='9']").hover()
     rows = page.locator("tr[data-rank].on").all()
     assert [row.get_attribute("data-rank") for row in rows] == ["9"]
-    assert page.locator("tr[data-dst-rank='9'].on").count() == page.locator("tr[data-dst-rank='9']").count()
+    assert (
+        page.locator("tr[data-dst-rank='9'].on").count()
+        == page.locator("tr[data-dst-rank='9']").count()
+    )
     page.locator("h1").hover()
     assert page.locator(".on").count() == 0
 
@@ -218,7 +221,9 @@ def test_text_can_be_read(browser: Browser, url: str, scheme: Any) -> None:
     colors = tab.evaluate(
         "[getComputedStyle(document.body).color, getComputedStyle(document.querySelector('th')).backgroundColor]"
     )
-    text, ground = (sum(map(float, color[color.index("(") + 1 : -1].split(",")[:3])) for color in colors)
+    text, ground = (
+        sum(map(float, color[color.index("(") + 1 : -1].split(",")[:3])) for color in colors
+    )
     assert text < 200 and ground > 600 if scheme == "light" else text > 600 and ground < 200
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
     tab.close()

@@ -6,6 +6,7 @@ In reading order:
 - `spellings`: a layout as DTensor and JAX write it;
 - `question`: the texts that were typed, read as layouts;
 - `facts`: layouts and plans as values for JSON;
+- `code`: two layouts and their plan as Python;
 - `answer`: the facts about a question, the quickest first;
 - `page`: the page, which draws them, and a page of one plan;
 - `workers`: processes that answer, and may be ended;

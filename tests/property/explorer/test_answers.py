@@ -16,7 +16,7 @@ from shardmath.display.explorer.code import write_script, write_test
 from shardmath.display.explorer.facts import MOST_RANKS, MOST_TRANSFERS, plan_facts
 from shardmath.display.explorer.question import FIELDS, LONGEST, read
 from shardmath.display.explorer.reading import read_aloud
-from shardmath.testing import pairs, layouts
+from shardmath.testing import layouts, pairs
 
 STORED = Path(__file__).parent / "answer.json"
 
@@ -47,7 +47,29 @@ def test_the_answer_s_form_is_the_stored_one() -> None:
 
 
 WORDS = st.sampled_from(
-    ["tp", "dp", "n", "h", "(", ")", "[", "]", "|", "+", ":", "2", "4", "9", "=", ",", "{sum: tp}", "*", "~", "...", " "]
+    [
+        "tp",
+        "dp",
+        "n",
+        "h",
+        "(",
+        ")",
+        "[",
+        "]",
+        "|",
+        "+",
+        ":",
+        "2",
+        "4",
+        "9",
+        "=",
+        ",",
+        "{sum:",
+        "tp}",
+        "*",
+        "~",
+        "...",
+    ]
 )
 TYPED = st.one_of(st.text(max_size=12), st.lists(WORDS, max_size=12).map(" ".join))
 
@@ -91,7 +113,9 @@ def test_two_layouts_without_a_plan() -> None:
     """Here the source does not hold what is wanted: the pictures of both, and why."""
     answer = last(ASKED | {"src": "(n)=<0:4> h", "src_mesh": "tp=2"})
     assert "plan" not in answer and "4" in answer["refused"]
-    assert answer["src"]["picture"].startswith("<svg") and answer["dst"]["picture"].startswith("<svg")
+    assert answer["src"]["picture"].startswith("<svg") and answer["dst"]["picture"].startswith(
+        "<svg"
+    )
 
 
 def test_a_destination_that_holds_a_part() -> None:
@@ -154,8 +178,8 @@ def test_every_layout_is_read_aloud(layout: sm.Layout) -> None:
 
 READ = {
     "(2 dp n | tp n) h": (
-        "Dimension 0: 9 positions are cut into 2 chunks, and every rank gets a share of each; each of these is cut into "
-        "4 chunks, one per rank along dp; then what each rank has counts as one piece, which is cut into 2 chunks, one "
+        "Dimension 0: 9 positions are cut into 2 chunks, and every rank gets a share of each; each of these is cut "
+        "into 4 chunks, one per rank along dp; then what each rank has counts as one piece, which is cut into 2 chunks, one "
         "per rank along tp."
     ),
     "(tp n)=12 h": (
@@ -171,8 +195,8 @@ READ = {
         "Dimension 0: 9 positions are cut into 2 chunks whose sizes differ by at most 1, one per rank along tp."
     ),
     "([1 8] tp n) h": (
-        "Dimension 0: 9 positions are cut into parts of 1 + 8, and every rank gets a share of each; each of these is cut "
-        "into 2 chunks, one per rank along tp."
+        "Dimension 0: 9 positions are cut into parts of 1 + 8, and every rank gets a share of each; each of these is "
+        "cut into 2 chunks, one per rank along tp."
     ),
 }
 

@@ -84,7 +84,11 @@ def test_other_requests(explorer: Explorer, path: str) -> None:
 
 def test_bytes_that_are_no_request(explorer: Explorer) -> None:
     port = int(explorer.url.rstrip("/").rpartition(":")[2])
-    for sent in (b"\x00\xff\r\n\r\n", b"GET /answer?src=%ff%fe HTTP/1.0\r\n\r\n", b"PUT / HTTP/1.0\r\n\r\n"):
+    for sent in (
+        b"\x00\xff\r\n\r\n",
+        b"GET /answer?src=%ff%fe HTTP/1.0\r\n\r\n",
+        b"PUT / HTTP/1.0\r\n\r\n",
+    ):
         with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as connection:
             connection.sendall(sent)
             while connection.recv(65536):

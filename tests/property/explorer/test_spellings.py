@@ -98,9 +98,7 @@ def test_spellings_mean_the_layout(layout: Layout) -> None:
 def test_a_partition_spec_is_found_if_there_is_one(text: str, shape: tuple[int, int]) -> None:
     layout = Layout(shape, Mesh(a=2, b=2), text)
     held = list_held(layout)
-    makes = [
-        spec for spec in list_specs(2, ["a", "b"]) if divide(shape, layout.mesh, spec) == held
-    ]
+    makes = [spec for spec in list_specs(2, ["a", "b"]) if divide(shape, layout.mesh, spec) == held]
     _, jax = spell(layout)
     assert bool(jax.text) == bool(makes)
 
@@ -116,7 +114,7 @@ def test_what_has_no_spelling_says_why() -> None:
     }
     for text, note in notes.items():
         shape = (9, 4) if "dp" in text else (8, 4)
-        dtensor, jax = spell(Layout(shape, mesh, text))
+        _, jax = spell(Layout(shape, mesh, text))
         assert note in jax.note
     axes = {f"a{i}": 2 for i in range(MOST_AXES + 1)}
     many = Layout((math.prod(axes.values()),), Mesh(axes), f"({' '.join(axes)} n)")
