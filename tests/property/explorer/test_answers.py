@@ -179,8 +179,8 @@ def test_every_layout_is_read_aloud(layout: sm.Layout) -> None:
 READ = {
     "(2 dp n | tp n) h": (
         "Dimension 0: 9 positions are cut into 2 chunks, and every rank gets a share of each; each of these is cut "
-        "into 4 chunks, one per rank along dp; then what each rank has counts as one piece, which is cut into 2 chunks, "
-        "one per rank along tp."
+        "into 4 chunks, one per rank along dp; then what each rank has counts as one piece, which is cut into 2 "
+        "chunks, one per rank along tp."
     ),
     "(tp n)=12 h": (
         "Dimension 0: 12 positions are stored, 3 of them padding; 12 positions are cut into 2 chunks, one per rank "
