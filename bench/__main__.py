@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from bench.mappings import find_rows
 from bench.recorded import compare
 from bench.table import measure, show
-from shardmath.display.cli import Command, make_parser, run
+from shardmath.display.arguments import make_parser
+from shardmath.display.cli import Command, run
 
 __all__ = ["COMMANDS", "main"]
 

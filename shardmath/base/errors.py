@@ -13,6 +13,8 @@ axis 'tp' has size 0; give every axis at least one coordinate
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shardmath.base.public import public
 
 __all__ = [
@@ -35,21 +37,29 @@ __all__ = [
 class ShardError(ValueError):
     """The base class of all error classes of shardmath, such as LayoutError; catch it to catch all of them."""
 
+    code: ClassVar[str] = "SM100"
+
 
 @public
 class RunsError(ShardError):
     """Error for malformed Runs (maps from a rank's local positions to global positions), and for Runs that cannot be
     inverted, or composed with others."""
 
+    code: ClassVar[str] = "SM101"
+
 
 @public
 class MeshError(ShardError):
     """Error for an impossible mesh, and for a rank or an axis that a mesh does not have."""
 
+    code: ClassVar[str] = "SM102"
+
 
 @public
 class PlacementError(ShardError):
     """Error for an invalid placement, and for a placement that cannot divide the dimension to which it is applied."""
+
+    code: ClassVar[str] = "SM103"
 
 
 SHOWN = 100
@@ -75,6 +85,8 @@ class NotationError(ShardError):
     A caret (^) in the message marks the error.
     """
 
+    code: ClassVar[str] = "SM104"
+
     def __init__(
         self, what: str, text: str | None = None, position: int = 0, fix: str = ""
     ) -> None:
@@ -98,6 +110,8 @@ class NotationError(ShardError):
 class LayoutError(ShardError):
     """Error for a layout whose shape, mesh and placements do not fit, and for other invalid arguments about layouts."""
 
+    code: ClassVar[str] = "SM105"
+
 
 @public
 class StoreError(ShardError):
@@ -107,11 +121,15 @@ class StoreError(ShardError):
     For example, views overlap or reach outside a buffer, or a row is wrong.
     """
 
+    code: ClassVar[str] = "SM106"
+
 
 @public
 class ParamLayoutError(ShardError):
     """Error for parameters or options from which no flat buffer can be laid out, and for a buffer layout that
     contradicts itself."""
+
+    code: ClassVar[str] = "SM107"
 
 
 @public
@@ -119,11 +137,15 @@ class PlanError(ShardError):
     """Error for a plan that cannot be made or used, or that does not move tensors from their source layouts to their
     destination layouts."""
 
+    code: ClassVar[str] = "SM108"
+
 
 @public
 class DigestError(ShardError):
     """Error of functions that compare tensors by digests of their elements: an array does not fit its layout, replicas
     differ, or the tensors have different names, shapes or dtypes, for example."""
+
+    code: ClassVar[str] = "SM109"
 
 
 @public
@@ -131,7 +153,11 @@ class FormatError(ShardError):
     """Error for a quantized format, such as FP8, that is unknown, has an invalid argument, or cannot be applied to the
     given array, slice or layout."""
 
+    code: ClassVar[str] = "SM110"
+
 
 @public
 class ExchangeError(ShardError):
     """Error for a move that cannot start or fails, for example if ranks disagree or tensors do not fit the plan."""
+
+    code: ClassVar[str] = "SM111"

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 
 from shardmath import ShardError
-from shardmath.display.cli import INTERRUPTED, make_parser
+from shardmath.display.arguments import INTERRUPTED, make_parser
 
 __all__ = ["make_parser", "read_count", "run_command"]
 

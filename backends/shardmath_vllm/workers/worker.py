@@ -58,6 +58,8 @@ class _Updating(infos.Updating, WeightTransferUpdateInfo):
 class NotJoinedError(ExchangeError, RuntimeError):
     """The error for an update before the worker is connected to a trainer; a RuntimeError, as vLLM's engines raise."""
 
+    code = "SM114"
+
 
 class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
     """The weight transfer engine of one vLLM worker, which receives weights from a trainer."""

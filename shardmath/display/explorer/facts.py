@@ -23,7 +23,7 @@ from shardmath.plans.transfers import Transfer
 from shardmath.plans.uncovered import first_unheld
 from shardmath.proofs.verify import verify
 
-__all__ = ["Facts", "cost_facts", "layout_facts", "plan_facts"]
+__all__ = ["Facts", "cost_facts", "describe_proof", "layout_facts", "plan_facts"]
 
 Facts: TypeAlias = dict[str, Any]
 
@@ -37,11 +37,11 @@ MOST_RANGES = 6
 """Ranges of positions that are listed of a rank and a dimension."""
 
 
-def layout_facts(layout: Layout, rank: int | None = None) -> Facts:
-    """Return what the page says of a layout: in sentences, in other systems' words, and for each of the first ranks,
-    and `rank`, what it holds."""
-    listed = list(layout.mesh.ranks[:MOST_RANKS])
-    if rank in layout.mesh.ranks[MOST_RANKS:]:
+def layout_facts(layout: Layout, rank: int | None = None, most: int = MOST_RANKS) -> Facts:
+    """Return facts about a layout: in sentences, in other systems' words, and what each of the first `most` ranks, and
+    `rank`, holds."""
+    listed = list(layout.mesh.ranks[:most])
+    if rank in layout.mesh.ranks[most:]:
         listed.append(rank)
     return {
         "text": str(layout),
@@ -71,16 +71,17 @@ def _rank_facts(layout: Layout, rank: int) -> Facts:
     }
 
 
-def plan_facts(plan: Plan, rank: int | None = None) -> Facts:
-    """Return what the page says of a plan: its proof, its bytes, and its transfers, of `rank` only if it is given.
+def plan_facts(plan: Plan, rank: int | None = None, most: int | None = MOST_TRANSFERS) -> Facts:
+    """Return facts about a plan: its proof, its bytes, and its first `most` transfers (None: all), of `rank` only if it
+    is given.
 
     Raises ShardError if `verify` does.
     """
     verify(plan)
     sent = sum(plan.sent_bytes().values())
-    transfers, is_all = _list_transfers(plan, rank)
+    transfers, is_all = _list_transfers(plan, rank, most)
     return {
-        "proof": _describe_proof(plan),
+        "proof": describe_proof(plan),
         "digest": plan.digest,
         "bytes": sent,
         "legend": LEGEND,
@@ -91,7 +92,8 @@ def plan_facts(plan: Plan, rank: int | None = None) -> Facts:
     }
 
 
-def _describe_proof(plan: Plan) -> str:
+def describe_proof(plan: Plan) -> str:
+    """Return what `verify` proves about a plan."""
     if plan.in_part and len(plan.src) == 1:
         missing = first_unheld(plan.dst[next(iter(plan.src))])
         return (
@@ -113,10 +115,11 @@ def _find_busiest(plan: Plan) -> str:
     return f"rank {rank} sends most: {show_bytes(most)}"
 
 
-def _list_transfers(plan: Plan, rank: int | None) -> tuple[list[Transfer], bool]:
+def _list_transfers(plan: Plan, rank: int | None, most: int | None) -> tuple[list[Transfer], bool]:
     """The first transfers, and whether these are all of the plan, or of `rank`."""
-    listed = list(itertools.islice(_transfers_of(plan, rank), MOST_TRANSFERS + 1))
-    return listed[:MOST_TRANSFERS], len(listed) <= MOST_TRANSFERS
+    transfers = _transfers_of(plan, rank)
+    listed = list(itertools.islice(transfers, most))
+    return listed, next(transfers, None) is None
 
 
 def _transfers_of(plan: Plan, rank: int | None) -> Iterator[Transfer]:

@@ -57,6 +57,8 @@ LOCAL = re.compile(r"(file|local)://(?!.*::)", re.DOTALL)
 class CheckpointError(ShardError):
     """The error for a checkpoint that cannot be written or read, or that lacks what the caller asks for."""
 
+    code = "SM112"
+
 
 class _Stat(NamedTuple):
     st_size: int

@@ -73,6 +73,8 @@ HEADER_LIMIT = 100_000_000
 class WeightsError(ShardError):
     """The error for safetensors that are missing, cut short or damaged, or that lack what the caller asks for."""
 
+    code = "SM113"
+
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
