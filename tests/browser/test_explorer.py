@@ -86,6 +86,9 @@ def test_an_error_stands_at_its_field_and_the_other_side_stays(page: Page, url: 
     page.fill("#src", "(tp dp n h")
     wait(page, "answer.faults.src")
     assert "close the group" in page.locator("#src-fault").inner_text()
+    family = page.locator("#src-fault").evaluate("element => getComputedStyle(element).fontFamily")
+    assert "mono" in family
+    assert "stale" in page.locator("#src-about").get_attribute("class")
     # The caret stands under the end of the text.
     *_, text, caret, _ = page.locator("#src-fault").inner_text().split("\n")
     assert caret.index("^") == len(text)
@@ -114,6 +117,11 @@ def test_a_rank_that_is_pointed_at_lights_up(page: Page, url: str) -> None:
     assert [box.get_attribute("data-ranks") for box in lit] == ["2"]
     pairs = page.locator("#picture [data-src].on").all()
     assert {box.get_attribute("data-src") for box in pairs} == {"2"}
+    # One of the pairs lights up alone, with what its two ranks hold.
+    page.locator("#picture [data-src='5'][data-dst='9']").hover()
+    assert page.locator("#picture [data-src].on").count() == 1
+    lit = page.locator("#picture [data-ranks].on").all()
+    assert {box.get_attribute("data-ranks") for box in lit} == {"5", "9"}
     # A box of the picture lights up the rows of its ranks, and the transfers.
     page.locator("#picture [data-ranks='9']").hover()
     rows = page.locator("tr[data-rank].on").all()
@@ -131,11 +139,20 @@ def test_a_rank_or_a_box_that_is_clicked_filters(page: Page, url: str) -> None:
     page.locator("tr[data-rank='3'] button").click()
     page.wait_for_function("document.querySelectorAll('#transfers td.mono').length === 1")
     assert page.locator("#transfers td.mono").inner_text().startswith("3 -> 9 copy [6:7, 0:4]")
-    page.locator("#chosen button").click()
+    page.keyboard.press("Escape")
     page.wait_for_function("document.querySelectorAll('#transfers td.mono').length === 7")
+    page.locator("#picture [data-src='5'][data-dst='9']").click()
+    assert page.locator("#chosen button").all_inner_texts() == ["5 -> 9 ×"]
+    assert page.locator("#transfers td.mono").count() == 1
+    page.locator("#chosen button").click()
+    assert not page.locator("#chosen").is_visible()
     page.locator("#picture [data-ranks='8']").click()
     assert page.locator("#chosen button").all_inner_texts() == ["rank 8 ×", "[0:5, 0:4] ×"]
     assert page.locator("#transfers td.mono").count() == 3
+    # The ranks that the chosen rows come from are lit, too.
+    page.locator("h1").hover()
+    lit = page.locator("tr[data-rank].on").all()
+    assert [row.get_attribute("data-rank") for row in lit] == ["0", "2", "4", "8"]
 
 
 def test_a_link_holds_the_state(page: Page, url: str, browser: Browser) -> None:
@@ -172,7 +189,7 @@ def test_code_runs(page: Page, url: str) -> None:
     for summary in page.locator("#code summary").all():
         summary.click()
     script, test = page.locator("#code pre").all_inner_texts()
-    made: dict[str, Any] = {"print": lambda *lines, sep: None}
+    made: dict[str, Any] = {"print": lambda *lines, sep=" ": None}
     exec(script, made)
     assert made["plan"].digest[:12] in page.locator("#verdict").inner_text()
     exec(test, made)

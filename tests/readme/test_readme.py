@@ -221,7 +221,17 @@ def test_make_targets_exist() -> None:
 def test_subcommands_exist() -> None:
     """Every command of `python -m shardmath` and `python -m bench` that a page names is one."""
     text = "\n".join(map(read, PAGES))
-    known = {"explore", "show", "plan", "formats", "buffers", "refit", "trace"}
+    known = {
+        "explore",
+        "completion",
+        "verify",
+        "show",
+        "plan",
+        "formats",
+        "buffers",
+        "refit",
+        "trace",
+    }
     assert known == set(re.findall(r"python -m shardmath ([a-z-]+)", text))
     instruments = {"refit-table", "storage-check"}
     assert instruments == set(re.findall(r"python -m bench ([a-z-]+)", text))

@@ -17,11 +17,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath import ShardError, buffers
+from shardmath.display.arguments import add_json, print_json, print_svg
 from shardmath.display.pictures.buffer_drawing import buffer_svg
 from shardmath.display.pictures.buffer_text import buffer_map
 from shardmath.display.pictures.text import buffer_table
@@ -71,7 +72,7 @@ def command(argv: Sequence[str]) -> int:
     chosen = RULES[given.rule]
     for option in _list_unsupported(given, chosen):
         parser.error(f"{option} does not apply to rule {given.rule}; leave it out")
-    return run_command("buffers", lambda: _show(given, chosen))
+    return run_command("buffers", lambda: _show(given, chosen), as_json=given.json)
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -106,6 +107,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="an embedding on two pipeline stages",
     )
     add("--most", type=read_count, default=4, help="buckets and parameters of a bucket to show (4)")
+    add_json(parser)
     add(
         "--svg",
         type=Path,
@@ -137,13 +139,18 @@ def _show(given: argparse.Namespace, chosen: Chosen) -> None:
     if not _has_expert_buffers(given, chosen):
         params = tuple(replace(param, expert_parallel=False) for param in params)
     layouts = buffers.full_layout(params, rule=chosen.rule, **_options(given, chosen))
-    print(buffer_table(layouts))
+    if given.json:
+        listed = [_buffer_facts(given, chosen, key, layout) for key, layout in layouts.items()]
+        print_json("buffers", {"model": given.model, "rule": given.rule, "buffers": listed})
+    else:
+        print(buffer_table(layouts))
     for number, (key, layout) in enumerate(layouts.items()):
         ranks = _count_ranks(given, chosen, key)
         contents = _describe_contents(key)
         title = f"{given.model}, {given.rule}: {contents}"
-        text = buffer_map(layout, ranks, most=given.most)
-        print(f"\n{title}\n{text}")
+        if not given.json:
+            text = buffer_map(layout, ranks, most=given.most)
+            print(f"\n{title}\n{text}")
         if given.svg:
             drawing = buffer_svg(layout, ranks, most=given.most, title=title)
             _write_drawing(given, number, drawing)
@@ -153,8 +160,30 @@ def _write_drawing(given: argparse.Namespace, number: int, drawing: str) -> None
     """Write the drawing of that number, and print its file."""
     file = _number_file(given.svg, number)
     _check_not_config(file, Path(given.model))
-    _write(file, drawing)
-    print(f"\ndrawn in {file}")
+    print_svg(os.fspath(file), drawing)
+    if not given.json:
+        print(f"\ndrawn in {file}")
+
+
+def _buffer_facts(
+    given: argparse.Namespace,
+    chosen: Chosen,
+    key: buffers.BufferKey,
+    layout: buffers.PerBufferParamLayout,
+) -> dict[str, Any]:
+    """A buffer as values for JSON: positions are elements, from the first to one past the last."""
+    placed = [
+        {"name": name, "start": start, "stop": stop, "bucket": bucket}
+        for name, (start, stop, bucket) in layout.placed
+    ]
+    return {
+        **asdict(key),
+        "ranks": _count_ranks(given, chosen, key),
+        "elements": layout.numel,
+        "padding": layout.padding,
+        "buckets": [list(bucket) for bucket in layout.bucket_indices],
+        "parameters": placed,
+    }
 
 
 def _has_expert_buffers(given: argparse.Namespace, chosen: Chosen) -> bool:
@@ -174,15 +203,6 @@ def _check_not_config(file: Path, model: Path) -> None:
     config = model / "config.json" if model.is_dir() else model
     if file.exists() and config.exists() and os.path.samefile(file, config):
         raise ShardError(f"--svg {file} is {config}, which describes the model; give another file")
-
-
-def _write(file: Path, text: str) -> None:
-    """Write the file. Raises ShardError if it cannot be written."""
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fix = "give a path in an existing folder in which you may write"
-        raise ShardError(f"cannot write {file}: {error.strerror or error}; {fix}") from error
 
 
 def _find_model(text: str) -> PretrainedConfig | str:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 
 from shardmath import ShardError
-from shardmath.display.arguments import INTERRUPTED, make_parser
+from shardmath.display.arguments import INTERRUPTED, make_parser, report_error
 
 __all__ = ["make_parser", "read_count", "run_command"]
 
@@ -28,13 +28,13 @@ def read_count(text: str) -> int:
     return int(text)
 
 
-def run_command(command: str, work: Callable[[], object]) -> int:
+def run_command(command: str, work: Callable[[], object], *, as_json: bool = False) -> int:
     """Call `work` and return 0. After a ShardError, a missing package or an interrupt, print a message that begins with
-    `command` to stderr, and return another number."""
+    `command` to stderr, and return another number. If `as_json`, a ShardError is an object on stdout."""
     try:
         work()
     except ShardError as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        report_error(error, command, as_json=as_json)
         return 1
     except ModuleNotFoundError as error:
         print(f"{command}: needs {error.name}; pip install {error.name}", file=sys.stderr)

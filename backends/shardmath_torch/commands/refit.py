@@ -18,11 +18,12 @@ import re
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import shardmath as sm
 from shardmath.base.text import plural, read_bytes, show_bytes
+from shardmath.display.arguments import add_json, print_json
 from shardmath.models.systems.rules import Side, parse
 from shardmath_torch.checkpoints.safetensors.slices import fits
 from shardmath_torch.checkpoints.safetensors.weights import open_weights
@@ -32,6 +33,7 @@ from shardmath_torch.commands.refit_bounds import Bounds, find_bounds
 from shardmath_torch.commands.refit_out import check_out, finish, reserved, undo
 from shardmath_torch.commands.refit_rank import Job, Outcome, refit_rank
 from shardmath_torch.commands.refit_report import (
+    ErrorScreen,
     Screen,
     choose_screen,
     layouts_table,
@@ -68,11 +70,15 @@ def command(argv: Sequence[str]) -> int:
     return the exit status."""
     parser = _make_parser()
     options = parser.parse_args(argv)
+    if options.json and options.demo:
+        parser.error("--json does not apply to --demo; give MODEL_DIR, --src and --dst")
     if options.demo:
         return run_command("refit", lambda: _show_demo(options, choose_screen()))
     if not (options.model and options.src and options.dst):
         parser.error("give MODEL_DIR, --src and --dst, or --demo")
     model = Path(options.model)
+    if options.json:
+        return run_command("refit", lambda: _print_facts(options, model), as_json=True)
     return run_command("refit", lambda: _refit(options, model, choose_screen(), options.out))
 
 
@@ -102,7 +108,30 @@ def _make_parser() -> argparse.ArgumentParser:
         help="folder to write rank<r>.safetensors to, for each destination rank; "
         "removes those of an earlier refit",
     )
+    add_json(parser)
     return parser
+
+
+def _print_facts(options: argparse.Namespace, model: Path) -> None:
+    """Move the model by the options, with progress on stderr, and print what was measured as JSON: bytes, seconds."""
+    result = _refit(options, model, ErrorScreen(), options.out)
+    plan, bound = result.plan, result.bound
+    sent, received = plan.sent_bytes(), plan.received_bytes()
+    ranks = []
+    for rank, outcome in enumerate(result.outcomes):
+        ranks.append(
+            {
+                "rank": rank,
+                "sent": sent.get(rank, 0),
+                "sent_bound": bound.sent.get(rank, 0),
+                "received": received.get(rank, 0),
+                "received_bound": bound.received.get(rank, 0),
+                **asdict(outcome),
+            }
+        )
+    facts = {"model": str(model), "digest": plan.digest, "tensors": len(plan.src), "ranks": ranks}
+    facts["busiest"] = {"bytes": max(sent.values()), "bound": bound.busiest}
+    print_json("refit", facts)
 
 
 def _read_seconds(text: str) -> float:

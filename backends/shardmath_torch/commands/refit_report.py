@@ -32,6 +32,7 @@ from shardmath_torch.commands.refit_rank import Outcome
 
 __all__ = [
     "PHASES",
+    "ErrorScreen",
     "Screen",
     "TextTable",
     "choose_screen",
@@ -128,6 +129,16 @@ class _PlainScreen:
                 self.line(f"[{now:5.1f} s] {_summarize(progress)}")
 
         yield watch
+
+
+class ErrorScreen(_PlainScreen):
+    """Progress on stderr, and nothing else: stdout is for a program that reads it."""
+
+    def line(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def table(self, table: TextTable) -> None:
+        """Write nothing: what the table has is in the result."""
 
 
 class _TerminalScreen:

@@ -27,6 +27,9 @@ MOST_ASSERTED = 16
 def write_script(src: Layout, dst: Layout, topology: Topology | None, *, window: bool) -> str:
     """Return a program that makes the same plan, proves it, and prints its transfers."""
     lines = ["import shardmath as sm", "", *_write_plan(src, dst, topology, window=window)]
+    if topology is not None:
+        lines.append("program = sm.schedule(plan)  # rounds in which nodes may pass copies on")
+        lines.append("print(sm.certify(program))")
     return "\n".join([*lines, 'print(*plan.transfers(), sep="\\n")'])
 
 

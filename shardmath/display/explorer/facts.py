@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from shardmath.base.text import plural, show_bytes
 from shardmath.display.explorer.reading import read_aloud
 from shardmath.display.explorer.spellings import spell
-from shardmath.display.pictures.text import LEGEND
+from shardmath.display.pictures.text import LEGEND, show
 from shardmath.layouts.layout import Layout
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan
@@ -96,12 +96,13 @@ def describe_proof(plan: Plan) -> str:
     """Return what `verify` proves about a plan."""
     if plan.in_part and len(plan.src) == 1:
         missing = first_unheld(plan.dst[next(iter(plan.src))])
-        return (
-            f"what the destination holds arrives exactly once; it does not hold element {missing}"
-        )
+        what = "what the destination holds arrives exactly once"
+        return f"{what}; element {missing} is not held there"
     if plan.in_part:
         tensors = plural(plan.in_part, "tensor")
         return f"what the destination holds arrives exactly once; it does not hold all of {tensors}"
+    if any(layout.partial for windows in plan.src.values() for layout in windows):
+        return "the destination holds every element, and each addend of it is counted exactly once"
     return "the destination holds every element, and each arrives exactly once wherever it is held"
 
 
@@ -154,6 +155,7 @@ def cost_facts(plan: Plan, topology: Topology | None) -> Facts:
     return {
         "crossing": crossing_bytes(plan, topology),
         "scheduled_crossing": crossing_bytes(program),
+        "topology": str(show(topology)),
         "plan": str(certify(plan, topology)),
         "schedule": str(certify(program)),
         "collectives": sorted({str(each) for each in program.collectives.values()}),

@@ -9,10 +9,11 @@ Ranks along dp hold the same: there are 4 replicas.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
-from shardmath.base.text import plural
+from shardmath.base.text import plural, show_ranks
 from shardmath.layouts.algebra.cuts import (
     BalancedChunks,
     Chunks,
@@ -21,6 +22,7 @@ from shardmath.layouts.algebra.cuts import (
     UserCut,
 )
 from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.algebra.stages import Digit, Stage
 from shardmath.layouts.layout import Layout
 
@@ -29,10 +31,14 @@ __all__ = ["read_aloud"]
 MOST_FIELDS = 6
 """Fields of a dimension that are read."""
 
+MOST_RANKS = 256
+"""Ranks up to which components that a rank lacks are looked for."""
+
 
 def read_aloud(layout: Layout) -> list[str]:
     """Return sentences that say how `layout` divides each dimension, and what ranks along the other axes hold."""
     sentences = [f"Dimension {d}: {_read(dim)}." for d, dim in enumerate(layout.dims)]
+    sentences += _warn_of_missing(layout)
     for axis, op in layout.partial:
         held = "holds an addend of the tensor" if op == "sum" else f"holds a value for {op}"
         sentences.append(f"Each rank along {axis} {held}: {op} over {axis} gives the tensor.")
@@ -41,6 +47,37 @@ def read_aloud(layout: Layout) -> list[str]:
         axes = " and ".join(layout.free_axes)
         sentences.append(f"Ranks along {axes} hold the same: there are {copies:,} replicas.")
     return sentences
+
+
+def _warn_of_missing(layout: Layout) -> Iterator[str]:
+    """A sentence for each component of a fused dimension, such as K in QKV, of which some ranks hold nothing."""
+    if layout.mesh.size > MOST_RANKS:
+        return
+    for d, dim in enumerate(layout.dims):
+        for start, stop in _list_components(dim):
+            held = {rank: _holds(layout.runs(rank)[d], start, stop) for rank in layout.mesh.ranks}
+            without = [rank for rank, holds in held.items() if not holds]
+            if without and len(without) < len(held):
+                nothing = "holds nothing" if len(without) == 1 else "hold nothing"
+                ranks = show_ranks(without).capitalize()
+                yield f"{ranks} {nothing} of positions {start}:{stop} of dimension {d}."
+
+
+def _list_components(dim: Dimension) -> list[tuple[int, int]]:
+    """The components of which each rank gets a share, if the dimension is first cut into parts of given sizes."""
+    if dim.stored is not None or len(dim.fields) != 1:
+        return []
+    for stage in dim.fields[0].stages[:1]:
+        cut = stage[0].cut
+        if isinstance(cut, Sizes) and not stage[0].axes:
+            ends = list(itertools.accumulate(cut.sizes, initial=0))
+            return [(start, stop) for start, stop in itertools.pairwise(ends) if start < stop]
+    return []
+
+
+def _holds(runs: Runs, start: int, stop: int) -> bool:
+    """Whether a rank holds any of the positions."""
+    return any(first < stop and start < first + size for _, first, size in runs.segments)
 
 
 def _read(dim: Dimension) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from shardmath.display.explorer.page import live_page
@@ -56,6 +58,12 @@ class _Server(ThreadingHTTPServer):
     """A server with what its requests need."""
 
     daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing if the browser has dropped a request, as it does with each key."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     workers: Workers
     page: bytes
 

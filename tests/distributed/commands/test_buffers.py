@@ -308,3 +308,29 @@ def test_wrong_command_lines(capsys: pytest.CaptureFixture[str], line: str, mess
     with pytest.raises(SystemExit) as exit_:
         run(capsys, "llama", *line.split())
     assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+# JSON
+
+STORED = Path(__file__).parents[2] / "vectors" / "command_json" / "buffers.json"
+
+
+def test_json_is_as_stored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A key that is new goes into the copy; one that is gone, or means something else, needs a new schema."""
+    dense().save_pretrained(tmp_path)
+    status, out, err = run(capsys, tmp_path, "--dp", 2, "--bucket-size", 6000, "--json")
+    facts = json.loads(out)
+    assert status == 0 and err == "" and facts.pop("model") == str(tmp_path)
+    assert facts == json.loads(STORED.read_text())
+
+
+def test_json_of_an_error_and_of_a_picture(
+    capsys: pytest.CaptureFixture[str], model: Path, tmp_path: Path
+) -> None:
+    picture = tmp_path / "a.svg"
+    status, out, _ = run(capsys, model, "--dp", 2, "--json", "--svg", picture)
+    assert status == 0 and json.loads(out)["buffers"] and picture.exists()
+    status, out, err = run(capsys, tmp_path / "none", "--dp", 2, "--json")
+    error = json.loads(out)
+    assert status == 1 and err == "" and error["schema"] == "shardmath.error/1"
+    assert "none" in error["message"]

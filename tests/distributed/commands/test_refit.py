@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,8 @@ from shardmath_torch.commands.refit import DEMO_DST, DEMO_SRC, command
 from shardmath_torch.commands.refit_bounds import find_bounds
 from shardmath_torch.commands.refit_out import check_out, finish, undo, write_draft
 from shardmath_torch.commands.refit_report import TextTable
+
+STORED = Path(__file__).parents[2] / "vectors" / "command_json"
 
 SRC = "dp=2 tp=2: column (tp dp n) ...; row (dp n) (tp h); vocab (tp dp n) h; * (dp n) ..."
 DST = "tp=3 ranks=3:6: column (tp n) ...; row n (tp h); vocab (tp n) h"
@@ -200,6 +204,34 @@ AO_WARNING = re.compile(r"^Failed to load .*/torchao/|<enum '\w+'> is an Enum su
 
 
 @pytest.mark.slow
+def test_json(model: Path, tmp_path: Path) -> None:
+    """One object on stdout, whose bytes are the plan's; progress on stderr."""
+    done = shardmath("refit", model, "--src", SRC, "--dst", DST, "--steps", "1", "--json")
+    assert done.returncode == 0 and "[" in done.stderr
+    facts = json.loads(done.stdout)
+    keys = set(json.loads((STORED / "refit_keys.json").read_text()))
+    assert set(list_keys(facts)) == keys
+    src, dst = parse(SRC), parse(DST)
+    shapes = open_weights(model).shapes
+    planned = plan(src.layouts(shapes), dst.layouts(shapes))
+    assert facts["digest"] == planned.digest and facts["tensors"] == len(shapes)
+    assert {each["rank"]: each["sent"] for each in facts["ranks"]} == planned.sent_bytes()
+    assert {each["rank"]: each["received"] for each in facts["ranks"]} == planned.received_bytes()
+    failed = shardmath("refit", tmp_path / "none", "--src", SRC, "--dst", DST, "--json")
+    assert failed.returncode == 1 and json.loads(failed.stdout)["schema"] == "shardmath.error/1"
+
+
+def list_keys(facts: object, path: str = "") -> Iterator[str]:
+    """The keys of the objects in a value of JSON, each below those that it is in."""
+    if isinstance(facts, dict):
+        for key, value in facts.items():
+            yield f"{path}.{key}"
+            yield from list_keys(value, f"{path}.{key}")
+    if isinstance(facts, list):
+        for value in facts:
+            yield from list_keys(value, f"{path}[]")
+
+
 def test_the_demo() -> None:
     done = shardmath("refit", "--demo", "--steps", "1")
     # transformers imports torchao where it is installed, which warns that it finds no CUDA.

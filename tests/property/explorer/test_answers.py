@@ -120,7 +120,7 @@ def test_two_layouts_without_a_plan() -> None:
 
 def test_a_destination_that_holds_a_part() -> None:
     answer = last(ASKED | {"dst": "(n)=<0:4> h", "dst_mesh": "tp=2"})
-    assert "it does not hold element (4, 0)" in answer["plan"]["proof"]
+    assert "element (4, 0) is not held there" in answer["plan"]["proof"]
     assert "window=True" in answer["code"]["python"]
 
 
@@ -149,7 +149,7 @@ def test_code_makes_the_same_plan(pair: tuple[sm.Layout, sm.Layout]) -> None:
         return
     planned = sm.plan(src, dst, window=True)
     window = bool(planned.in_part)
-    made: dict[str, Any] = {"print": lambda *lines, sep: None}
+    made: dict[str, Any] = {"print": lambda *lines, sep=" ": None}
     exec(write_script(src, dst, None, window=window), made)
     assert made["plan"].digest == planned.digest
     tested: dict[str, Any] = {}
@@ -204,6 +204,16 @@ READ = {
 @pytest.mark.parametrize("text", READ)
 def test_sentences(text: str) -> None:
     assert read_aloud(sm.Layout((9, 8), sm.Mesh(dp=4, tp=2), text))[0] == READ[text]
+
+
+def test_components_that_ranks_lack_are_named() -> None:
+    """Four ranks of two key heads: K and V are divided as Q is, and two ranks get none."""
+    fused = sm.Layout((12, 4), sm.Mesh(tp=4), "([8 2 2] tp n) h")
+    assert read_aloud(fused)[2:] == [
+        "Ranks 2-3 hold nothing of positions 8:10 of dimension 0.",
+        "Ranks 2-3 hold nothing of positions 10:12 of dimension 0.",
+    ]
+    assert len(read_aloud(sm.Layout((12, 4), sm.Mesh(tp=2), "([8 2 2] tp n) h"))) == 2
 
 
 def test_a_plan_of_several_tensors_has_an_answer() -> None:

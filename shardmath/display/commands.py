@@ -1,0 +1,228 @@
+"""Commands: those of `python -m shardmath` that need only the core.
+
+python -m shardmath show "dp=4 tp=2" 9,4 "(tp dp n) h"
+python -m shardmath plan "tp=4" "tp=2 ranks=4:6" 8,4 "(tp n) h" "n (tp h)" --nodes 2 --json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from shardmath.base.errors import LayoutError
+from shardmath.display.arguments import add_json, make_parser, print_json, print_svg, working
+from shardmath.display.explorer.facts import (
+    cost_facts,
+    describe_proof,
+    layout_facts,
+    plan_facts,
+)
+from shardmath.display.explorer.question import parse_shape
+from shardmath.display.pictures.drawing import svg
+from shardmath.display.pictures.text import show
+from shardmath.layouts.layout import Layout
+from shardmath.models.systems.rules import parse_mesh
+from shardmath.plans.flows.topology import Topology
+from shardmath.plans.plan import Plan, plan
+from shardmath.plans.programs.certify import certify, crossing_bytes
+from shardmath.proofs.verify import verify
+
+__all__ = ["BUILT_IN", "Command"]
+
+Command = Callable[[Sequence[str]], int]
+
+
+def _read_shape(text: str) -> tuple[int, ...]:
+    """Parse sizes with commas between them."""
+    try:
+        return parse_shape(text)
+    except LayoutError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _read_count(text: str) -> int:
+    """Parse a number of 1 or more."""
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more; write digits: 8")
+    return int(text)
+
+
+def _show(argv: Sequence[str]) -> int:
+    """Print what each rank holds."""
+    parser = make_parser("show", _show.__doc__)
+    parser.add_argument("mesh", help='axes and sizes: "dp=4 tp=2"')
+    parser.add_argument("shape", type=_read_shape, help="global shape: 9,4")
+    parser.add_argument("layout", help='notation: "(tp dp n) h"')
+    _add_dtype(parser)
+    parser.add_argument("--svg", metavar="FILE", help="also write a picture")
+    add_json(parser)
+    given = parser.parse_args(argv)
+    mesh = parse_mesh(given.mesh)
+    layout = Layout(given.shape, mesh, given.layout, dtype=given.dtype)
+    with working("reading the layout"):
+        if given.svg:
+            print_svg(given.svg, svg(layout))
+        if given.json:
+            print_json("show", layout_facts(layout, most=mesh.size))
+        else:
+            print(show(layout))
+    return 0
+
+
+def _add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", default="float32", help="dtype of the tensor, by default float32"
+    )
+
+
+def _plan(argv: Sequence[str]) -> int:
+    """Plan a move between two layouts, prove it, and print who sends what."""
+    parser = make_parser("plan", _plan.__doc__)
+    _add_sides(parser)
+    parser.add_argument(
+        "--nodes",
+        type=_read_count,
+        metavar="N",
+        help="ranks per node: prefer senders on the receiver's node, and say "
+        "what crosses nodes and how long the move takes",
+    )
+    parser.add_argument("--svg", metavar="FILE", help="also write a picture")
+    add_json(parser)
+    given = parser.parse_args(argv)
+    topology = None if given.nodes is None else Topology(ranks_per_node=given.nodes)
+    with working("planning"):
+        planned = _make_plan(given, topology)
+        verify(planned)
+        if given.svg:
+            print_svg(given.svg, svg(planned, topology=topology))
+        if given.json:
+            facts = {"src": str(planned.src[""][0]), "dst": str(planned.dst[""][0])}
+            facts |= plan_facts(planned, most=None)
+            print_json("plan", facts | {"cost": cost_facts(planned, topology)})
+            return 0
+        print(show(planned))
+        if topology is not None:
+            crossing = crossing_bytes(planned, topology)
+            print(f"{crossing} B cross nodes; {certify(planned, topology)}")
+        print(_word_proof(planned))
+    return 0
+
+
+def _verify(argv: Sequence[str]) -> int:
+    """Plan a move between two layouts and prove it. The exit status is 0 if every element arrives exactly once."""
+    parser = make_parser("verify", _verify.__doc__)
+    _add_sides(parser)
+    add_json(parser)
+    given = parser.parse_args(argv)
+    with working("planning"):
+        planned = _make_plan(given, None)
+        verify(planned)
+    if given.json:
+        sent = sum(planned.sent_bytes().values())
+        facts = {"proof": describe_proof(planned), "digest": planned.digest, "bytes": sent}
+        print_json("verify", facts)
+    else:
+        print(_word_proof(planned))
+    return 0
+
+
+def _add_sides(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what moves."""
+    parser.add_argument("src_mesh", help='axes and sizes of the source: "tp=4"')
+    parser.add_argument("dst_mesh", help='axes and sizes of the destination: "tp=2 ranks=4:6"')
+    parser.add_argument("shape", type=_read_shape, help="global shape: 8,4")
+    parser.add_argument("src", help='layout at the source: "(tp n) h"')
+    parser.add_argument("dst", help='layout at the destination: "n (tp h)"')
+    _add_dtype(parser)
+    window_help = "the destination may hold less than the tensor"
+    parser.add_argument("--window", action="store_true", help=window_help)
+
+
+def _make_plan(given: argparse.Namespace, topology: Topology | None) -> Plan:
+    """The plan that the arguments of `_add_sides` describe."""
+    src = Layout(given.shape, parse_mesh(given.src_mesh), given.src, dtype=given.dtype)
+    dst = Layout(given.shape, parse_mesh(given.dst_mesh), given.dst, dtype=given.dtype)
+    return plan(src, dst, topology=topology, window=given.window)
+
+
+def _word_proof(planned: Plan) -> str:
+    return f"proved: {describe_proof(planned)}; digest {planned.digest[:16]}"
+
+
+def _merge_traces(argv: Sequence[str]) -> int:
+    """Merge what `smt.trace` wrote on several ranks into one file, which Perfetto (ui.perfetto.dev) opens."""
+    parser = make_parser("trace", _merge_traces.__doc__)
+    parser.add_argument("files", nargs="+", help="the trace files, one per rank")
+    parser.add_argument("--out", help="path of the file to write with the merged trace")
+    parser.add_argument("--svg", help="path of the file to write with a picture of the trace")
+    given = parser.parse_args(argv)
+    # Only this command needs traces.
+    from shardmath.display.traces.chrome import read, write, write_text
+    from shardmath.display.traces.drawing import svg as draw
+    from shardmath.display.traces.merging import merge
+
+    with working("merging the traces"):
+        traces = [read(file) for file in given.files]
+        # A single file may be a merged trace already.
+        trace = merge(traces) if len(traces) > 1 else traces[0]
+        if given.out:
+            write(trace, given.out)
+        if given.svg:
+            write_text(draw(trace), given.svg)
+    print(trace)
+    return 0
+
+
+def _list_formats(argv: Sequence[str]) -> int:
+    """List the quantized formats: data, scales, shape of the scales of a matrix of M rows and K columns, and cuts."""
+    parser = make_parser("formats", _list_formats.__doc__)
+    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
+    given = parser.parse_args(argv)
+    # Only this command needs formats.
+    from shardmath.values.formats.listing import listing, show_listing
+
+    if given.json:
+        print(json.dumps([row._asdict() for row in listing()], indent=2))
+    else:
+        print(show_listing())
+    return 0
+
+
+def _explore(argv: Sequence[str]) -> int:
+    """Serve a page on the loopback on which two layouts are typed; their move is planned, proved and drawn as you type.
+    Ctrl-C ends it."""
+    parser = make_parser("explore", _explore.__doc__)
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8765,
+        help="port on 127.0.0.1, by default 8765; 0 for any free one",
+    )
+    given = parser.parse_args(argv)
+    # Only this command needs a server.
+    from shardmath.display.explorer.server import Explorer
+
+    try:
+        explorer = Explorer(given.port)
+    except (OSError, OverflowError) as error:
+        what = f"error: cannot serve on port {given.port}: {error}; pass another --port"
+        print(what, file=sys.stderr)
+        return 1
+    with explorer:
+        print(f"open {explorer.url} in a browser; Ctrl-C ends the server", flush=True)
+        with suppress(KeyboardInterrupt):
+            explorer.serve()
+    return 0
+
+
+BUILT_IN: dict[str, Command] = {
+    "explore": _explore,
+    "show": _show,
+    "formats": _list_formats,
+    "plan": _plan,
+    "trace": _merge_traces,
+    "verify": _verify,
+}
