@@ -117,6 +117,7 @@ lint: $(DEV)
 	@echo "lint: public classes of one name"
 	@$(BIN)/python tools/names.py --check
 	@$(BIN)/python tools/index.py --check
+	@$(BIN)/python tools/llms.py --check
 	@echo "lint: words in pages and docstrings"
 	@$(BIN)/python tools/words.py --check
 
