@@ -22,14 +22,15 @@ DOCS = ROOT / "docs"
 
 HEAD = """# shardmath
 
-> A Python library (`import shardmath as sm`) that answers who holds which pieces of which tensors, plans and proves moves
-> between any two parallel layouts, and runs them on torch.distributed (`import shardmath_torch as smt`). The core needs
+> A Python library (`import shardmath as sm`) that answers who holds which pieces of which tensors, and plans and proves
+> moves between any two parallel layouts; `import shardmath_torch as smt` runs them on torch.distributed. The core needs
 > only numpy. Values are immutable; errors are `sm.ShardError`, and say what to write instead.
 
-Install: `pip install` the wheel, or `pip install -e .` in a clone, for layouts, plans and proofs; with `[torch]` to move tensors.
-In short: `sm.Layout(shape, mesh, text)` per side, `plan = sm.plan(src, dst)`, `sm.verify(plan)`, then on every rank
-`move = smt.compile(plan)` once and `move(local_source, out=local_destination)` at each step. Compile and moves are
-collective: call them on all ranks in the same order. Look at a layout before you use it: `print(sm.pictures.show(layout))`.
+Install: `pip install` the wheel, or `pip install -e .` in a clone, for layouts, plans and proofs; with `[torch]` to move
+tensors. In short: `sm.Layout(shape, mesh, text)` per side, `plan = sm.plan(src, dst)`, `sm.verify(plan)`, then on every
+rank `move = smt.compile(plan)` once and `move(local_source, out=local_destination)` at each step. Compile and moves are
+collective: call them on all ranks in the same order. Look at a layout before you use it:
+`print(sm.pictures.show(layout))`.
 """
 
 SECTIONS = {

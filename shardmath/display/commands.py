@@ -1,4 +1,4 @@
-"""Commands: those of `python -m shardmath` that need only the core.
+"""Commands: the commands of `python -m shardmath` that need only the core.
 
 python -m shardmath show "dp=4 tp=2" 9,4 "(tp dp n) h"
 python -m shardmath plan "tp=4" "tp=2 ranks=4:6" 8,4 "(tp n) h" "n (tp h)" --nodes 2 --json
