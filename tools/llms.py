@@ -26,15 +26,21 @@ HEAD = """# shardmath
 > moves between any two parallel layouts; `import shardmath_torch as smt` runs them on torch.distributed. The core needs
 > only numpy. Values are immutable; errors are `sm.ShardError`, and say what to write instead.
 
-Install: `pip install` the wheel, or `pip install -e .` in a clone, for layouts, plans and proofs; with `[torch]` to move
-tensors. In short: `sm.Layout(shape, mesh, text)` per side, `plan = sm.plan(src, dst)`, `sm.verify(plan)`, then on every
+Install: `pip install` the wheel, or `pip install -e .` in a clone; with the extra `[torch]` to move tensors. In short: `sm.Layout(shape, mesh, text)` per side, `plan = sm.plan(src, dst)`, `sm.verify(plan)`, then on every
 rank `move = smt.compile(plan)` once and `move(local_source, out=local_destination)` at each step. Compile and moves are
 collective: call them on all ranks in the same order. Look at a layout before you use it:
 `print(sm.pictures.show(layout))`.
 """
 
 SECTIONS = {
-    "layouts.md": ("Three spellings", "Placements", "The grammar", "More ranks than key heads"),
+    "layouts.md": (
+        "Layouts and their notation",
+        "Three spellings",
+        "Placements",
+        "The grammar",
+        "More ranks than key heads",
+    ),
+    "plans.md": ("Plans and proofs", "Transfers", "What verify does not prove"),
     "refit.md": ("A whole program", "Fused gate_up"),
     "moving.md": ("What you pass", "What you can ask for"),
     "errors.md": ("Errors",),
@@ -69,12 +75,12 @@ def write_short() -> str:
     return "\n".join(parts)
 
 
-LINK = re.compile(r"\]\((?!https?:)([\w-]+\.md)?(#[\w-]+)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([\w-]+\.md)?(?:#[\w-]+)?\)")
 
 
 def _link(text: str) -> str:
-    """The text, with links that stand at the root."""
-    return LINK.sub(lambda found: f"](docs/{found[1]})" if found[1] else "]", text)
+    """The text, with links from the root of the repository; a link within its page becomes plain text."""
+    return LINK.sub(lambda found: f"[{found[1]}](docs/{found[2]})" if found[2] else found[1], text)
 
 
 def _list_pages() -> Iterator[str]:
