@@ -26,8 +26,9 @@ HEAD = """# shardmath
 > moves between any two parallel layouts; `import shardmath_torch as smt` runs them on torch.distributed. The core needs
 > only numpy. Values are immutable; errors are `sm.ShardError`, and say what to write instead.
 
-Install: `pip install` the wheel, or `pip install -e .` in a clone; with the extra `[torch]` to move tensors. In short: `sm.Layout(shape, mesh, text)` per side, `plan = sm.plan(src, dst)`, `sm.verify(plan)`, then on every
-rank `move = smt.compile(plan)` once and `move(local_source, out=local_destination)` at each step. Compile and moves are
+Install: `pip install` the wheel, or `pip install -e .` in a clone; with the extra `[torch]` to move tensors. In short:
+`sm.Layout(shape, mesh, text)` for each side, `plan = sm.plan(src, dst)`, `sm.verify(plan)`, then on every rank
+`move = smt.compile(plan)` once and `move(local_source, out=local_destination)` at each step. Compile and moves are
 collective: call them on all ranks in the same order. Look at a layout before you use it:
 `print(sm.pictures.show(layout))`.
 """
