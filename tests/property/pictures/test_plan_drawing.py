@@ -6,6 +6,7 @@ import importlib.util
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 from xml.etree import ElementTree
 
@@ -207,9 +208,23 @@ def test_large_plans_are_small_pictures(name: str) -> None:
 @pytest.mark.parametrize("name", ["figure", "qkv_figure", "commit_figure"])
 def test_the_figures_of_pages_are_current(name: str) -> None:
     """`python tools/NAME.py` writes it again."""
+    module = load_tool(name)
+    assert module.FIGURE.read_text() == module.figure()
+
+
+def test_the_figures_of_examples_are_current_and_shown() -> None:
+    """`python tools/page_figures.py` writes them again."""
+    module = load_tool("page_figures")
+    for page, figure in module.figures().items():
+        assert (module.DOCS / f"{page}.svg").read_text() == figure
+        assert f"]({page}.svg)" in (module.DOCS / f"{page}.md").read_text()
+
+
+def load_tool(name: str) -> Any:
+    """A program in tools/, as a module."""
     place = Path(__file__).parents[3] / "tools" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, place)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.FIGURE.read_text() == module.figure()
+    return module
