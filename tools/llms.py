@@ -76,7 +76,7 @@ def write_short() -> str:
     return "\n".join(parts)
 
 
-LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([\w-]+\.md)?(?:#[\w-]+)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:)([\w-]+\.(?:md|svg))?(?:#[\w-]+)?\)")
 
 
 def _link(text: str) -> str:
