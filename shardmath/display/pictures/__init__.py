@@ -9,6 +9,8 @@ In reading order:
 - `mesh_drawing`: meshes as SVG;
 - `traffic`: bytes by sender and receiver;
 - `plan_drawing`: plans and programs as SVG;
+- `stored_pieces`: what lies where in a stored tensor, and where a refit brings it from;
+- `stored_drawing`: refits and stored tensors as SVG;
 - `drawing`: any value as a picture, for files and for notebooks; a layout as a grid of ranks;
 - `buffer_text`: flat buffers as text;
 - `buffer_drawing`: flat buffers as SVG.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -37,11 +37,15 @@ __all__ = [
     "Holders",
     "Panel",
     "cells_of",
+    "drop_middle",
+    "find_limits",
     "idle_ranks",
     "list_pieces",
     "write_holders",
     "write_label",
 ]
+
+_T = TypeVar("_T")
 
 Holders: TypeAlias = tuple[tuple[int, ...], ...]
 """The holders of a cell: ascending ranks by addend; empty if no rank holds it."""
@@ -129,10 +133,10 @@ def _keep_drawn(by_dim: Sequence[list[_Owned]], slices: int, most: int) -> list[
     limits = [room]
     if len(last_two) > 1:
         rows, columns = map(len, last_two)
-        limits = list(_find_limits(rows, columns, room))
+        limits = list(find_limits(rows, columns, room))
     # Not strict: a tensor without dimensions has no stretches to limit.
     for stretches, limit in zip(last_two, limits, strict=False):
-        kept.append(_drop_middle(stretches, limit))
+        kept.append(drop_middle(stretches, limit))
     return kept
 
 
@@ -193,8 +197,8 @@ def _list_leads(
         yield tuple(lead), held
 
 
-def _find_limits(rows: int, columns: int, most: int) -> tuple[int, int]:
-    """The numbers of rows and columns that are drawn, so that there are at most `most` cells."""
+def find_limits(rows: int, columns: int, most: int) -> tuple[int, int]:
+    """Return how many of `rows` and of `columns` are drawn, so that there are at most `most` cells."""
     if rows * columns <= most:
         return rows, columns
     side = math.isqrt(most)
@@ -205,8 +209,8 @@ def _find_limits(rows: int, columns: int, most: int) -> tuple[int, int]:
     return side, side
 
 
-def _drop_middle(stretches: list[_Owned], most: int) -> list[_Owned]:
-    """The first and the last stretches, together at most `most`."""
+def drop_middle(stretches: list[_T], most: int) -> list[_T]:
+    """Return the first and the last of `stretches`, together at most `most`."""
     if len(stretches) <= most:
         return stretches
     tail = most // 2

@@ -19,12 +19,18 @@ from shardmath.base.text import plural, shown
 from shardmath.display.pictures.layout_drawing import layout_svg
 from shardmath.display.pictures.mesh_drawing import mesh_svg
 from shardmath.display.pictures.plan_drawing import plan_svg
+from shardmath.display.pictures.stored_drawing import stored_svg
 from shardmath.display.pictures.text import show
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
+from shardmath.models.recordings.sides import BoundRecorded
+from shardmath.models.refits.plain import PlainSide
+from shardmath.models.refits.refit import Refit
+from shardmath.models.storage.binding import Bound
+from shardmath.models.storage.stored import KnownSide
 from shardmath.plans.adjoint import Transposed
 from shardmath.plans.flows.topology import Topology, checked
 from shardmath.plans.plan import Plan
@@ -32,19 +38,27 @@ from shardmath.plans.programs.program import Program
 
 __all__ = ["grid", "html", "svg"]
 
+BOUND_SIDES = Bound | BoundRecorded | PlainSide
+"""The classes of sides whose stored tensors are known."""
+
 
 def svg(
-    value: Mesh | Layout | Plan | Transposed | Program,
+    value: Mesh | Layout | Plan | Transposed | Program | Refit | KnownSide,
     *,
     topology: Topology | None = None,
     tensor: str | None = None,
+    rank: int | None = None,
+    engine: str | None = None,
     inline: bool = False,
 ) -> str:
-    """Return the SVG of a mesh, a layout, a plan or a program: a document, or an element for a web page if `inline`.
-    `topology` gives the nodes to mark; `tensor` names the one tensor of a plan or program whose layouts are drawn.
+    """Return the SVG of a mesh, a layout, a plan, a program, a refit or a bound side: a document, or an element for a
+    web page if `inline`. `topology` gives the nodes to mark; `tensor` names the one tensor that is drawn of a plan or
+    program, or the stored tensor, of `rank` (and `engine`), that is drawn of a refit or side.
 
     A layout has no nodes. Raises ShardError for values of other types.
     """
+    if isinstance(value, Refit | BOUND_SIDES):
+        return stored_svg(value, tensor=tensor, rank=rank, engine=engine, inline=inline)
     where = None if topology is None else checked(topology)
     if isinstance(value, Layout):
         return layout_svg(value, inline=inline)
@@ -53,7 +67,7 @@ def svg(
     if isinstance(value, Plan | Transposed | Program):
         return plan_svg(value, topology=where, tensor=tensor, inline=inline)
     raise ShardError(
-        f"{shown(value)} has no picture; draw a Mesh, a Layout, a Plan or a Program, or show it as text"
+        f"{shown(value)} has no picture; draw a Mesh, a Layout, a Plan, a Program or a Refit, or show it as text"
     )
 
 

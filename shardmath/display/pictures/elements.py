@@ -243,16 +243,16 @@ class Scale(NamedTuple):
     total: float
 
 
-def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
+def scale_stretches(spans: Sequence[Stretch], room: float, least: float = SEEN) -> Scale:
     """Return the positions and sizes, in pixels, at which to draw `spans` (ranges of a dimension) in a row. The sizes
     are scaled to a total of at most `room`; then gaps between ranges that do not meet, and a least size for tiny
     ranges, can make the row longer.
 
-    Tiny ranges are widened so that they can be seen.
+    Ranges of fewer than `least` pixels are widened to that size, while there is room.
     """
     total = sum(stop - start for start, stop in spans)
     per_position = min(ELEMENT, room / max(total, 1))
-    least = min(SEEN, MOST_PIXELS / max(len(spans), 1))
+    smallest = min(least, MOST_PIXELS / max(len(spans), 1))
     at = []
     pixels = []
     x = 0.0
@@ -260,7 +260,7 @@ def scale_stretches(spans: Sequence[Stretch], room: float) -> Scale:
     for start, stop in spans:
         if previous_stop not in (None, start):
             x += GAP
-        size = max((stop - start) * per_position, least)
+        size = max((stop - start) * per_position, smallest)
         at.append(x)
         pixels.append(size)
         x += size

@@ -52,7 +52,7 @@ from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
 
-__all__ = ["colors_of", "draw_layout", "layout_svg"]
+__all__ = ["colors_of", "draw_layout", "layout_svg", "name_gaps"]
 
 WIDE, HIGH = 336.0, 224.0
 """Pixels of a panel's columns and rows, if there are many elements."""
@@ -395,12 +395,13 @@ def _left_out(layout: Layout, cells: Panels) -> Iterator[str]:
     # All panels have the same rows and columns.
     panel = cells.panels[0]
     across = "columns" if layout.ndim > 1 else "positions"
-    yield from _name_gaps("rows", panel.rows)
-    yield from _name_gaps(across, panel.columns)
+    yield from name_gaps("rows", panel.rows)
+    yield from name_gaps(across, panel.columns)
 
 
-def _name_gaps(name: str, spans: Sequence[Stretch]) -> Iterator[str]:
-    """Lines about the positions between drawn stretches."""
+def name_gaps(name: str, spans: Sequence[Stretch]) -> Iterator[str]:
+    """Yield a line for each range of positions between `spans` (drawn ranges of a dimension) that is not drawn. `name`
+    is the plural noun for positions, such as "rows"."""
     for (_, stop), (start, _) in itertools.pairwise(spans):
         if stop != start:
             yield f"gap: {name} {stop:,} to {start - 1:,} are not drawn"

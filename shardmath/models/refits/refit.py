@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from shardmath.base.arguments import text
+from shardmath.base.drawn import svg
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
@@ -203,6 +204,18 @@ class Refit:
             names = [name for _, name in side.natives(rank)]
             raise StoreError(f"rank {rank} stores no {native!r}; pass one of {shown(names)}")
         return "\n".join(lines)
+
+    def svg(
+        self, tensor: str | None = None, rank: int | None = None, engine: str | None = None
+    ) -> str:
+        """Draw the stored tensor `tensor` of `rank` as an SVG document: which logical tensors lie where in it, and from
+        which stored tensors of which trainer's ranks they come.
+
+        By default `rank` is the first one of the engine that stores `tensor`, and `tensor` the first one there that
+        has several logical tensors; without `engine`, it is the first engine with the rank, or else the trainer. Raises
+        StoreError for a tensor that the rank does not store, PlanError for an unknown engine.
+        """
+        return svg(self, tensor=tensor, rank=rank, engine=engine)
 
     def _find(self, engine: str) -> KnownSide:
         """The side of an engine. Raises PlanError for an unknown one."""
