@@ -8,7 +8,10 @@ In reading order:
 - `layout_drawing`: layouts as SVG;
 - `mesh_drawing`: meshes as SVG;
 - `traffic`: bytes by sender and receiver;
-- `plan_drawing`: plans and programs as SVG;
+- `plan_drawing`: plans as SVG;
+- `lanes`: what ranks send and receive in each round of a program;
+- `program_drawing`: programs as SVG;
+- `certificate_drawing`: certificates as SVG;
 - `drawing`: any value as a picture, for files and for notebooks; a layout as a grid of ranks;
 - `buffer_text`: flat buffers as text;
 - `buffer_drawing`: flat buffers as SVG.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,9 +17,11 @@ from shardmath.base.arguments import as_integer, instance
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import LayoutError, ShardError
 from shardmath.base.text import plural, shown
+from shardmath.display.pictures.certificate_drawing import certificate_svg
 from shardmath.display.pictures.layout_drawing import layout_svg
 from shardmath.display.pictures.mesh_drawing import mesh_svg
 from shardmath.display.pictures.plan_drawing import plan_svg
+from shardmath.display.pictures.program_drawing import program_svg
 from shardmath.display.pictures.text import show
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.mesh import Mesh
@@ -26,30 +29,40 @@ from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
+from shardmath.plans.flows.certificate import Certificate
 from shardmath.plans.flows.topology import Topology, checked
 from shardmath.plans.plan import Plan
 from shardmath.plans.programs.program import Program
 
-__all__ = ["grid", "html", "svg"]
+__all__ = ["Drawn", "grid", "html", "svg"]
+
+Drawn: TypeAlias = Mesh | Layout | Plan | Transposed | Program | Certificate
+"""The values that have pictures."""
 
 
 def svg(
-    value: Mesh | Layout | Plan | Transposed | Program,
+    value: Drawn,
     *,
     topology: Topology | None = None,
     tensor: str | None = None,
     inline: bool = False,
 ) -> str:
-    """Return the SVG of a mesh, a layout, a plan or a program: a document, or an element for a web page if `inline`.
-    `topology` gives the nodes to mark; `tensor` names the one tensor of a plan or program whose layouts are drawn.
+    """Return the SVG of a mesh, layout, plan, program or certificate: a document, or an element for a web page if
+    `inline`. `topology` gives the nodes to mark; `tensor` names the one tensor of a plan whose layouts are drawn.
 
-    A layout has no nodes. Raises ShardError for values of other types.
+    A layout has no nodes, and a program only those for which it was scheduled. A program is drawn as its rounds; if
+    `tensor` is given, as the layouts of that tensor and the bytes between ranks. Raises ShardError for values of other
+    types.
     """
     where = None if topology is None else checked(topology)
     if isinstance(value, Layout):
         return layout_svg(value, inline=inline)
     if isinstance(value, Mesh):
         return mesh_svg(value, topology=where, inline=inline)
+    if isinstance(value, Certificate):
+        return certificate_svg(value, inline=inline)
+    if isinstance(value, Program) and tensor is None:
+        return program_svg(value, topology=where, inline=inline)
     if isinstance(value, Plan | Transposed | Program):
         return plan_svg(value, topology=where, tensor=tensor, inline=inline)
     raise ShardError(
@@ -62,7 +75,7 @@ def html(value: object) -> str:
 
     Raises ShardError for anything but an object that `show` accepts.
     """
-    if isinstance(value, Mesh | Layout | Plan | Transposed | Program):
+    if isinstance(value, Drawn):
         return svg(value, inline=True)
     return f"<pre>{escape(show(value))}</pre>"
 
