@@ -66,7 +66,8 @@ def svg(
     if isinstance(value, Plan | Transposed | Program):
         return plan_svg(value, topology=where, tensor=tensor, inline=inline)
     raise ShardError(
-        f"{shown(value)} has no picture; draw a Mesh, a Layout, a Plan or a Program, or show it as text"
+        f"{shown(value)} has no picture; draw a Mesh, a Layout, a Plan, a Program or a Certificate, "
+        "or show it as text"
     )
 
 

@@ -1,8 +1,8 @@
 """Lanes: what ranks send and receive in the rounds of a program, as a table to draw.
 
 1. A **lane** is a rank, and a column a round in which any rank sends.
-2. Of many ranks, the witness's ranks come first, up to a number, and then those of each node in turn whose links are
-   busy longest.
+2. Of many ranks, the witness's ranks come first, up to a number, and then the ranks whose links are busy longest:
+   holders and others in turn, and of either the ranks of each node in turn.
 3. If there are many rounds, one column has the sums of those in the middle.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ class Column(NamedTuple):
 
 
 class Half(NamedTuple):
-    """What a rank sends, or receives, in a column: the peers, ascending, and the bytes of each; the sums of bytes that
+    """One rank's bytes of one way in a column: the peers, ascending, and the bytes of each; the sums of bytes that
     cross nodes and of bytes that are relayed. `is_fullest` says whether one of these links takes as long as the round.
     """
 
@@ -105,19 +105,22 @@ def _choose_ranks(prog: Program, loads: Loads, witness: frozenset[int]) -> tuple
     order = np.argsort(-seconds, kind="stable")
     busiest = [prog.ranks[place] for place in order.tolist()]
     first = [rank for rank in busiest if rank in witness][:MOST_WITNESSES]
-    others = _take_turns(prog, [rank for rank in busiest if rank not in witness])
-    chosen = dict.fromkeys([*first, *others, *busiest])
+    others = [rank for rank in busiest if rank not in witness]
+    by_node = _take_turns(others, prog.topology.node)
+    holders = frozenset(prog.src_ranks)
+    by_side = _take_turns(by_node, holders.__contains__)
+    chosen = dict.fromkeys([*first, *by_side, *busiest])
     return tuple(sorted(list(chosen)[:MOST_LANES]))
 
 
-def _take_turns(prog: Program, ranks: Sequence[int]) -> list[int]:
-    """The ranks in another order: the first one of each node, then the second one of each, ..."""
+def _take_turns(ranks: Sequence[int], kind: Callable[[int], int]) -> list[int]:
+    """The ranks in another order: the first one of each kind, then the second one of each, ..."""
     turn: Counter[int] = Counter()
     order = []
     for place, rank in enumerate(ranks):
-        node = prog.topology.node(rank)
-        order.append((turn[node], place, rank))
-        turn[node] += 1
+        which = kind(rank)
+        order.append((turn[which], place, rank))
+        turn[which] += 1
     return [rank for _, _, rank in sorted(order)]
 
 

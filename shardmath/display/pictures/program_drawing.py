@@ -2,15 +2,16 @@
 
 1. A row is a rank, with what it sends above what it receives; a column is a round, from left to right.
 2. The darker a box, the more bytes. With nodes, a box is orange if most of its bytes cross from node to node, and has
-   a bar if any do. A diamond marks bytes that are relayed, and a thick edge links for which the round waits.
+   a bar if any do. A diamond marks bytes that are relayed, and a frame links for which the round waits.
 3. Few rounds have room for the peers; otherwise the tooltips have them.
-4. Below are the sums, and the program's certificate, whose witness is marked at its rows.
+4. Below are the sums, and the program's certificate; triangles mark the ranks that force its bound.
 5. If no topology was given, nodes, times and the certificate are left out.
 """
 
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -47,15 +48,14 @@ __all__ = ["program_svg"]
 
 WAYS = ("sends", "receives")
 PREPOSITIONS = {"sends": "to", "receives": "from"}
-HALF = 15.0
+HALF = 17.0
 """Pixels of what a rank sends, or receives."""
 LANE_GAP, NODE_GAP = 4.0, 8.0
 """Pixels between two ranks, and more between two nodes."""
 FEW = 4
 """Rounds up to which boxes have room for peers."""
-WIDE, NARROW, SUMMED = 164.0, 70.0, 90.0
+WIDE, NARROW, SUMMED = 182.0, 71.0, 90.0
 """Pixels of a column with peers, without, and of several rounds."""
-NODE_NAME = 56.0
 BAR = 3.0
 DIAMOND = 4.0
 """Half of the pixels of a diamond."""
@@ -66,7 +66,8 @@ LETTERS = 80
 
 
 class _Frame(NamedTuple):
-    """Where rows and columns are: the left edge and width of each column, the top of each rank's row, and the size."""
+    """Where rows and columns are: the left edge and width of each column, the top of each rank's row, the baseline of
+    the last line above them (`head`), and the size."""
 
     left: tuple[float, ...]
     widths: tuple[float, ...]
@@ -77,18 +78,14 @@ class _Frame(NamedTuple):
 
 
 class _Scene(NamedTuple):
-    """A program to draw: its nodes and certificate if they are known, and its lanes."""
+    """A program to draw: its lanes and, if nodes are known, its topology, certificate and the ranks that force the
+    bound."""
 
     prog: Program
-    where: Topology | None
-    certificate: Certificate | None
     lanes: Lanes
-
-    @property
-    def witness(self) -> tuple[int, ...]:
-        """The ranks that force the bound."""
-        found = self.certificate and self.certificate.witness
-        return found.ranks if found else ()
+    where: Topology | None = None
+    certificate: Certificate | None = None
+    witness: tuple[int, ...] = ()
 
 
 def program_svg(prog: Program, *, topology: Topology | None = None, inline: bool = False) -> str:
@@ -112,11 +109,11 @@ def program_svg(prog: Program, *, topology: Topology | None = None, inline: bool
 def _set_scene(prog: Program, topology: Topology | None) -> _Scene:
     """The program with its lanes; a topology that was only assumed is not drawn."""
     if topology is None and prog.assumes_nodes:
-        return _Scene(prog, None, None, list_lanes(prog))
+        return _Scene(prog, list_lanes(prog))
     where = find_running(prog, topology).topology
     certificate = certify(prog, where)
-    scene = _Scene(prog, where, certificate, list_lanes(prog))
-    return scene._replace(lanes=list_lanes(prog, scene.witness))
+    witness = certificate.witness.ranks if certificate.witness is not None else ()
+    return _Scene(prog, list_lanes(prog, witness), where, certificate, witness)
 
 
 def _describe(scene: _Scene, count: int) -> Iterator[str]:
@@ -227,9 +224,11 @@ def _find_frame(scene: _Scene, heads: int) -> _Frame:
 
 def _measure_names(scene: _Scene) -> float:
     """The pixels left of the columns: nodes, marks of the witness, ranks, and what a half is."""
-    digits = len(str(scene.lanes.ranks[-1]))
-    nodes = NODE_NAME if scene.where is not None else 0.0
-    return nodes + (max(digits, 4) + 11) * LETTER
+    last = scene.lanes.ranks[-1]
+    letters = max(len(str(last)), 4) + 11
+    if scene.where is not None:
+        letters += len(f"node {scene.where.node(last)}") + 2
+    return letters * LETTER
 
 
 def _draw_heads(heads: dict[str, list[str]], frame: _Frame) -> Iterator[str]:
@@ -253,15 +252,19 @@ def _draw_names(scene: _Scene, frame: _Frame) -> Iterator[str]:
         if scene.where is not None and new != node:
             yield words(0, top + HALF + 4, f"node {new}", opacity="0.75")
         node = new
-        is_marked = rank in scene.witness
-        weight = {"font_weight": "bold"} if is_marked else {}
-        yield words(ranks_right, top + HALF + 4, str(rank), text_anchor="end", **weight)
-        if is_marked:
-            width = (len(str(rank)) + 0.5) * LETTER
-            path = _trace_triangle(ranks_right - width, top + HALF)
-            yield f'<path d="{path}" fill="currentColor"/>'
+        yield from _draw_rank(rank, ranks_right, top + HALF, is_marked=rank in scene.witness)
         for i, way in enumerate(WAYS):
-            yield words(right, top + i * HALF + 11, way, text_anchor="end", opacity="0.75")
+            yield words(right, top + i * HALF + 12.5, way, text_anchor="end", opacity="0.75")
+
+
+def _draw_rank(rank: int, right: float, middle: float, *, is_marked: bool) -> Iterator[str]:
+    """The number of a rank, and its mark if it belongs to the witness."""
+    weight = "bold" if is_marked else "normal"
+    yield words(right, middle + 4, str(rank), text_anchor="end", font_weight=weight)
+    if is_marked:
+        width = (len(str(rank)) + 0.5) * LETTER
+        path = _trace_triangle(right - width, middle)
+        yield f'<path d="{path}" fill="currentColor"/>'
 
 
 def _trace_triangle(right: float, middle: float) -> str:
@@ -306,27 +309,28 @@ class _Marks:
     """The marks on boxes, as few paths, since there may be hundreds of them."""
 
     def __init__(self) -> None:
-        self.filled: dict[str, list[str]] = {}  # by color
-        self.edges: list[str] = []
+        # Both by color: the color that shows on the box, since the page's own may be like the box's.
+        self.filled: dict[str, list[str]] = defaultdict(list)
+        self.edges: dict[str, list[str]] = defaultdict(list)
 
     def add(self, half: Half, spot: _Spot, color: str, *, has_nodes: bool) -> None:
         """Add the marks of a box."""
-        paths = self.filled.setdefault(color, [])
         if half.relayed:
-            paths.append(_trace_diamond(spot.x + spot.width - DIAMOND - 4, spot.y + HALF / 2))
+            diamond = _trace_diamond(spot.x + spot.width - DIAMOND - 4, spot.y + HALF / 2)
+            self.filled[color].append(diamond)
         if has_nodes and half.far:
-            paths.append(_trace_box(spot.x + 3, spot.y + 2, BAR, HALF - 4))
+            bar = _trace_box(spot.x + 4, spot.y + 4, BAR, HALF - 8)
+            self.filled[color].append(bar)
         if has_nodes and half.is_fullest:
-            self.edges.append(_trace_box(spot.x + 1, spot.y + 1, spot.width - 2, HALF - 2))
+            edge = _trace_box(spot.x + 2, spot.y + 2, spot.width - 4, HALF - 4)
+            self.edges[color].append(edge)
 
     def draw(self) -> Iterator[str]:
         """Yield the paths: edges first, then bars and diamonds."""
-        yield f'<path d="{"".join(self.edges)}" {THICK}/>'
+        for color, paths in self.edges.items():
+            yield f'<path d="{"".join(paths)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
         for color, paths in self.filled.items():
             yield f'<path d="{"".join(paths)}" fill="{color}"/>'
-
-
-THICK = 'fill="none" stroke="currentColor" stroke-width="2"'
 
 
 def _trace_diamond(x: float, y: float) -> str:
@@ -367,8 +371,8 @@ def _choose_paint(scene: _Scene, column: int, half: Half, largest: int) -> _Pain
 
 def _write_half(half: Half, way: str, spot: _Spot, color: str) -> Iterator[str]:
     """The bytes of a box, after its peers if there is room."""
-    left = spot.x + BAR + 6
-    baseline = spot.y + 11
+    left = spot.x + BAR + 7
+    baseline = spot.y + 12.5
     amount = few_digits(half.nbytes)
     if spot.width != WIDE:
         yield words(left, baseline, amount, fill=color)
@@ -377,7 +381,7 @@ def _write_half(half: Half, way: str, spot: _Spot, color: str) -> Iterator[str]:
     if len(ranks) > 8:
         ranks = plural(half.peers, "rank")
     yield words(left, baseline, f"{PREPOSITIONS[way]} {ranks}", fill=color)
-    right = spot.x + spot.width - 2 * DIAMOND - 7
+    right = spot.x + spot.width - 2 * DIAMOND - 8
     yield words(right, baseline, amount, text_anchor="end", fill=color)
 
 
@@ -385,12 +389,13 @@ def _write_title(scene: _Scene, rank: int, column: int, way: str) -> str:
     """The tooltip of a box: its rank and round, and the bytes by peer."""
     half = scene.lanes.halves[rank, column, way]
     when = _name_rounds(scene, scene.lanes.columns[column])
-    texts = [f"rank {rank} {way} {half.nbytes:,} B in {when}", *_list_peers(half, way)]
+    texts = [f"rank {rank} {way} {half.nbytes:,} B in {when}"]
     if half.relayed:
         texts.append(_name_share(half.relayed, half.nbytes, "relayed"))
     if half.far and scene.where is not None:
         texts.append(_name_share(half.far, half.nbytes, "from node to node"))
-    return "\n".join(texts)
+    # Peers last: long tooltips are cut at their ends.
+    return "\n".join([*texts, *_list_peers(half, way)])
 
 
 def _name_rounds(scene: _Scene, column: Column) -> str:
@@ -415,7 +420,7 @@ def _list_peers(half: Half, way: str) -> Iterator[str]:
     amounts = np.unique(half.amounts)[::-1].tolist()
     for amount in amounts[:MOST_AMOUNTS]:
         peers = half.peers[half.amounts == amount].tolist()
-        ranks = show_ranks(peers, most=8)
+        ranks = show_ranks(peers, most=4)
         each = " each" if len(peers) > 1 else ""
         yield f"{amount:,} B {PREPOSITIONS[way]} {ranks}{each}"
     more = half.amounts < amounts[:MOST_AMOUNTS][-1]
@@ -433,13 +438,14 @@ def _draw_legend(scene: _Scene) -> Iterator[Drawing]:
         near = draw_entry("most inside a node", BLUES)
         far = draw_entry("most from node to node", ORANGES)
         yield beside([near, far, darkest], 16)
-        marks.append(_draw_mark(_trace_box(4, 3, BAR, 12), "some from node to node"))
+        marks.append(_draw_mark(_trace_box(6, 5, BAR, HALF - 8), "some from node to node"))
     else:
         yield beside([draw_entry("bytes", BLUES), darkest], 16)
     if any(half.relayed for half in halves):
         marks.append(_draw_mark(_trace_diamond(6, 9), "some relayed"))
     if has_nodes:
-        marks.append(_draw_mark(_trace_box(1, 4, 10, 10), "links that the round waits for", THICK))
+        style = 'fill="none" stroke="currentColor" stroke-width="1.5"'
+        marks.append(_draw_mark(_trace_box(1, 4, 14, 10), "links that the round waits for", style))
     if scene.witness:
         marks.append(_draw_mark(_trace_triangle(9, 9), "ranks that force the bound"))
     if marks:
@@ -449,4 +455,4 @@ def _draw_legend(scene: _Scene) -> Iterator[Drawing]:
 def _draw_mark(path: str, text: str, style: str = 'fill="currentColor"') -> Drawing:
     """A mark and its meaning."""
     mark = f'<path d="{path}" {style}/>'
-    return Drawing(18 + len(text) * LETTER, LINE, (mark, words(18, LINE * 0.75, text)))
+    return Drawing(20 + len(text) * LETTER, LINE, (mark, words(20, LINE * 0.75, text)))
