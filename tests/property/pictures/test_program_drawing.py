@@ -15,6 +15,7 @@ from hypothesis import example, given
 
 from shardmath import Layout, Mesh, PlanError, Program, Topology, certify, plan, schedule
 from shardmath.base.text import show_bytes, show_seconds
+from shardmath.display.pictures.elements import few_digits
 from shardmath.display.pictures.plan_drawing import plan_svg
 from shardmath.pictures import svg
 from shardmath.plans.programs.loads import sum_round_pairs
@@ -142,6 +143,51 @@ def test_boxes_are_the_messages_of_rounds(prog: Program) -> None:
         assert said == [*expected, *share(far, box.nbytes, "from node to node")]
     # Nothing of a drawn rank is left out.
     assert seen == {key for key in messages if key[0] in drawn}
+
+
+class Rectangle(NamedTuple):
+    x: float
+    y: float
+    width: float
+    height: float
+
+    def has(self, text: ElementTree.Element) -> bool:
+        x, y = float(text.attrib["x"]), float(text.attrib["y"])
+        return self.x < x < self.x + self.width and self.y < y < self.y + self.height
+
+
+def rectangle(element: ElementTree.Element) -> Rectangle:
+    return Rectangle(*(float(element.attrib[name]) for name in Rectangle._fields))
+
+
+@pytest.mark.parametrize("prog", [FEW, MANY, schedule(FEW.plan)], ids=["few", "many", "assumed"])
+def test_boxes_are_where_their_rank_and_round_are(prog: Program) -> None:
+    root = ElementTree.fromstring(svg(prog))
+    boxes = iter(boxes_of(root))
+    texts = list(root.iter(f"{SVG}text"))
+    lanes = [x for x in root.iter(f"{SVG}g") if "data-ranks" in x.attrib]
+    assert [int(x.attrib["data-ranks"]) for x in lanes] == sorted(
+        {box.rank for box in boxes_of(root)}
+    )
+    places = set()
+    for lane in lanes:
+        rects = list(lane.iter(f"{SVG}rect"))
+        edges = [rectangle(x) for x in rects if x.find(f"{SVG}title") is None]
+        assert edges == sorted(edges)
+        for rect in rects[len(edges) :]:
+            box, spot = next(boxes), rectangle(rect)
+            (edge,) = (x for x in edges if x.x == spot.x)
+            assert spot.height == edge.height / 2 and spot.width == edge.width
+            assert spot.y == edge.y + spot.height * (box.way == "receives")
+            inside = [x.text for x in texts if spot.has(x)]
+            assert few_digits(box.nbytes) in inside and len(inside) <= 2
+            places.add((spot.x, spot.width, box.step, box.rounds))
+    # From left to right, columns are in the order of steps, each with one place and its slot above.
+    assert [step for *_, step, _ in sorted(places)] == sorted({step for *_, step, _ in places})
+    heads = [x for x in texts if x.attrib.get("text-anchor") == "middle"]
+    for x, width, (_, slot, _), rounds in places:
+        above = [head.text for head in heads if x < float(head.attrib["x"]) < x + width]
+        assert (f"{rounds} rounds" if rounds > 1 else str(slot)) in above
 
 
 @given(programs())
