@@ -19,7 +19,7 @@ EXPLORER = "shardmath.display.explorer.page"
 
 
 def svg(value: object, **options: object) -> str:
-    """Return a picture of `value` (a mesh, a layout, a plan, a program or a refit) as SVG text.
+    """Return a picture of `value` (a mesh, layout, plan, program, certificate or refit) as SVG text.
 
     `options` are keyword arguments of `shardmath.display.pictures.drawing.svg`.
     """

@@ -8,7 +8,10 @@ In reading order:
 - `layout_drawing`: layouts as SVG;
 - `mesh_drawing`: meshes as SVG;
 - `traffic`: bytes by sender and receiver;
-- `plan_drawing`: plans and programs as SVG;
+- `plan_drawing`: plans as SVG;
+- `lanes`: what ranks send and receive in each round of a program;
+- `program_drawing`: programs as SVG;
+- `certificate_drawing`: certificates as SVG;
 - `stored_pieces`: what lies where in a stored tensor, and where a refit brings it from;
 - `stored_drawing`: refits and stored tensors as SVG;
 - `drawing`: any value as a picture, for files and for notebooks; a layout as a grid of ranks;

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,9 +17,11 @@ from shardmath.base.arguments import as_integer, instance
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import LayoutError, ShardError
 from shardmath.base.text import plural, shown
+from shardmath.display.pictures.certificate_drawing import certificate_svg
 from shardmath.display.pictures.layout_drawing import layout_svg
 from shardmath.display.pictures.mesh_drawing import mesh_svg
 from shardmath.display.pictures.plan_drawing import plan_svg
+from shardmath.display.pictures.program_drawing import program_svg
 from shardmath.display.pictures.stored_drawing import stored_svg
 from shardmath.display.pictures.text import show
 from shardmath.layouts.algebra.dimension import Dimension
@@ -32,18 +35,22 @@ from shardmath.models.refits.refit import Refit
 from shardmath.models.storage.binding import Bound
 from shardmath.models.storage.stored import KnownSide
 from shardmath.plans.adjoint import Transposed
+from shardmath.plans.flows.certificate import Certificate
 from shardmath.plans.flows.topology import Topology, checked
 from shardmath.plans.plan import Plan
 from shardmath.plans.programs.program import Program
 
-__all__ = ["grid", "html", "svg"]
+__all__ = ["Drawn", "grid", "html", "svg"]
+
+Drawn: TypeAlias = Mesh | Layout | Plan | Transposed | Program | Certificate
+"""The values that draw themselves in notebooks."""
 
 BOUND_SIDES = Bound | BoundRecorded | PlainSide
 """The classes of sides whose stored tensors are known."""
 
 
 def svg(
-    value: Mesh | Layout | Plan | Transposed | Program | Refit | KnownSide,
+    value: Drawn | Refit | KnownSide,
     *,
     topology: Topology | None = None,
     tensor: str | None = None,
@@ -51,11 +58,13 @@ def svg(
     engine: str | None = None,
     inline: bool = False,
 ) -> str:
-    """Return the SVG of a mesh, a layout, a plan, a program, a refit or a bound side: a document, or an element for a
-    web page if `inline`. `topology` gives the nodes to mark; `tensor` names the one tensor that is drawn of a plan or
-    program, or the stored tensor, of `rank` (and `engine`), that is drawn of a refit or side.
+    """Return the SVG of a mesh, layout, plan, program, certificate, refit or bound side: a document, or an element for
+    a web page if `inline`. `topology` gives the nodes to mark; `tensor` names the one tensor of a plan whose layouts
+    are drawn, or the stored tensor, of `rank` (and `engine`), that is drawn of a refit or side.
 
-    A layout has no nodes. Raises ShardError for values of other types.
+    A layout has no nodes, and a program only those for which it was scheduled. A program is drawn as its rounds; if
+    `tensor` is given, as the layouts of that tensor and the bytes between ranks. Raises ShardError for values of other
+    types.
     """
     if isinstance(value, Refit | BOUND_SIDES):
         return stored_svg(value, tensor=tensor, rank=rank, engine=engine, inline=inline)
@@ -64,10 +73,15 @@ def svg(
         return layout_svg(value, inline=inline)
     if isinstance(value, Mesh):
         return mesh_svg(value, topology=where, inline=inline)
+    if isinstance(value, Certificate):
+        return certificate_svg(value, inline=inline)
+    if isinstance(value, Program) and tensor is None:
+        return program_svg(value, topology=where, inline=inline)
     if isinstance(value, Plan | Transposed | Program):
         return plan_svg(value, topology=where, tensor=tensor, inline=inline)
     raise ShardError(
-        f"{shown(value)} has no picture; draw a Mesh, a Layout, a Plan, a Program or a Refit, or show it as text"
+        f"{shown(value)} has no picture; draw a Mesh, a Layout, a Plan, a Program, a Certificate or a Refit, or show "
+        f"it as text"
     )
 
 
@@ -76,7 +90,7 @@ def html(value: object) -> str:
 
     Raises ShardError for anything but an object that `show` accepts.
     """
-    if isinstance(value, Mesh | Layout | Plan | Transposed | Program):
+    if isinstance(value, Drawn):
         return svg(value, inline=True)
     return f"<pre>{escape(show(value))}</pre>"
 

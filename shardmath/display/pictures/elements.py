@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple, TypeAlias
 
+from shardmath.base.text import show_bytes
+
 __all__ = [
     "BLUES",
     "LETTER",
@@ -35,7 +37,11 @@ __all__ = [
     "box",
     "brief",
     "document",
+    "draw_entry",
     "every",
+    "few_digits",
+    "find_step",
+    "group",
     "in_rows",
     "ink",
     "lines",
@@ -121,6 +127,12 @@ def box(
     return f"{head}><title>{plain(shown)}</title></rect>"
 
 
+def group(parts: Iterable[str], **attributes: object) -> str:
+    """SVG elements as one, which share XML attributes; in the names of `attributes`, `_` stands for `-`."""
+    inside = "\n".join(parts)
+    return f"<g{_written(attributes)}>\n{inside}\n</g>"
+
+
 def _written(attributes: Mapping[str, object]) -> str:
     """Attributes in XML, with a space before each."""
     texts = [f' {name.replace("_", "-")}="{value}"' for name, value in attributes.items()]
@@ -154,8 +166,7 @@ def _name_span(ranks: list[int]) -> str:
 
 def moved(drawing: Drawing, x: float, y: float) -> str:
     """The drawing as one SVG element, moved to (x, y)."""
-    inside = "\n".join(drawing.parts)
-    return f'<g transform="translate({number(x)} {number(y)})">\n{inside}\n</g>'
+    return group(drawing.parts, transform=f"translate({number(x)} {number(y)})")
 
 
 def beside(drawings: Sequence[Drawing], gap: float) -> Drawing:
@@ -218,6 +229,30 @@ def document(drawing: Drawing, title: str, about: str, *, inline: bool = False) 
         parts.append(f"<style>{THEMES}</style>")
     parts += [moved(drawing, MARGIN, MARGIN), "</svg>", ""]
     return "\n".join(parts)
+
+
+def draw_entry(text: str, shades: Sequence[str]) -> Drawing:
+    """An entry of a legend: `shades` next to each other, and what they mean."""
+    parts = []
+    x = 0
+    for fill in shades:
+        parts.append(box(x, 3, 12, 12, fill=fill))
+        x += 12
+    x += 6
+    parts.append(words(x, LINE * 0.75, text))
+    return Drawing(x + len(text) * LETTER, LINE, tuple(parts))
+
+
+def few_digits(count: int) -> str:
+    """A number of bytes as text that fits into a box.
+
+    >>> few_digits(134_217_728), few_digits(999_620)
+    ('134 MB', '1000 kB')
+    """
+    digits, unit = show_bytes(count).split()
+    amount = float(digits)
+    # From 999.5 on, .3g writes an exponent: 1e+03.
+    return f"{amount:.3g} {unit}" if amount < 999.5 else f"{amount:.0f} {unit}"
 
 
 # Scales
@@ -316,6 +351,17 @@ def every(ranks: int, width: float, room: float) -> int:
     while step < ranks and step * width / ranks < room:
         step *= 2
     return step
+
+
+def find_step(length: float, few: int) -> float:
+    """Return the distance between two ticks of an axis: 1, 2 or 5 times a power of ten, at most `2 * few` times in its
+    `length`. 0.0 if the axis has no length."""
+    if not length:
+        return 0.0
+    least = length / (2 * few)
+    power = 10.0 ** math.floor(math.log10(least))
+    steps = (power, 2 * power, 5 * power, 10 * power)
+    return next(step for step in steps if step >= least)
 
 
 # Colors

@@ -28,6 +28,8 @@ from shardmath.display.pictures.elements import (
     beside,
     box,
     document,
+    draw_entry,
+    few_digits,
     ink,
     lines,
     name_ranks,
@@ -328,17 +330,8 @@ def _read_pair(moved: TrafficMatrix, row: int, column: int) -> tuple[int, int, i
 
 def _write_amount(x: float, y: float, amount: int, fill: str) -> str:
     """The bytes of a pair, written on its color."""
-    text = _few_digits(amount)
+    text = few_digits(amount)
     return words(x, y, text, text_anchor="middle", pointer_events="none", fill=ink(fill))
-
-
-def _few_digits(count: int) -> str:
-    """A number of bytes that fits into a box."""
-    text = show_bytes(count)
-    digits, unit = text.split()
-    number = float(digits)
-    # From 999.5 on, .3g writes an exponent: 1e+03.
-    return f"{number:.3g} {unit}" if number < 999.5 else text
 
 
 def _amount(sent: int, stays: int, far: int) -> str:
@@ -362,24 +355,12 @@ def _draw_legend(moved: TrafficMatrix, where: Topology | None) -> Drawing:
     """The meaning of the shades."""
     largest = int(moved.sent.max(initial=0))
     most = f"up to {show_bytes(largest)}"
-    stays = _draw_entry("stays", (STAYS,))
+    stays = draw_entry("stays", (STAYS,))
     if where is None:
-        sent = _draw_entry(f"sent, {most}", BLUES)
+        sent = draw_entry(f"sent, {most}", BLUES)
         row = beside([stays, sent], 12)
         return below([row], 0)
-    near = _draw_entry(f"inside a node, {most}", BLUES)
-    far = _draw_entry(f"from node to node, {most}", ORANGES)
+    near = draw_entry(f"inside a node, {most}", BLUES)
+    far = draw_entry(f"from node to node, {most}", ORANGES)
     row = beside([stays, near], 12)
     return below([row, far], 0)
-
-
-def _draw_entry(text: str, shades: Sequence[str]) -> Drawing:
-    """Shades and their meaning."""
-    parts = []
-    x = 0
-    for fill in shades:
-        parts.append(box(x, 3, 12, 12, fill=fill))
-        x += 12
-    x += 6
-    parts.append(words(x, LINE * 0.75, text))
-    return Drawing(x + len(text) * LETTER, LINE, tuple(parts))

@@ -109,8 +109,8 @@ def show(value: object, most: int = 32) -> Shown:
     """Return text about `value`, such as a layout (with each rank's elements) or a plan (with each rank's bytes),
     listing at most `most` ranks and `most` transfers.
 
-    A notebook shows meshes, layouts, plans and programs as pictures. Raises ShardError for anything but a value of
-    shardmath.
+    A notebook shows meshes, layouts, plans, programs and certificates as pictures. Raises ShardError for anything but a
+    value of shardmath.
     """
     room = as_integer(most, "most", PlanError)
     if not 0 <= room <= MOST:

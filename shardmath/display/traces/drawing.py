@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -25,6 +24,7 @@ from shardmath.display.pictures.elements import (
     below,
     box,
     document,
+    find_step,
     lines,
     palette,
     words,
@@ -218,7 +218,7 @@ def _find_axis(rows: Sequence[_Row]) -> _TimeAxis:
 
 def _draw_axis(axis: _TimeAxis, height: float) -> Iterator[str]:
     """Thin lines at round times, each with its time above it."""
-    step = _find_step(axis.seconds)
+    step = find_step(axis.seconds, FEW_TICKS)
     count = int(axis.seconds / step) if step else 0
     for number in range(count + 1):
         seconds = number * step
@@ -227,17 +227,6 @@ def _draw_axis(axis: _TimeAxis, height: float) -> Iterator[str]:
         yield box(x, TICKS_TOP, 0.5, length, fill="currentColor", fill_opacity=0.3)
         text = show_seconds(seconds) if number else "0"
         yield words(x, TICKS_TOP - 5, text, text_anchor="middle")
-
-
-def _find_step(seconds: float) -> float:
-    """The seconds between two lines of a time axis: 1, 2 or 5 times a power of ten, so that there are only a few lines.
-    0.0 if the axis has no `seconds`."""
-    if not seconds:
-        return 0.0
-    least = seconds / (2 * FEW_TICKS)
-    power = 10.0 ** math.floor(math.log10(least))
-    steps = (power, 2 * power, 5 * power, 10 * power)
-    return next(step for step in steps if step >= least)
 
 
 def _draw_bars(row: _Row, axis: _TimeAxis, colors: Colors) -> Iterator[str]:

@@ -11,11 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.base.text import count_ranks
 
-__all__ = ["Certificate", "Witness", "make_certificate"]
+__all__ = ["Certificate", "Witness", "make_certificate", "show_si"]
 
 
 class Witness(NamedTuple):
@@ -48,21 +49,33 @@ class Certificate:
     ratio: float
     witness: Witness | None
 
+    @property
+    def latency_s(self) -> float:
+        """The seconds of the bound that are the latency of a message; the rest are the witness's bytes at its rate."""
+        if self.witness is None:
+            return 0.0
+        return max(0.0, self.bound_s - self.witness.nbytes / self.witness.bytes_per_s)
+
+    def svg(self) -> str:
+        """Draw the bound and the plan's time as bars on one axis, with the witness below, as an SVG document."""
+        return svg(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
     def __str__(self) -> str:
-        plan = f"{_show_si(self.plan_s)}s"
+        plan = f"{show_si(self.plan_s)}s"
         w = self.witness
         if w is None:
             return f"{plan}; nothing has to move"
-        bound = f"{self.ratio:.4g} times the bound of {_show_si(self.bound_s)}s"
+        bound = f"{self.ratio:.4g} times the bound of {show_si(self.bound_s)}s"
         verb = "take in" if w.direction == "in" else "give out"
-        rate = f"{_show_si(w.bytes_per_s)}B/s"
-        # The rest of the bound is a message's latency. It is left out if the bytes explain the bound.
-        latency_s = self.bound_s - w.nbytes / w.bytes_per_s
-        latency = (
-            f", after {_show_si(latency_s)}s of latency" if latency_s > self.bound_s / 100 else ""
-        )
+        rate = f"{show_si(w.bytes_per_s)}B/s"
+        # Latency is left out if the bytes explain the bound.
+        has_latency = self.latency_s > self.bound_s / 100
+        latency = f", after {show_si(self.latency_s)}s of latency" if has_latency else ""
         return (
-            f"{plan}, {bound}: {count_ranks(w.ranks)} must {verb} {_show_si(w.nbytes)}B "
+            f"{plan}, {bound}: {count_ranks(w.ranks)} must {verb} {show_si(w.nbytes)}B "
             f"at {rate}{latency}"
         )
 
@@ -89,8 +102,12 @@ PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e
 """The SI prefixes and what they stand for; smaller values have the prefix u, 1e-6."""
 
 
-def _show_si(value: float) -> str:
-    """The value with four digits, a space and the prefix of its unit."""
+def show_si(value: float) -> str:
+    """The value with four digits, a space and the prefix of its unit.
+
+    >>> show_si(1_073_741_824), show_si(0.5)
+    ('1.074 G', '500 m')
+    """
     for prefix, size in PREFIXES:
         if (
             value >= size * 0.99995

@@ -16,29 +16,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.base.arrays import Bools, Ints, Offsets, distinct
+from shardmath.base.arrays import Bools, Ints, Offsets, distinct, number_alike
 from shardmath.plans.balance import make_grid
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.programs.legs import Bundle, Streams
-from shardmath.plans.programs.program import Program, Slices, cut_streams, turn_of
+from shardmath.plans.programs.program import Program, Slices, cut_streams, list_slices, turn_of
 from shardmath.plans.programs.streams import list_bundles, list_streams
 
 __all__ = [
     "LEGS",
     "Loads",
     "Pairs",
+    "RoundPairs",
     "count_messages",
     "estimate_seconds",
     "estimate_slots",
     "sum_leg_loads",
     "sum_pairs",
     "sum_round_loads",
+    "sum_round_pairs",
+    "time_links",
     "time_rounds",
 ]
 
@@ -322,23 +325,78 @@ def _code_ends(
     return sent_code, received_code
 
 
+class RoundPairs(NamedTuple):
+    """A table of messages: in round (`phase[i]`, `slot[i]`, `turn[i]`) and hop `leg[i]`, counted from 1, rank
+    `sender[i]` sends `nbytes[i]` bytes to rank `receiver[i]`."""
+
+    phase: Ints
+    slot: Ints
+    turn: Ints
+    leg: Ints
+    sender: Ints
+    receiver: Ints
+    nbytes: Ints
+
+
+def sum_round_pairs(prog: Program, some: Iterable[int]) -> RoundPairs:
+    """List all messages that one of the ranks `some` sends or receives, in order of round, as RoundPairs: what
+    `for_rank` lists, without pieces, and therefore for large programs too."""
+    chosen = np.array(sorted(set(some)), np.int64)
+    columns = [np.zeros((len(RoundPairs._fields), 0), np.int64)]
+    for bundle in list_bundles(prog.legs):
+        sender = np.isin(bundle.streams.sender, chosen)
+        is_listed = sender | np.isin(bundle.streams.receiver, chosen)
+        streams = Streams(*(column[is_listed] for column in bundle.streams))
+        # Each bundle is summed first, so that memory grows with messages and not with slices.
+        columns.append(_sum_alike(_cut_in_rounds(prog, streams)))
+    return RoundPairs(*_sum_alike(np.hstack(columns)))
+
+
+def _cut_in_rounds(prog: Program, streams: Streams) -> Ints:
+    """The slices of streams, as the columns of RoundPairs."""
+    ranks = np.array(prog.ranks, np.int64)
+    slices = list_slices(prog, streams)
+    phase = prog.legs.lines.addend[streams.block]
+    sender, receiver = _find_places(ranks, streams)
+    turn = turn_of(sender + receiver, streams.leg, len(ranks)) % prog.turns
+    by_stream = np.stack((phase, turn, streams.leg, streams.sender, streams.receiver))
+    phase, turn, *ends = by_stream[:, slices.stream]
+    return np.stack((phase, slices.slot, turn, *ends, slices.hi - slices.lo))
+
+
+def _sum_alike(columns: Ints) -> Ints:
+    """The distinct columns of this table, ascending, its last row (bytes) summed over equal ones."""
+    *keys, nbytes = columns
+    first, which = number_alike(keys)
+    total = np.zeros(len(first), np.int64)
+    np.add.at(total, which, nbytes)
+    return np.vstack((columns[:-1, first], total))
+
+
 def estimate_seconds(where: Topology, loads: Loads) -> float:
     """Estimate the seconds for rounds that follow each other on the cluster `where`. `loads` has the bytes per round,
     rank and link, and a round takes the time of its fullest link plus a latency.
 
     `loads` are bytes by (..., rank, link).
     """
-    by_round = _time_links(where, loads)
+    by_round = _time_fullest(where, loads)
     latency = where.latency_s * np.count_nonzero(by_round)
     return float(by_round.sum() + latency)
 
 
-def _time_links(where: Topology, loads: Loads) -> NDArray[np.float64]:
-    """By round, the seconds that its fullest link takes."""
+def time_links(where: Topology, loads: Loads) -> NDArray[np.float64]:
+    """Return the seconds that each link takes for its bytes at the rates of `where`, as an array with the axes of
+    `loads`."""
     near = where.intra_bytes_per_s
     far = where.inter_bytes_per_s
     rate = np.array([near, near, far, far])
-    by_link = loads / rate
+    by_link: NDArray[np.float64] = loads / rate
+    return by_link
+
+
+def _time_fullest(where: Topology, loads: Loads) -> NDArray[np.float64]:
+    """By round, the seconds that its fullest link takes."""
+    by_link = time_links(where, loads)
     fullest: NDArray[np.float64] = by_link.max(axis=(-2, -1), initial=0.0)
     return fullest
 
@@ -349,7 +407,7 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
     Empty rounds take no time. The last round ends at the time of `estimate_seconds`.
     """
-    by_round = _time_links(where, loads)
+    by_round = _time_fullest(where, loads)
     duration = by_round + where.latency_s * (by_round > 0)
     end = duration.cumsum().reshape(duration.shape)
     return np.stack((end - duration, end), axis=-1)

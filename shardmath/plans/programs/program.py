@@ -87,10 +87,11 @@ class Program:
         return f"assumed {nodes}" if self.assumes_nodes else nodes
 
     def svg(self, *, tensor: str | None = None) -> str:
-        """Draw the program as an SVG document: the source and destination layouts of the tensor named `tensor` (by
-        default the first one), and the bytes that each rank sends to each other rank. Forwarded bytes are included.
+        """Draw the program's rounds as an SVG document: what each rank sends and receives in each round, and the bound
+        of `certify`. If `tensor` is given, draw that tensor's layouts and the bytes from rank to rank instead.
 
-        Raises PlanError for a tensor that the plan does not have.
+        The bytes include forwarded ones; `program.plan.svg()` is the picture without them. Raises PlanError for a
+        tensor that the plan does not have.
         """
         return svg(self, tensor=tensor)
 

@@ -16,12 +16,12 @@ MESH = Mesh(dp=2, tp=2)
 LAYOUT = Layout((8, 4), MESH, "(tp dp n) h")
 PLAN = sm.plan(LAYOUT, Layout((8, 4), MESH, "(tp n) h"))
 PROGRAM = sm.schedule(PLAN, topology=Topology(ranks_per_node=2))
-DRAWN = [MESH, LAYOUT, PLAN, sm.adjoint(PLAN), PROGRAM]
+DRAWN = [MESH, LAYOUT, PLAN, sm.adjoint(PLAN), PROGRAM, sm.certify(PROGRAM)]
 
 
 @pytest.mark.parametrize("value", DRAWN, ids=lambda value: type(value).__name__)
 def test_a_value_has_a_picture(
-    value: Mesh | Layout | sm.Plan | sm.Transposed | sm.Program,
+    value: Mesh | Layout | sm.Plan | sm.Transposed | sm.Program | sm.Certificate,
 ) -> None:
     assert value.svg() == svg(value)
     root = ElementTree.fromstring(value.svg())

@@ -205,9 +205,18 @@ def test_large_plans_are_small_pictures(name: str) -> None:
     assert np.max(traffic(p).sent.shape) <= 24
 
 
-@pytest.mark.parametrize(
-    "name", ["figure", "qkv_figure", "commit_figure", "stored_figure", "states_figure"]
-)
+FIGURES = [
+    "figure",
+    "qkv_figure",
+    "commit_figure",
+    "program_figure",
+    "certificate_figure",
+    "stored_figure",
+    "states_figure",
+]
+
+
+@pytest.mark.parametrize("name", FIGURES)
 def test_the_figures_of_pages_are_current(name: str) -> None:
     """`python tools/NAME.py` writes it again."""
     module = load_tool(name)
