@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -134,9 +134,11 @@ def _read_workers(given: object) -> int | tuple[int, ...]:
     """The number of workers of each engine, as an int for one engine. Raises ValueError for other values."""
     is_one = not isinstance(given, Iterable)
     counts = []
+    # Not those: engines have an order, and the values of a mapping would be lost.
+    is_unordered = isinstance(given, Mapping | Set)
     for each in [given] if is_one else listed(given, "workers", ValueError):
         counts.append(as_integer(each, "the number of an engine's workers", ValueError))
-    if not counts or min(counts) < 1:
+    if is_unordered or not counts or min(counts) < 1:
         raise ValueError(
             f"workers={shown(given)} is not a number of workers, 1 or more, per engine; pass an int "
             f"for one engine, or a list with an int for each"

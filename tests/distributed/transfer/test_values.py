@@ -93,6 +93,8 @@ def test_a_torn_model(kind: type[nn.Module]) -> None:
         ),
         ({"timeout": 0}, ValueError, "is not a time to wait"),
         ({"timeout": np.complex64(5)}, ValueError, "is not a time to wait"),
+        ({"workers": {1: 2}}, ValueError, r"workers=\{1: 2\} is not a number of workers"),
+        ({"workers": {2, 1}}, ValueError, r"workers=\{1, 2\} is not a number of workers"),
         ({"own": 5}, ValueError, "globs in own are 5; give a tuple"),
         ({"own": (5,)}, ValueError, "a glob in own is 5"),
         ({"max_inflight_bytes": "x"}, ValueError, "max_inflight_bytes is 'x'; give an integer"),
