@@ -3,9 +3,10 @@
 1. As it is told of a trainer, a worker joins it, records its own model's loader, and plans.
 2. An update arrives a layer at a time, in tensors of the form in which weights are loaded; vLLM makes of them what it
    runs. Besides the model a worker needs memory for one layer, and for the bytes in flight.
-3. Nothing is taken back before all ranks are there. Where anything fails later, on whatever rank, no worker's model
-   answers until updates, of one trainer or another, have written again all that the one that failed may have written on
-   any worker of the engine.
+3. Nothing is taken back before all ranks are there. If anything fails, on whatever rank, after a worker has begun to
+   receive, its model does not answer until updates, of one trainer or another, have written again all that the one that
+   failed may have written on any worker of the engine. A worker that has not begun keeps its weights and answers:
+   without it nobody has moved a byte.
 """
 
 from __future__ import annotations
