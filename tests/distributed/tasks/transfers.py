@@ -172,10 +172,12 @@ def _record(column: int, told: Told) -> sm.storage.Recorded:
 # A trainer's rank that was started anew
 
 
-def second(rank: int, port: int) -> str:
+def second(
+    rank: int, port: int, run: str = "", value: float = 2.0, timeout: float = TIMEOUT_S
+) -> str:
     """What the second rank of a trainer raised, in a process that has met nobody before."""
-    held = torch.full((2, 2), 2.0)
-    info = sv.TrainerInfo(f"127.0.0.1:{port}", 2, workers=1, rank=1, timeout=TIMEOUT_S)
+    held = torch.full((2, 2), value)
+    info = sv.TrainerInfo(f"127.0.0.1:{port}", 2, workers=1, rank=1, timeout=timeout, run=run)
     try:
         sv.Trainer.trainer_init(info, client=[], source=halves(held)).send_weights()
     except ExchangeError as error:

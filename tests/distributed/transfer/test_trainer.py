@@ -126,6 +126,7 @@ class Other(PlainEngine):
 
 
 SHORT_S = 1.0
+EARLIER_S = 8.0
 
 
 @pytest.mark.parametrize(
@@ -433,6 +434,43 @@ def test_a_rank_that_was_started_anew_meets() -> None:
         assert engine.module.get_parameter("weight").tolist() == [[value] * 2] * 2 + [[2.0] * 2] * 2
     for one in met:
         one.shutdown()
+    assert engine.link is not None
+    engine.link.leave()
+
+
+def test_a_rank_of_an_earlier_run_does_not_meet() -> None:
+    """It comes first, as it tries again, and would send what it has of that run."""
+    info = dataclasses.replace(tell(), trainers=2, run="this")
+    port = int(info.address.rpartition(":")[2])
+    engine = PlainEngine(nn.Linear(2, 4, bias=False))
+    stale, other = Pool(1), Pool(1)
+    said: dict[str, str] = {}
+
+    def join(pool: Pool, run: str, value: float) -> None:
+        (said[run],) = pool.run(transfers.second, port, run, value, EARLIER_S)
+
+    threads = [
+        threading.Thread(target=join, args=(stale, "earlier", 7.0)),
+        threading.Thread(target=join, args=(other, "this", 2.0)),
+    ]
+    threads[0].start()
+    timer = threading.Timer(SHORT_S, threads[1].start)
+    timer.start()
+    met = sv.Trainer.trainer_init(
+        dataclasses.replace(info, timeout=EARLIER_S),
+        client=engine,
+        source=transfers.halves(torch.full((2, 2), 1.0)),
+    )
+    met.send_weights()
+    timer.join()
+    for thread in threads:
+        thread.join()
+    for pool in (stale, other):
+        pool.close()
+    assert engine.module.get_parameter("weight").tolist() == [[1.0] * 2] * 2 + [[2.0] * 2] * 2
+    assert said["this"] == ""
+    assert "rank 0 is of run 'this', and rank 1 of run 'earlier'" in said["earlier"]
+    met.shutdown()
     assert engine.link is not None
     engine.link.leave()
 
