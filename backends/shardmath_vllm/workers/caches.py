@@ -5,8 +5,8 @@
 2. An engine's core does one thing at a time. So what is dropped within the call that brings weights is gone before any
    step, whoever calls, and whatever becomes of the caller.
 3. It is dropped before weights come: if vLLM cannot drop it, the engine takes no weights and is unchanged.
-4. Before that, workers end the steps that they were given. A step that is under way as caches are dropped would put
-   keys of old weights into an external cache afterwards.
+4. Before that, workers end the steps that they were given. A step that runs as caches are dropped would put keys of
+   old weights into an external cache afterwards.
 5. Requests in flight are computed again from their first token to where they are, and continue with the new weights.
 6. vLLM cannot drop the keys of requests that wait with them, such as sessions between two inputs of a stream, and then
    keeps the keys of prompts, too. It does not notice if an external cache cannot drop its keys.
