@@ -24,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import shardmath as sm
-from shardmath.base.errors import ExchangeError
-from shardmath.base.text import plural
+from shardmath.base.errors import ExchangeError, StoreError
+from shardmath.base.text import message_of, plural
 from shardmath_torch.groups.agreement.naming import word_objection
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm import infos
@@ -100,7 +100,11 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         def record(told: Told) -> sm.storage.Recorded:
             check_stays(parallel)
             _check_transport(init_info.transport, self.device)
-            return self._loading.record(told.served, told.checkpoint, check)
+            try:
+                return self._loading.record(told.served, told.checkpoint, check)
+            except StoreError as error:
+                fix = "if the trainer's model is not the engine's, start both from one checkpoint"
+                raise StoreError(f"{message_of(error)}\n{fix}") from error
 
         def check(recorded: sm.storage.Recorded) -> None:
             check_types(recorded)

@@ -229,6 +229,25 @@ def test_a_call_that_fails_as_its_time_is_over_has_not_gone_well(
         calls.answer(0.0)
 
 
+def test_an_error_while_weights_move_says_what_to_do(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that, nothing has moved, and nothing has to be done for the engines."""
+
+    def fail(trainer: sv.Trainer) -> None:
+        raise ArithmeticError("in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sv.Trainer, "_check", fail)
+        with pytest.raises(ExchangeError, match="in the middle") as kept:
+            pair.sender.send_weights()
+    assert "partly new" not in str(kept.value)
+    monkeypatch.setattr(sv.Trainer, "_move", fail)
+    with pytest.raises((ExchangeError, ArithmeticError)) as torn:
+        pair.sender.send_weights()
+    assert "engines may have partly new weights" in str(torn.value)
+
+
 def test_ranks_that_were_told_otherwise() -> None:
     """Would wait for different times, or engines be asked for what the others do not know of."""
     info = dataclasses.replace(tell(), trainers=2)
