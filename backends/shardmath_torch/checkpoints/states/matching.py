@@ -8,9 +8,10 @@
 3. State whose sizes are not products of its parameter's, such as one flat history of a group, may depend on all
    parameters of the group: it fits only a group of the same parameters in the same order, in whichever optimizer. The
    same holds for numbers if only one parameter of a group has any.
-4. An option that is a list, a tuple or a tensor of one dimension, with an item per parameter, such as their names, fits
-   only a group of the same parameters in the same order, or one that has an equal option. A tuple or tensor that is as
-   long in the optimizer's defaults, such as `betas`, is not counted by parameters, and fits any group.
+4. An option that is a list, a tuple or a tensor, with an item (of a tensor: a row) per parameter, such as their names,
+   fits only a group of the same parameters in the same order, or one that has an equal option. A tuple or tensor that is
+   as long in the optimizer's defaults, such as `betas`, is not counted by parameters, and fits any group. What an option
+   holds deeper inside, such as a list in a dict, is not counted.
 5. A number goes into the tensor that an optimizer has in its place. If that tensor would change it by more than
    float32 rounds, that raises.
 
@@ -359,11 +360,12 @@ def _check_lists(
 
 
 def _count_items(option: object) -> int | None:
-    """The number of items of a list, a tuple, or a tensor of one dimension; None for other options, also DTensors."""
+    """The number of items of a list, a tuple, or the first dimension of a tensor; None for other options, also
+    DTensors."""
     if isinstance(option, Kinded):
         return None
     if isinstance(option, Tensor):
-        is_countable = option.ndim == 1 and not isinstance(option, DTensor)
+        is_countable = option.ndim > 0 and not isinstance(option, DTensor)
     else:
         is_countable = isinstance(option, list | tuple)
     return len(cast(Sequence[object], option)) if is_countable else None

@@ -84,7 +84,8 @@ def load_weights(
     or a checkpoint by `save` or torch.distributed.checkpoint. `names` maps names in the module to stored names, where
     they differ; `format` is the format of quantized weights, and `verify` compares stored checksums.
 
-    A parameter with several names is found under any of them. Tensors that transformers saves under other names, or
+    A parameter with several names is found under any of them; if `names` has some of them, only under the stored names
+    that `names` gives for these. Tensors that transformers saves under other names, or
     unstacked, are found as it saves them. Values are cast to the module's dtypes; uint8 and FP8 or FP4 are copied as
     bytes into each other.
 
@@ -189,11 +190,11 @@ def _check_here(renamed: Mapping[str, str], model: Model) -> None:
 
 
 def _find_weight(checkpoint: Checkpoint, names: list[str], renamed: Mapping[str, str]) -> str:
-    """The stored name of a parameter: the first that exists of its `renamed` names, and of its own names that are not
+    """The stored name of a parameter: the first that exists of its `renamed` names, or of its own names if none is
     renamed; if none exists, the first of all."""
-    candidates = [renamed[name] for name in names if name in renamed]
-    # A name that is stored besides the renamed one, such as the average of the weights, has other values.
-    candidates += [name for name in names if name not in renamed]
+    # Once a name is renamed, values under the others are not meant: the average of the weights, for example, is stored
+    # besides the weights.
+    candidates = [renamed[name] for name in names if name in renamed] or names
     return next((name for name in candidates if name in checkpoint), candidates[0])
 
 
