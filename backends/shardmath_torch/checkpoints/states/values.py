@@ -47,6 +47,7 @@ __all__ = [
     "Extra",
     "Kinded",
     "as_bytes",
+    "can_change",
     "check_depth",
     "code_value",
     "decode_value",
@@ -245,6 +246,18 @@ def rebuild(like: object, items: object) -> Any:
     # the class of a namedtuple takes its items one by one
     make = getattr(kind, "_make", kind)
     return make(items)
+
+
+def can_change(value: object) -> bool:
+    """Whether `value` can be changed in place: a tensor, a list, a dict, or a tuple that has one of these inside."""
+    unvisited = [value]
+    while unvisited:
+        part = unvisited.pop()
+        if isinstance(part, Tensor | list | dict):
+            return True
+        if isinstance(part, tuple):
+            unvisited += part
+    return False
 
 
 def list_tensors(value: object) -> list[Tensor]:
