@@ -24,7 +24,7 @@ from shardmath_torch.checkpoints.files.json_text import shown
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.files.steps import on_all
 from shardmath_torch.checkpoints.loading import has_same_bytes
-from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.checkpoints.opening import check_one_model, open_checkpoint
 from shardmath_torch.checkpoints.states.memory import fill
 from shardmath_torch.checkpoints.states.modules import (
     Model,
@@ -94,7 +94,8 @@ def load_weights(
     layouts may cut blocks.
 
     Collective over the group. Raises CheckpointError on every rank if a tensor is missing or has another shape, if
-    `names` differ between ranks or have a name that the module lacks, if a tensor has scales and no `format` fits, and
+    `names` differ between ranks or have a name that the module lacks, if the folder has both a checkpoint and a model
+    in Hugging Face's files, if a tensor has scales and no `format` fits, and
     if parameters and buffers partly share memory. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
     with shared(group):
@@ -123,7 +124,9 @@ def _match_weights(
     check_names(names)
     _check_here(names or {}, model)
     check_format(format)
-    checkpoint = _add_converted_if_needed(open_checkpoint(path), module, model, names or {}, format)
+    opened = open_checkpoint(path)
+    check_one_model(path)
+    checkpoint = _add_converted_if_needed(opened, module, model, names or {}, format)
     weights = _Weights(checkpoint, {}, {}, {})
     for name, slot in model.slots.items():
         stored = _find_weight(weights.checkpoint, model.names[name], names or {})
