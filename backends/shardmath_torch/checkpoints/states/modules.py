@@ -294,7 +294,7 @@ def list_saved_layouts(model: Model) -> dict[str, Layout]:
     """Return the layouts under which the tensors of `model` are saved, by name: their own, but of a buffer that ranks
     hold whole, one on the lowest of these ranks alone.
 
-    Ranks may have different values in such buffers, as those of BatchNorm, and a save writes parts of several copies.
+    Ranks may have different values in such buffers, as in BatchNorm's, and a save writes parts of several copies.
     """
     parameters = set(model.parameters.values())
     layouts = {}
