@@ -10,8 +10,8 @@
    same holds for numbers if only one parameter of a group has any.
 4. An option that is a list, a tuple or a tensor, with an item (of a tensor: a row) per parameter, such as their names,
    fits only a group of the same parameters in the same order, or one that has an equal option. A tuple or tensor that
-   is as long in the optimizer's defaults, such as `betas`, is not counted by parameters, and fits any group. Neither is
-   what an option holds deeper inside, such as a list in a dict.
+   is as long in the optimizer's defaults, such as `betas`, is not counted by parameters, and fits any group. What an
+   option holds deeper inside, such as a list in a dict, is not counted, either.
 5. State of a parameter of shape () has that shape, whether it is a moment or a number such as a step. It counts as a
    number if other parameters have a number there, and none of another shape has state of its shape there.
 6. A number goes into the tensor that an optimizer has in its place. If that tensor would change it by more than
