@@ -149,6 +149,14 @@ def test_a_child_forked_in_a_progress_function_ends_there() -> None:
     assert alone(2, breaks.forked_in_progress) == [(1, ""), (0, "")]
 
 
+@pytest.mark.parametrize("at", ["commit", "mover", "vote", "promise"])
+def test_a_child_that_leaves_its_parents_call_touches_nothing_of_it(at: str) -> None:
+    """It has its parent's connections and store: by a report or a goodbye there it would end its parent's group."""
+    (_, others), (statuses, mine) = alone(2, breaks.forked_inside, at)
+    assert statuses == [7]
+    assert mine == others == ["", "", ""]
+
+
 def test_a_child_forked_before_anything_was_compiled() -> None:
     """Is refused at once, and its parent goes on."""
     (said, mine), (_, others) = alone(2, breaks.forked_first)
