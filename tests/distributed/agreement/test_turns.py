@@ -124,6 +124,12 @@ def test_threads_get_right_bytes_or_an_error(pool: Pool, kind: str) -> None:
             assert kind != "a group for each" or texts == [""] * 12
 
 
+def test_the_librarys_threads_are_not_counted_among_the_programs() -> None:
+    """Ranks pair calls by the threads' names, and the numbers in default names would differ between ranks."""
+    for before, after in alone(2, breaks.numbered):
+        assert int(after.removeprefix("Thread-")) == int(before.removeprefix("Thread-")) + 1
+
+
 def test_an_error_of_a_handler_is_not_the_networks() -> None:
     """It is this rank's failure, in its own words, also where it is of the kind that torch raises."""
     (mine,), (others,) = alone(2, breaks.handled)

@@ -267,6 +267,17 @@ def threads(rank: int, kind: str) -> dict[str, list[Said]]:
     return said
 
 
+def numbered(rank: int) -> list[str]:
+    """Default names of threads made before and after moves with a timeout, a move in the background, and a group."""
+    rows, group = Rows(rank, 2, 64), dist.new_group()
+    names = [threading.Thread().name]
+    move = smt.compile(rows.plan, group=group, commit="all", timeout=20.0)
+    move(rows.src, out=rows.out, timeout=30.0)
+    move(rows.src, out=rows.out, async_op=True).wait()
+    move.close()
+    return [*names, threading.Thread().name]
+
+
 def handled(rank: int) -> list[Said]:
     """A signal handler on rank 0 raises RuntimeError, as torch does, while data are sent; then what each rank says."""
     rows = Rows(rank, 2, 64)
