@@ -7,8 +7,8 @@
    called off. A forked child forgets its parent's.
 3. An errand is a thread for whose end others wait. A wait that Ctrl-C interrupts does not change the
    errand: after an interrupted `Thread.join` CPython 3.11 would take the thread for ended.
-4. They have a name (`NAME`). Otherwise Python would number them as "Thread-N" with the program's own threads, whose
-   default names, by which ranks pair calls, would then differ between ranks.
+4. They have a name (`NAME`). Otherwise Python would number them as "Thread-N" with the program's own threads. Ranks
+   pair calls by the threads' names, and default names would then differ between ranks.
 
 >>> errand = Errand(lambda: None)
 >>> errand.start()
