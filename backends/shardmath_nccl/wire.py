@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from shardmath_nccl import batches
 from shardmath_nccl.batches import WireMessage, start_batch, start_gather
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement import notes, threads
+from shardmath_torch.groups.agreement.turns import turns_of
 from shardmath_torch.groups.agreement.wire import LATE, PeerFailure, check_is_torchs
 
 __all__ = ["NcclWire"]
@@ -64,9 +65,6 @@ _met: WeakSet[compat.Group] = WeakSet()
 
 _connected: WeakSet[compat.Group] = WeakSet()
 """Groups that have a communicator."""
-
-_posting: WeakKeyDictionary[compat.Group, threads.CallThread] = WeakKeyDictionary()
-"""The thread that posts in each group."""
 
 
 class _Batch:
@@ -148,7 +146,7 @@ class NcclWire:
         self._places = {rank: place for place, rank in enumerate(self._ranks)}
         self._batch = _Batch()
         self._started_batches: deque[_Batch] = deque()
-        self._posting = _posting.setdefault(group, threads.CallThread())
+        self._posting = turns_of(group).posting
         self._is_abandoned = False
 
     @functools.cached_property

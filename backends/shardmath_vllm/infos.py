@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -20,6 +21,9 @@ __all__ = ["BACKEND", "Joining", "TrainerInfo", "Updating"]
 BACKEND = "shardmath"
 TIMEOUT_S = 300.0
 
+SAME_RUN = "none"
+"""The id of every run for which torchrun neither draws nor is given one (`--rdzv-id`), as of several nodes."""
+
 
 @dataclass(frozen=True)
 class TrainerInfo:
@@ -29,7 +33,9 @@ class TrainerInfo:
     `address`, "host:port", is where rank 0 serves a store that all reach. `timeout` is in seconds and ends every wait
     for a rank; `max_inflight_bytes` bounds the bytes of a layer in flight, as in `smt.compile`. Engines get
     parameters of type `dtype`, by default the trainer's own. `own` are globs of an engine's tensors that the trainer
-    does not have, besides vLLM's own tensors. Raises ValueError for other values, LayoutError for an unknown `dtype`.
+    does not have, besides vLLM's own tensors. `run`, a text for this start of the trainer that is equal on all ranks,
+    keeps out ranks that an earlier start has left; by default torchrun's id of the run, if torchrun drew one. Raises
+    ValueError for other values, LayoutError for an unknown `dtype`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -42,6 +48,7 @@ class TrainerInfo:
     timeout: float = TIMEOUT_S
     max_inflight_bytes: int | None = None
     transport: str = "gloo"
+    run: str = ""
     rank: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -70,6 +77,7 @@ class TrainerInfo:
             ways = " or ".join(map(repr, BACKENDS))
             raise ValueError(f"transport={shown(self.transport)} is unknown; pass {ways}")
         set_field("transport", transport)
+        set_field("run", text(self.run, "run", ValueError) or _find_run())
 
     @property
     def engines(self) -> tuple[int, ...]:
@@ -134,9 +142,11 @@ def _read_workers(given: object) -> int | tuple[int, ...]:
     """The number of workers of each engine, as an int for one engine. Raises ValueError for other values."""
     is_one = not isinstance(given, Iterable)
     counts = []
+    # Not those: engines have an order, and the values of a mapping would be lost.
+    is_unordered = isinstance(given, Mapping | Set)
     for each in [given] if is_one else listed(given, "workers", ValueError):
         counts.append(as_integer(each, "the number of an engine's workers", ValueError))
-    if not counts or min(counts) < 1:
+    if is_unordered or not counts or min(counts) < 1:
         raise ValueError(
             f"workers={shown(given)} is not a number of workers, 1 or more, per engine; pass an int "
             f"for one engine, or a list with an int for each"
@@ -155,6 +165,14 @@ def _read_limit(given: object) -> int | None:
             f"on, or leave it out for no limit"
         )
     return limit
+
+
+def _find_run() -> str:
+    """torchrun's id of the run that this process belongs to; "" without torchrun, or if all runs have the same id."""
+    # Not with TORCHELASTIC_RESTART_COUNT, which each node counts for itself. Nor is it needed: torchrun ends the
+    # processes of a node before it starts them again.
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if run == SAME_RUN else run
 
 
 @dataclass

@@ -139,14 +139,15 @@ class Life:
         fail_early: Callable[[], str] = str,
     ) -> None:
         """Call `act`, which moves weights, once `check` has succeeded on all ranks; return once all have moved. If
-        `fail_early()` returns an error on the first rank, nothing moves, and all ranks raise ExchangeError.
+        `fail_early()` returns an error on the first rank, nothing moves, and all ranks raise ExchangeError. In `act`
+        no rank may move weights before all ranks have called it: it begins with a vote.
 
         Raises ExchangeError on all ranks if one fails. The default of `fail_early`, `str()`, is "".
         """
         begin = self._name("begin")
         with self.failing():
             _, fault = attempt(check)
-            # Before the vote: a rank that is interrupted as it votes does not know whether others have read the vote.
+            # Before the vote: others may have read the vote of a rank that is interrupted as it votes.
             self.update = self.update.after(Step.CHECK)
             self._board.vote(begin, fault)
             fault = self._board.decide(begin, lambda: fail_early() or self._find_failure())
@@ -155,6 +156,8 @@ class Life:
                 raise ExchangeError(fault)
             # All ranks are in this update now, and none reads messages about earlier ones.
             self._forget()
+            # Before this rank takes part in a move. Without it none moves: all vote as they prepare their tensors.
+            self.update = self.update.after(Step.BEGIN)
             act()
             # A vote without further work: it ends once all ranks have moved.
             together(self._link.group, self._name("end"), lambda: None, self._link.trainers)

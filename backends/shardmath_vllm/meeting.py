@@ -76,12 +76,20 @@ def among_trainers(info: TrainerInfo) -> Iterator[dist.ProcessGroup | None]:
     """Connect the trainer's ranks in a process group for the `with` block, and yield it; yield None if the trainer has
     one rank.
 
-    Collective. Raises ExchangeError if a rank does not connect, and on all ranks if their settings differ.
+    Collective. Raises ExchangeError if a rank does not connect, as one of another run, and on all ranks if their
+    settings differ.
     """
     if info.trainers == 1:
         yield None
         return
-    group = smt.connect(info.address, info.rank, info.trainers, timeout=info.timeout, name=TRAINERS)
+    group = smt.connect(
+        info.address,
+        info.rank,
+        info.trainers,
+        timeout=info.timeout,
+        name=TRAINERS,
+        run=info.run,
+    )
     try:
         _check_alike(gather(info, group, "say what trainers are told"))
         yield group

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 import shardmath_torch as smt
-from shardmath.base.text import plural
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import message_of, plural
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.turns import as_main
@@ -37,9 +38,16 @@ from shardmath_vllm.source import (
     read_source,
     watch_modules,
 )
-from shardmath_vllm.update import Update
+from shardmath_vllm.update import Phase, Update
 
 __all__ = ["Trainer"]
+
+
+TORN_FIX = (
+    "engines may have partly new weights: before they get a request, call trainer_init and send_weights again on all "
+    "ranks, or start the engines again"
+)
+"""What to do after an error while weights moved."""
 
 
 class Trainer:
@@ -121,8 +129,13 @@ class Trainer:
         """
         self._update_count += 1
         life = Life(self.link, Update(self._update_count))
-        with life.failing():
-            self._send(life)
+        try:
+            with life.failing():
+                self._send(life)
+        except ExchangeError as error:
+            if life.update.phase is Phase.TORN:
+                raise ExchangeError(f"{message_of(error)}\n{TORN_FIX}") from error
+            raise
 
     def _send(self, life: Life) -> None:
         """Run all steps of an update: start it in the engines, move, take the engines' answers, and end it there."""

@@ -2,27 +2,32 @@
 
     idle     no engine was told
     called   engines were told to receive; this rank has said nothing
-    begun    this rank has said yes or no: where all said yes, weights move
+    voted    this rank has said yes or no: where all said yes, all begin to move
+    begun    this rank moves weights
     moved    all ranks have all that was sent to them
     taken    every engine says so
     ended    every engine was told that it is over
     kept     failed before a weight moved
+    parted   failed before a weight moved, and others may wait for this rank to move
     torn     failed where weights may have moved: engines may have old ones and new ones
     stale    failed where weights are new, and an engine may not know
 
 1. A rank is never without an answer to what its engine has: as before, mixed, or new (`Update.mixed`).
-2. A rank that has said yes does not know that nobody moves until place 0 says so (`Step.REFUSE`).
-3. What an update has mixed, only one that writes the same cells makes whole again.
+2. All ranks vote once more as they begin to move, each time that tensors are prepared. So no weight moves on any rank
+   before this one has begun (`Step.BEGIN`).
+3. A rank that has said yes is waited for, unless place 0 says that nobody moves (`Step.REFUSE`). If it fails before
+   that, it leaves the group, so that no rank can move.
+4. What an update has mixed, only one that writes the same cells makes whole again.
 
 >>> import numpy as np
 >>> qk, qv = (Cells({name: np.array([0, 4]) for name in names}) for names in ("qk", "qv"))
 >>> update = Update(1, writes=qk)
->>> for step in (Step.CALL, Step.CHECK, Step.FAIL):
+>>> for step in (Step.CALL, Step.CHECK, Step.BEGIN, Step.FAIL):
 ...     update = update.after(step)
 >>> update.phase.value, update.mixed, update.keeps_link
 ('torn', Cells({'q': ((0, 4),), 'k': ((0, 4),)}), False)
 >>> other = Update(1, writes=qv, torn=update.mixed)
->>> for step in (Step.CALL, Step.CHECK, Step.ARRIVE):
+>>> for step in (Step.CALL, Step.CHECK, Step.BEGIN, Step.ARRIVE):
 ...     other = other.after(step)
 >>> other.phase.value, other.mixed
 ('moved', Cells({'k': ((0, 4),)}))
@@ -50,11 +55,13 @@ class Phase(Enum):
 
     IDLE = "idle"
     CALLED = "called"
+    VOTED = "voted"
     BEGUN = "begun"
     MOVED = "moved"
     TAKEN = "taken"
     ENDED = "ended"
     KEPT = "kept"
+    PARTED = "parted"
     TORN = "torn"
     STALE = "stale"
 
@@ -67,6 +74,7 @@ class Step(Enum):
     CALL = "call"
     CHECK = "check"
     REFUSE = "refuse"
+    BEGIN = "begin"
     ARRIVE = "arrive"
     TAKE = "take"
     END = "end"
@@ -75,12 +83,13 @@ class Step(Enum):
 
 TABLE: Mapping[Phase, Mapping[Step, Phase]] = {
     Phase.IDLE: {Step.CALL: Phase.CALLED, Step.FAIL: Phase.KEPT},
-    Phase.CALLED: {Step.CHECK: Phase.BEGUN, Step.FAIL: Phase.KEPT},
-    Phase.BEGUN: {
-        Step.ARRIVE: Phase.MOVED,
+    Phase.CALLED: {Step.CHECK: Phase.VOTED, Step.FAIL: Phase.KEPT},
+    Phase.VOTED: {
+        Step.BEGIN: Phase.BEGUN,
         Step.REFUSE: Phase.KEPT,
-        Step.FAIL: Phase.TORN,
+        Step.FAIL: Phase.PARTED,
     },
+    Phase.BEGUN: {Step.ARRIVE: Phase.MOVED, Step.FAIL: Phase.TORN},
     Phase.MOVED: {Step.TAKE: Phase.TAKEN, Step.FAIL: Phase.STALE},
     Phase.TAKEN: {Step.END: Phase.ENDED, Step.FAIL: Phase.STALE},
 }
@@ -134,7 +143,7 @@ class Update:
 
     @property
     def keeps_link(self) -> bool:
-        """Whether ranks may stay connected after the update; False if weights may be torn (partly new), so that ranks
-        must connect again.
+        """Whether ranks may stay connected after the update; False if others may wait for this rank to move, or weights
+        may be torn (partly new), so that ranks must connect again.
         """
-        return self.phase is not Phase.TORN
+        return self.phase not in (Phase.PARTED, Phase.TORN)

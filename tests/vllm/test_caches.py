@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
+from vllm.v1.kv_offload.base import OffloadingManager
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.pool.late_interaction_runner import LateInteractionRunner
 from vllm.v1.pool.metadata import PoolingStates
 
@@ -23,6 +28,7 @@ def make_core(
     images: bool = False,
     runner: str = "generate",
     kind: type[EngineCore] = EngineCore,
+    workers: int = 1,
 ) -> Any:
     """An engine's core that notes what it drops, and what its workers are asked."""
     drop_caches()
@@ -32,6 +38,7 @@ def make_core(
     core.vllm_config = SimpleNamespace(
         weight_transfer_config=SimpleNamespace(backend=backend),
         model_config=SimpleNamespace(is_multimodal_model=images, runner_type=runner),
+        parallel_config=SimpleNamespace(world_size=workers),
     )
     core.reset_prefix_cache = lambda **how: asked.append(how)
     core.reset_encoder_cache = lambda: asked.append("encoder")
@@ -48,12 +55,18 @@ def test_vllm_still_sees_what_the_call_takes() -> None:
 @pytest.mark.parametrize("backend", ["shardmath", "nccl"])
 @pytest.mark.parametrize("images", [False, True])
 def test_caches_go_before_weights_come(backend: str, images: bool) -> None:
-    """So whatever then becomes of workers, nothing is left that is of other weights than they have."""
+    """So whatever then becomes of workers, nothing is left that is of other weights than they have.
+
+    Workers end the steps that they were given before that: these would put keys into external caches afterwards.
+    """
     asked: list[Any] = []
     core = make_core(asked, backend, images)
     core.collective_rpc("start_weight_update")
     core.collective_rpc("update_weights")
-    dropped: list[Any] = [{"reset_running_requests": True, "reset_connector": True}]
+    dropped: list[Any] = [
+        "synchronize_device",
+        {"reset_running_requests": True, "reset_connector": True},
+    ]
     dropped += ["encoder"] * images
     ours = dropped if backend == "shardmath" else []
     assert asked == ["start_weight_update", *ours, "update_weights"]
@@ -80,7 +93,7 @@ def test_what_is_not_dropped_keeps_weights_out(drop: Any, said: str) -> None:
     core.reset_prefix_cache = lambda **how: drop()
     with pytest.raises(ExchangeError, match=said):
         core.collective_rpc("update_weights")
-    assert not asked
+    assert asked == ["synchronize_device"]
 
 
 def test_requests_that_wait_with_keys_keep_weights_out() -> None:
@@ -140,7 +153,9 @@ def test_queries_that_wait_for_documents_keep_weights_out(is_beside: bool) -> No
     asked: list[Any] = []
     core = make_core(asked, runner="pooling")
     worker = SimpleNamespace(model_runner=runner)
-    core.model_executor = SimpleNamespace(collective_rpc=lambda what, *args: [what(worker)])
+    core.model_executor = SimpleNamespace(
+        collective_rpc=lambda what, *args: [what(worker)] if callable(what) else None
+    )
     with pytest.raises(ExchangeError, match="a query of old weights waits for documents"):
         core.collective_rpc("update_weights")
     # The request goes on with what it has.
@@ -168,6 +183,27 @@ class Tiered(Dropping):
     connector_scheduler = SimpleNamespace(manager=SimpleNamespace(secondary_tiers=["fs"]))
 
 
+class Managed(OffloadingConnector):
+    """vLLM's connector that offloads keys, which says of any manager that it has dropped them."""
+
+    def __init__(self, manager: type | None) -> None:
+        if manager is None:
+            self.connector_scheduler = None
+        else:
+            scheduler = SimpleNamespace(manager=manager.__new__(manager), reset_cache=lambda: None)
+            self.connector_scheduler = scheduler  # type: ignore[assignment]
+
+
+class InFiles(CPUOffloadingManager):
+    """As managers that keep keys in files: they have no method of their own that drops them."""
+
+    reset_cache = OffloadingManager.reset_cache
+
+
+class MooncakeStoreConnector(Dropping):
+    """By the name of vLLM's, whose module needs a package that is not there."""
+
+
 class Several(Dropping):
     def __init__(self, *parts: object) -> None:
         self.sub_connectors = parts
@@ -181,6 +217,10 @@ class Several(Dropping):
         (Several(Dropping(), Keeping(), Tiered()), None, "Keeping, Tiered may cache"),
         (None, Keeping(), "Keeping may cache"),
         (Several(Dropping()), None, ""),
+        (Managed(InFiles), None, "Managed may cache"),
+        (Managed(None), None, "Managed may cache"),
+        (Several(Managed(InFiles), Dropping()), None, "Managed may cache"),
+        (Managed(CPUOffloadingManager), None, ""),
     ],
 )
 def test_external_caches_that_cannot_drop_keep_weights_out(
@@ -197,3 +237,40 @@ def test_external_caches_that_cannot_drop_keep_weights_out(
     else:
         core.collective_rpc("update_weights")
         assert asked[-1] == "update_weights"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_store_that_other_workers_fill_again_keeps_weights_out(workers: int) -> None:
+    """vLLM clears it once the first worker has put what it was to put, whatever the others still have to."""
+    asked: list[Any] = []
+    core = make_core(asked, workers=workers)
+    core.scheduler.connector = MooncakeStoreConnector()
+    if workers == 1:
+        core.collective_rpc("update_weights")
+        assert asked[-1] == "update_weights"
+    else:
+        with pytest.raises(ExchangeError, match="MooncakeStoreConnector may cache"):
+            core.collective_rpc("update_weights")
+        assert not asked
+
+
+def test_a_step_that_is_under_way_puts_nothing_into_a_store_after_it_was_cleared() -> None:
+    """Workers do what they are asked in order, and vLLM's core goes on while they do it."""
+    store: list[str] = []
+    weights = ["old"]
+    core = make_core([])
+    core.reset_prefix_cache = lambda **how: store.clear()
+    with ThreadPoolExecutor(1) as worker:
+
+        def ask(what: str, *args: object) -> None:
+            worker.submit(lambda: what != "update_weights" or weights.append("new")).result()
+
+        core.model_executor = SimpleNamespace(collective_rpc=ask)
+
+        def step() -> None:
+            time.sleep(0.2)
+            store.append(f"keys of {weights[-1]} weights")
+
+        worker.submit(step)
+        core.collective_rpc("update_weights")
+    assert weights[-1] == "new" and not store

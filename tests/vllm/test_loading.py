@@ -249,15 +249,20 @@ class Pooling(Model):
         super().__init__()
         self.pooler = nn.Identity()
 
+    def compute_logits_local(self, hidden: object) -> object:
+        """By which vLLM samples a part of a batch on each rank."""
+        return hidden
 
-def test_a_torn_model_that_pools_refuses() -> None:
+
+def test_a_torn_model_refuses_by_whatever_it_is_asked() -> None:
     made = Pooling()
     refuse(made, "an update failed")
-    for ask in (made.pooler, made.compute_logits):
+    for ask in (made.pooler, made.compute_logits, made.compute_logits_local):
         with pytest.raises(ExchangeError, match="weights are torn"):
             ask(torch.ones(1))
     accept(made)
-    assert made.pooler(torch.ones(1)) == made.compute_logits(torch.ones(1)) == 1.0
+    for ask in (made.pooler, made.compute_logits, made.compute_logits_local):
+        assert ask(torch.ones(1)) == 1.0
 
 
 def test_what_is_the_engines_own_and_made_into_something_else(model: Model) -> None:

@@ -103,14 +103,16 @@ def test_an_update_of_some_tensors_leaves_others_torn(monkeypatch: pytest.Monkey
     """Of one stored tensor, too: "q" and "k" are written to one."""
     own = Worker(monkeypatch)
     everything, some = plan({1: "qko"}), plan({1: "qo"})
-    own.update(everything, 1, Phase.KEPT)
-    assert not own.is_torn
+    for phase in (Phase.KEPT, Phase.PARTED):
+        own.update(everything, 1, phase)
+        assert not own.is_torn
     own.update(everything, 1, Phase.TORN)
     assert own.is_torn
     own.update(some, 1, Phase.MOVED)
     assert own.is_torn
-    own.update(everything, 1, Phase.KEPT)
-    assert own.is_torn
+    for phase in (Phase.KEPT, Phase.PARTED):
+        own.update(everything, 1, phase)
+        assert own.is_torn
     own.update(plan({1: "k"}), 1, Phase.MOVED)
     assert not own.is_torn
     own.update(some, 1, Phase.TORN)

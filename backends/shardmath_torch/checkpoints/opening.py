@@ -35,10 +35,12 @@ from shardmath_torch.checkpoints.index import (
     read_index,
 )
 from shardmath_torch.checkpoints.safetensors.hf_sharded import Parts, read_sharded
+from shardmath_torch.checkpoints.safetensors.weights import FILE as MODEL_FILE
+from shardmath_torch.checkpoints.safetensors.weights import INDEX as MODEL_INDEX
 from shardmath_torch.checkpoints.safetensors.weights import open_weights
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
 
-__all__ = ["BLOBS", "open_checkpoint"]
+__all__ = ["BLOBS", "check_one_model", "open_checkpoint"]
 
 BLOBS = ("shardmath.blobs",)
 """The key of per-rank bytes' stored names in torch's planner data; a tuple, as other keys there are tensor names."""
@@ -73,6 +75,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         what = f"{path} is not a checkpoint, or a damaged one ({fault})"
         fix = "give the folder that `save` wrote, or fetch the checkpoint again"
         raise CheckpointError(f"{what}; {fix}") from error
+
+
+def check_one_model(path: str | os.PathLike[str]) -> None:
+    """Raise CheckpointError if the folder `path` has a checkpoint by `save` or torch and also a model in Hugging Face's
+    files, so that it is not known whose weights are meant."""
+    folder = place(path)
+    models = [name for name in (MODEL_FILE, MODEL_INDEX) if (folder / name).is_file()]
+    indices = [name for name in (METADATA, INDEX) if (folder / name).is_file()]
+    if models and indices:
+        what = f"{folder} has a checkpoint, by its {indices[0]}, and another model, in {models[0]}"
+        fix = f"give the path {folder / models[0]} to load that model, or move one of the two to another folder"
+        raise CheckpointError(f"{what}; {fix}")
 
 
 def _make_absolute(path: Place) -> Place:

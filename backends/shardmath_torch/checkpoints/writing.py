@@ -156,10 +156,11 @@ class Writer(storage.StorageWriter):
             pickled = _pickle(metadata, all_results)
             content = Sealed(pickled, index, running.save)
             make_count(running, seal(content))
-        self._claim = None
         self._drafts = []
         with _raise_as_ours(self._folder, AFTER):
             running.release()
+            # Only now: after a Ctrl-C before this line, `abandon` releases it.
+            self._claim = None
             _update_copy(self._folder, index, running.save)
 
     def abandon(self) -> None:

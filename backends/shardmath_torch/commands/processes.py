@@ -315,7 +315,7 @@ def _run_child(order: _ChildOrder[A, R], rank: int, pipe: Connection) -> None:
     """The main function of a child: join the group, run the task, send the result or the failure."""
     # Ctrl-C reaches every process of a terminal; the caller of `run` ends the children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name="shardmath", daemon=True).start()
     torch.set_num_threads(1)
     try:
         _join_group(order, rank)

@@ -42,6 +42,7 @@ __all__ = [
     "hold_nothing",
     "in_backward",
     "is_alone",
+    "is_inherited",
     "is_there",
     "local_of",
     "my_rank",
@@ -61,9 +62,15 @@ __all__ = [
 Group: TypeAlias = dist.ProcessGroup
 
 
+def is_inherited(group: Group) -> bool:
+    """Whether the group was made by the process that this one was forked from, which owns the group's connections and
+    store."""
+    return group in inherited
+
+
 def check_not_forked(group: Group) -> None:
     """Raise ExchangeError if the group was made by the process that this one was forked from."""
-    if group in inherited:
+    if is_inherited(group):
         what = "this process was forked from a rank, and cannot use that rank's process group"
         fix = "make the call in the rank's process, or start this process as its own rank"
         raise ExchangeError(f"{what}; {fix}")

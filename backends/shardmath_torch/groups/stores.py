@@ -33,9 +33,20 @@ def apart_from(store: Store) -> Store:
     """
     check_served(store)
     if store not in _clones:
-        clone = getattr(store, "clone", None)
-        _clones[store] = store if clone is None else clone()
+        _clones[store] = _clone(store)
     return _clones[store]
+
+
+def _clone(store: Store) -> Store:
+    """A clone of the store; the store itself if it cannot be cloned."""
+    clone = getattr(store, "clone", None)
+    try:
+        return store if clone is None else clone()
+    except RuntimeError as error:
+        # A store written in Python that has no `clone` inherits torch's, which only raises.
+        if "pure virtual" not in str(error):
+            raise
+        return store
 
 
 def connect_anew(store: Store) -> Store:

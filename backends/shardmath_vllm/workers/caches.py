@@ -5,13 +5,15 @@
 2. An engine's core does one thing at a time. So what is dropped within the call that brings weights is gone before any
    step, whoever calls, and whatever becomes of the caller.
 3. It is dropped before weights come: if vLLM cannot drop it, the engine takes no weights and is unchanged.
-4. Requests in flight are computed again from their first token to where they are, and continue with the new weights.
-5. vLLM cannot drop the keys of requests that wait with them, such as sessions between two inputs of a stream, and then
+4. Before that, workers end the steps that they were given. A step that runs as caches are dropped would put keys of
+   old weights into an external cache afterwards.
+5. Requests in flight are computed again from their first token to where they are, and continue with the new weights.
+6. vLLM cannot drop the keys of requests that wait with them, such as sessions between two inputs of a stream, and then
    keeps the keys of prompts, too. It does not notice if an external cache cannot drop its keys.
-6. Models that pool keep the outputs of a prompt's first parts until its last part, and vLLM returns them together with
+7. Models that pool keep the outputs of a prompt's first parts until its last part, and vLLM returns them together with
    the outputs that are computed again. Of a query that documents are compared with, it keeps all outputs, and cannot
    compute them again.
-7. Replicas of a mixture of experts compute each step together, including replicas without requests, so they take
+8. Replicas of a mixture of experts compute each step together, including replicas without requests, so they take
    weights only while none of them steps.
 """
 
@@ -22,7 +24,9 @@ from functools import wraps
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCore
+from vllm.v1.kv_offload.base import OffloadingManager
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of
@@ -31,6 +35,9 @@ from shardmath_vllm.infos import BACKEND
 __all__ = ["drop_caches", "drop_parts"]
 
 DONE = "_shardmath_drops_caches"
+
+MOONCAKE = "MooncakeStoreConnector"
+"""A connector whose workers put keys into a store from threads of their own."""
 
 
 def drop_caches() -> None:
@@ -51,7 +58,10 @@ def _drop_before(ask: Callable[..., Any]) -> Callable[..., Any]:
     def collective_rpc(self: Any, method: Any, *args: Any, **named: Any) -> Any:
         if method == "update_weights" and _is_ours(self.vllm_config):
             _check_steps_alone(self)
-            _check_can_drop(self.scheduler)
+            _check_can_drop(self.scheduler, self.vllm_config.parallel_config.world_size)
+            # Workers do what they are asked in order, so they have ended all steps once they have done this. vLLM's
+            # core does the same before it drops caches for a pause.
+            self.model_executor.collective_rpc("synchronize_device")
             if self.vllm_config.model_config.runner_type == "pooling":
                 _drop_pooled(self.model_executor)
             _drop(self)
@@ -75,15 +85,17 @@ def _check_steps_alone(core: Any) -> None:
         )
 
 
-def _check_can_drop(scheduler: Any) -> None:
-    """Raise ExchangeError if waiting requests hold cached keys, or a connector cannot drop keys of old weights."""
+def _check_can_drop(scheduler: Any, workers: int) -> None:
+    """Raise ExchangeError if waiting requests hold cached keys, or a connector cannot drop keys of old weights in an
+    engine of so many workers.
+    """
     names = ", ".join(repr(request.request_id) for request in scheduler.kv_holding_waiting)
     if names:
         raise ExchangeError(
             f"requests {names} wait with keys and values of old weights, which vLLM cannot drop for streaming "
             f"sessions; end them, or call send_weights once they have continued"
         )
-    keeping = _list_keeping(scheduler.connector)
+    keeping = _list_keeping(scheduler.connector, workers)
     if scheduler.ec_connector is not None:
         keeping.append(type(scheduler.ec_connector).__name__)
     if keeping:
@@ -93,19 +105,32 @@ def _check_can_drop(scheduler: Any) -> None:
         )
 
 
-def _list_keeping(connector: Any) -> list[str]:
+def _list_keeping(connector: Any, workers: int) -> list[str]:
     """The class names of connectors, this one or those in it, that cannot drop the keys that they keep elsewhere."""
     if connector is None:
         return []
     parts = getattr(connector, "sub_connectors", None)
     if parts is not None:
-        return [kind for part in parts for kind in _list_keeping(part)]
+        return [name for part in parts for name in _list_keeping(part, workers)]
     kind = type(connector)
-    # Tiers behind memory, such as files and servers: vLLM does not drop what they keep.
-    manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
-    tiers = getattr(manager, "secondary_tiers", ())
     drops = kind.reset_cache is not KVConnectorBase_V1.reset_cache
-    return [] if drops and not tiers else [kind.__name__]
+    # Before the store is cleared, vLLM waits for the first worker's thread only: others may put old keys afterwards.
+    is_refilled = workers > 1 and any(base.__name__ == MOONCAKE for base in kind.__mro__)
+    return (
+        [] if drops and not is_refilled and not _offloads_for_good(connector) else [kind.__name__]
+    )
+
+
+def _offloads_for_good(connector: Any) -> bool:
+    """Whether a connector offloads keys to where they stay although vLLM asks the connector to drop them."""
+    manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+    if manager is None:
+        # The method of the connector itself says nothing of what its manager does.
+        return isinstance(connector, OffloadingConnector)
+    # The base class's method drops nothing. Managers that keep keys in files have no other.
+    keeps = getattr(type(manager), "reset_cache", None) is OffloadingManager.reset_cache
+    # Tiers behind memory, such as files and servers: vLLM does not drop what they keep.
+    return keeps or bool(getattr(manager, "secondary_tiers", ()))
 
 
 def _drop_pooled(executor: Any) -> None:

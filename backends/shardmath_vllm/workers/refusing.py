@@ -37,10 +37,9 @@ def accept(model: nn.Module) -> None:
 
 def _list_asked(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """The modules and method names by which vLLM gets outputs: a pooling model may compute logits, too."""
-    asked: list[tuple[nn.Module, str]] = []
-    # Of the class: `accept` uncovers that again, where a method that only the instance had would be lost.
-    if hasattr(type(model), "compute_logits"):
-        asked.append((model, "compute_logits"))
+    # Also `compute_logits_local`, by which vLLM samples a part of a batch on each rank. Names of the class: `accept`
+    # uncovers its methods again, where a method that only the instance had would be lost.
+    asked = [(model, name) for name in dir(type(model)) if name.startswith("compute_logits")]
     pooler = getattr(model, "pooler", None)
     if isinstance(pooler, nn.Module):
         asked.append((pooler, "forward"))

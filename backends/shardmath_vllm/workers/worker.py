@@ -3,9 +3,10 @@
 1. As it is told of a trainer, a worker joins it, records its own model's loader, and plans.
 2. An update arrives a layer at a time, in tensors of the form in which weights are loaded; vLLM makes of them what it
    runs. Besides the model a worker needs memory for one layer, and for the bytes in flight.
-3. Nothing is taken back before all ranks are there. Where anything fails later, on whatever rank, no worker's model
-   answers until updates, of one trainer or another, have written again all that the one that failed may have written on
-   any worker of the engine.
+3. Nothing is taken back before all ranks are there. If anything fails, on whatever rank, after a worker has begun to
+   receive, its model does not answer until updates, of one trainer or another, have written again all that the one that
+   failed may have written on any worker of the engine. A worker that has not begun keeps its weights and answers:
+   without it nobody has moved a byte.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import shardmath as sm
-from shardmath.base.errors import ExchangeError
-from shardmath.base.text import plural
+from shardmath.base.errors import ExchangeError, StoreError
+from shardmath.base.text import message_of, plural
 from shardmath_torch.groups.agreement.naming import word_objection
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm import infos
@@ -101,7 +102,11 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
         def record(told: Told) -> sm.storage.Recorded:
             check_stays(parallel)
             _check_transport(init_info.transport, self.device)
-            return self._loading.record(told.served, told.checkpoint, check)
+            try:
+                return self._loading.record(told.served, told.checkpoint, check)
+            except StoreError as error:
+                fix = "if the trainer's model is not the engine's, start both from one checkpoint"
+                raise StoreError(f"{message_of(error)}\n{fix}") from error
 
         def check(recorded: sm.storage.Recorded) -> None:
             check_types(recorded)

@@ -12,6 +12,7 @@ import weakref
 import pytest
 
 from shardmath_torch.groups.agreement.threads import CallThread, Late
+from shardmath_torch.groups.agreement.turns import Turns
 
 
 class Held:
@@ -48,6 +49,16 @@ def test_nothing_is_kept_between_calls() -> None:
         time.sleep(0.01)
     assert gone() is None
     del calls
+    thread.join(5.0)
+    assert not thread.is_alive()
+
+
+def test_the_thread_that_posts_ends_with_its_group() -> None:
+    """Once this rank has left: the group object may be kept for long."""
+    turns = Turns()
+    thread = turns.posting.within(5.0, threading.current_thread)
+    with turns.ending(5.0, "its process group was disconnected"):
+        pass
     thread.join(5.0)
     assert not thread.is_alive()
 

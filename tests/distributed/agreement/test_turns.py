@@ -124,6 +124,12 @@ def test_threads_get_right_bytes_or_an_error(pool: Pool, kind: str) -> None:
             assert kind != "a group for each" or texts == [""] * 12
 
 
+def test_the_librarys_threads_are_not_counted_among_the_programs() -> None:
+    """Ranks pair calls by the threads' names, and the numbers in default names would differ between ranks."""
+    for before, after in alone(2, breaks.numbered):
+        assert int(after.removeprefix("Thread-")) == int(before.removeprefix("Thread-")) + 1
+
+
 def test_an_error_of_a_handler_is_not_the_networks() -> None:
     """It is this rank's failure, in its own words, also where it is of the kind that torch raises."""
     (mine,), (others,) = alone(2, breaks.handled)
@@ -147,6 +153,14 @@ def test_a_forked_child_calls_no_move_off() -> None:
 def test_a_child_forked_in_a_progress_function_ends_there() -> None:
     """It is in the middle of its parent's move, which goes on."""
     assert alone(2, breaks.forked_in_progress) == [(1, ""), (0, "")]
+
+
+@pytest.mark.parametrize("at", ["commit", "mover", "vote", "promise"])
+def test_a_child_that_leaves_its_parents_call_touches_nothing_of_it(at: str) -> None:
+    """It has its parent's connections and store: by a report or a goodbye there it would end its parent's group."""
+    (_, others), (statuses, mine) = alone(2, breaks.forked_inside, at)
+    assert statuses == [7]
+    assert mine == others == ["", "", ""]
 
 
 def test_a_child_forked_before_anything_was_compiled() -> None:

@@ -76,6 +76,12 @@ def test_callers_may_have_another_default_device_and_resize_tensors(pool: Pool) 
     assert pool.run(work.among_others) == [([float(r + 10) for r in range(8)], 0)] * 8
 
 
+@pytest.mark.parametrize("is_inference", [True, False])
+def test_moves_in_and_out_of_inference_mode(pool: Pool, is_inference: bool) -> None:
+    """Snapshots made in one mode are updated in the other."""
+    assert pool.run(work.in_modes, is_inference) == [[1.0, 2.0, 3.0, 4.0]] * 8
+
+
 @pytest.mark.parametrize("lying", ["contiguous", "transposed", "strided"])
 def test_random_plans(pool: Pool, lying: str) -> None:
     seeds = thinned(range(500, 560), len(lying))

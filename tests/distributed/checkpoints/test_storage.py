@@ -18,8 +18,8 @@ from moto.server import ThreadedMotoServer
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.checkpoints import checkpoint, reading, verifying, writing
-from shardmath_torch.checkpoints.commits import claim, find_counting, make_count, withdraw
-from shardmath_torch.checkpoints.files import checksums
+from shardmath_torch.checkpoints.commits import Claim, claim, find_counting, make_count, withdraw
+from shardmath_torch.checkpoints.files import checksums, locks
 from shardmath_torch.checkpoints.files.places import CheckpointError, Remote, place
 from tests.distributed import pool as workers
 from tests.distributed.pool import Pool
@@ -332,6 +332,23 @@ def test_a_draft_that_cannot_be_removed_keeps_no_lock(
     assert held.draft.is_file()
     smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
     assert len(work.files(str(tmp_path))) == 3
+
+
+def test_a_save_that_is_interrupted_once_it_counts_keeps_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C left the file open for as long as the process ran."""
+
+    def release(held: Claim) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    before = set(locks._held)
+    monkeypatch.setattr(Claim, "release", release)
+    with pytest.raises(KeyboardInterrupt):
+        smt.save(tmp_path, {"v": torch.ones(6)}, {"v": LINE})
+    assert locks._held == before
+    assert smt.load(tmp_path, {"v": LINE})["v"].equal(torch.ones(6))
 
 
 def test_every_save_removes_all_of_the_former(pool: Pool, tmp_path: Path) -> None:

@@ -69,6 +69,11 @@ def test_threads_of_one_name_commit_together(pool: Pool) -> None:
     assert pool.run(commits.in_one_name) == [NEW] * 8
 
 
+def test_an_empty_block_has_no_thread(pool: Pool) -> None:
+    """Nothing moves in it, so that nothing tells which threads belong together."""
+    assert pool.run(commits.empty_in_any_thread) == [""] * 8
+
+
 def test_blocks(pool: Pool) -> None:
     """All moves of a block are in place on all ranks, or none is on any; and the group goes on."""
     why = {

@@ -17,15 +17,35 @@ from shardmath_torch.groups.agreement.wire import PeerFailure
 from shardmath_torch.moves.commits import conclude as concluding
 from shardmath_torch.moves.commits.blocks import CommitBlock, Member
 from shardmath_torch.moves.commits.conclude import conclude
+from shardmath_torch.moves.commits.record import Record
 
 SIZE = 3
+
+
+class OfPython(dist.Store):
+    """A store written in Python, without `clone`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._store = dist.HashStore()
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+
+@pytest.mark.parametrize("prefix", ["", "prefix"])
+def test_a_store_that_cannot_be_cloned(prefix: str) -> None:
+    """It is asked itself."""
+    mine = OfPython()
+    record = Record(dist.PrefixStore(prefix, mine) if prefix else mine, "group", 7)
+    assert record.ask(Event.COMMIT, 5.0) is record.ask(Event.ABORT, 5.0) is Event.COMMIT
 
 
 class Dead(BaseException):
     """The rank does nothing more."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Crowd:
     """What ranks share: a store, who has promised, and whether anybody is gone."""
 

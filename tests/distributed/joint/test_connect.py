@@ -193,6 +193,14 @@ def test_nothing_is_left_of_a_store_either(rounds: int) -> None:
         assert last == first
 
 
+def test_a_child_forked_while_ranks_meet_withdraws_nothing() -> None:
+    """Its parent's announcement stays, and the ranks connect."""
+    (mine, announced), (others, _) = alone(2, joint.forked_meeting, address())
+    assert (mine, others) == ("", "")
+    assert all(announced)
+    assert len(announced) == 1
+
+
 def test_a_forked_child_is_refused() -> None:
     (said, _) = alone(2, joint.forked)
     assert "this process was forked from a rank" in said

@@ -11,6 +11,7 @@ from tests.distributed.tasks.transfers import (
     WORKERS,
     act,
     finish_alone,
+    part,
     update_slowly,
 )
 
@@ -67,6 +68,15 @@ def test_what_fails_on_one_is_an_error_on_all_at_once(
 def test_an_update_may_take_longer_than_ranks_wait(pool: Pool) -> None:
     """Who has nothing to send for most of it hears of the others as each layer is prepared."""
     assert pool.run(update_slowly, free_port()) == [""] * pool.size
+
+
+def test_nobody_moves_before_all_have_begun(pool: Pool) -> None:
+    """Not even what the one that has not begun has no part in: its weights are as they were, and it may answer."""
+    others: list[tuple[str, list[float]]]
+    first, parted, *others = pool.run(part, free_port())
+    assert parted == ("parted", [])
+    assert first == ("torn", [])
+    assert others[:WORKERS] == [("torn", [0.0] * 6)] * WORKERS
 
 
 def test_a_trainer_that_does_not_hear_that_an_update_is_finished(pool: Pool) -> None:

@@ -41,6 +41,11 @@ def test_every_step_brings_all(pool: Pool, ways: list[Way]) -> None:
             assert not any(wrong), f"rank {rank}, {way}: {wrong}"
 
 
+def test_a_refit_may_go_by_one_name_in_threads_of_several(pool: Pool) -> None:
+    for wrong in pool.run(refitted.in_one_name):
+        assert not any(wrong), wrong
+
+
 def test_preparing_waits_for_a_step_beside(pool: Pool) -> None:
     assert pool.run(refitted.prepare_meanwhile) == [[[], []]] * 8
 

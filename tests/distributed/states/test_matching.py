@@ -210,7 +210,12 @@ def test_an_option_with_an_item_per_parameter_is_for_the_same_group(
     assert other.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("kind", [tuple, torch.tensor])
+def rows(values: list[float]) -> Tensor:
+    """A row of two numbers for each value."""
+    return torch.tensor(values)[:, None].repeat(1, 2)
+
+
+@pytest.mark.parametrize("kind", [tuple, torch.tensor, rows])
 def test_a_tuple_or_tensor_with_an_item_per_parameter_is_for_the_same_group(
     tmp_path: Path, kind: Callable[[list[float]], Any]
 ) -> None:
@@ -219,11 +224,12 @@ def test_a_tuple_or_tensor_with_an_item_per_parameter_is_for_the_same_group(
         return optim.SGD([group], lr=0.1)
 
     module = nn.ParameterDict({name: torch.ones(2) for name in "ab"})
+    wanted = torch.as_tensor(kind([1.0, 10.0]))
     training.save_state(tmp_path, module, made("ab", [1.0, 10.0]))
     for order, weights in (("ab", [0.0, 0.0]), ("ba", [1.0, 10.0])):
         into = made(order, weights)
         training.load_state(tmp_path, module, into)
-        assert list(into.param_groups[0]["weights"]) == [1.0, 10.0]
+        assert torch.equal(torch.as_tensor(into.param_groups[0]["weights"]), wanted)
     with pytest.raises(CheckpointError, match=r"'weights' is .* maybe an item for each of a, b"):
         training.load_state(tmp_path, module, made("ba", [10.0, 1.0]))
 

@@ -37,6 +37,12 @@ def share_dict(states: list[dict[str, Any]]) -> None:
         state["step"] = counts
 
 
+def share_tuple(states: list[dict[str, Any]]) -> None:
+    counts = ((torch.zeros(()), 1),)
+    for state in states:
+        state["step"] = counts
+
+
 def share_twice(states: list[dict[str, Any]]) -> None:
     """Two keys of the first parameter, and of the others the one step."""
     share_step(states)
@@ -47,6 +53,7 @@ SHARED: dict[str, Begun] = {
     "a tensor": share_step,
     "a list": share_history,
     "a dict": share_dict,
+    "a tuple": share_tuple,
     "a tensor and what detach gives": share_twice,
 }
 
@@ -68,6 +75,8 @@ class Counting(optim.Optimizer):
             first += 1
         elif isinstance(first, list):
             first.append(first[-1] + 1)
+        elif isinstance(first, tuple):
+            first[0][0].add_(1)
         else:
             first["step"] += 1.0
         with torch.no_grad():
@@ -80,6 +89,8 @@ class Counting(optim.Optimizer):
 def read(step: Any) -> Any:
     if isinstance(step, list):
         return step[-1]
+    if isinstance(step, tuple):
+        return step[0][0]
     return step["step"] if isinstance(step, dict) else step
 
 
@@ -106,7 +117,8 @@ def test_state_of_one_parameter_is_one_again(tmp_path: Path) -> None:
     module["b"] = module["a"]
     optimizer = optim.SGD([module["a"]], lr=0.1)
     moment = torch.ones(2)
-    optimizer.state[module["a"]] = {"one": moment, "other": moment}
+    pair = ([1], 2)
+    optimizer.state[module["a"]] = {"one": moment, "other": moment, "pair": pair, "same": pair}
     training.save_state(tmp_path, module, optimizer)
     other = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
     fresh = optim.SGD(other.parameters(), lr=0.1)
@@ -114,6 +126,8 @@ def test_state_of_one_parameter_is_one_again(tmp_path: Path) -> None:
     a, b = (fresh.state[other[name]] for name in "ab")
     assert a["one"] is a["other"] and b["one"] is b["other"]
     assert a["one"] is not b["one"] and a["one"].equal(moment)
+    assert a["pair"] is a["same"] and b["pair"] is b["same"]
+    assert a["pair"][0] is not b["pair"][0] and a["pair"] == pair
 
 
 def test_state_on_meshes_apart_is_one_again(pool: Pool, tmp_path: Path) -> None:
@@ -232,18 +246,29 @@ class Lazy(optim.Optimizer):
         seen = self.param_groups[0]["seen"]
         if isinstance(seen, Tensor):
             seen += 1
+        elif isinstance(seen, tuple):
+            seen[0].add_(1)
         elif isinstance(seen, dict):
             seen[f"step {len(seen)}"] = 1
         else:
             seen.append(1)
         for group in self.param_groups:
             seen = group["seen"]
-            count = seen if isinstance(seen, Tensor) else len(seen)
+            held = seen[0] if isinstance(seen, tuple) else seen
+            count = held if isinstance(held, Tensor) else len(held)
             for parameter in group["params"]:
                 parameter -= group["lr"] * count
 
 
-@pytest.mark.parametrize("make", [list, dict, lambda: torch.zeros(())], ids=["list", "dict", "0-d"])
+MADE: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "dict": dict,
+    "0-d": lambda: torch.zeros(()),
+    "tuple": lambda: (torch.zeros(()), 1, 2, 3),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_options_that_groups_come_to_share_are_one_again(
     tmp_path: Path, make: Callable[[], Any]
 ) -> None:
@@ -299,14 +324,70 @@ def test_an_option_that_one_group_has_twice_is_one_again(tmp_path: Path) -> None
     assert one["seen"] is not other["seen"] and one["seen"] == other["seen"] == seen
 
 
-def test_a_list_that_is_state_and_an_option(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seen", [[1], ([1],)])
+def test_a_list_that_is_state_and_an_option(tmp_path: Path, seen: Any) -> None:
     """A step would change one of the two."""
     module = nn.Linear(2, 2)
     optimizer = optim.SGD(module.parameters(), lr=0.1)
-    optimizer.param_groups[0]["seen"] = optimizer.state[module.weight]["seen"] = [1]
+    optimizer.param_groups[0]["seen"] = optimizer.state[module.weight]["seen"] = seen
     with pytest.raises(CheckpointError, match=r"'seen' of 'weight' and the option 'seen' are one"):
         training.save_state(tmp_path, module, optimizer)
 
 
 def test_options_that_groups_on_two_meshes_share_are_one_again(pool: Pool, tmp_path: Path) -> None:
     assert pool.run(work.shares_options_on_stages, str(tmp_path)) == [True] * 8
+
+
+def put_twice_in_one(first: dict[str, Any], second: dict[str, Any], tensor: Tensor) -> None:
+    first["seen"] = [tensor, {"again": tensor.detach()}]
+
+
+def put_in_each_group(first: dict[str, Any], second: dict[str, Any], tensor: Tensor) -> None:
+    first["seen"], second["seen"] = {"one": tensor}, {"one": tensor}
+
+
+def put_beside_itself(first: dict[str, Any], second: dict[str, Any], tensor: Tensor) -> None:
+    first["beta"], first["seen"] = tensor, (tensor, 0.5)
+
+
+@pytest.mark.parametrize("put", [put_twice_in_one, put_in_each_group, put_beside_itself])
+def test_a_tensor_inside_options_that_is_in_two_places(
+    tmp_path: Path, put: Callable[..., None]
+) -> None:
+    """It would come back as separate tensors, of which the next step changes one."""
+    module = nn.Linear(2, 2)
+    optimizer = optim.SGD([{"params": [weight]} for weight in module.parameters()], lr=0.1)
+    put(*optimizer.param_groups, torch.zeros(()))
+    with pytest.raises(CheckpointError, match=r"option 'seen'.* are views of the same memory"):
+        training.save_state(tmp_path, module, optimizer)
+
+
+def test_a_tuple_of_the_defaults_is_one_still(tmp_path: Path) -> None:
+    """Tensors in it keep their memory; and what has been loaded can be saved."""
+    module = nn.Linear(2, 2)
+
+    def made(*betas: float) -> optim.Optimizer:
+        groups = [{"params": [weight]} for weight in module.parameters()]
+        return optim.Adam(groups, betas=tuple(map(torch.tensor, betas)), capturable=True)
+
+    training.save_state(tmp_path, module, made(0.5, 0.75))
+    into = made(0.9, 0.99)
+    tensors = into.param_groups[0]["betas"]
+    for _ in range(2):
+        training.load_state(tmp_path, module, into)
+        first, second = (group["betas"] for group in into.param_groups)
+        assert first is second and all(a is b for a, b in zip(first, tensors, strict=True))
+        assert list(first) == [0.5, 0.75]
+        training.save_state(tmp_path, module, into)
+
+
+def test_a_tensor_of_the_module_is_in_several_options(tmp_path: Path) -> None:
+    """It is there still after a load, as the module's."""
+    module = nn.Linear(2, 2)
+    group = {"params": [module.weight], "slow": [module.bias.data], "pair": (module.bias.data,)}
+    optimizer = optim.SGD([group], lr=0.1)
+    training.save_state(tmp_path, module, optimizer)
+    training.load_state(tmp_path, module, optimizer)
+    (group,) = optimizer.param_groups
+    for key in ("slow", "pair"):
+        assert group[key][0].data_ptr() == module.bias.data_ptr()

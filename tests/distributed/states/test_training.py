@@ -171,6 +171,11 @@ def test_buffers_and_bytes(pool: Pool, tmp_path: Path) -> None:
         assert (texts["model._extra_state"], steps, scratch, own) == ("None", 3, 1, f"rank {rank}")
 
 
+def test_buffers_that_differ_between_ranks(pool: Pool, tmp_path: Path) -> None:
+    """As those of BatchNorm under FSDP2: all are the lowest rank's, not a part of each rank's."""
+    assert pool.run(work.buffers_apart, str(tmp_path)) == [[{0.0}, {0.0}]] * 8
+
+
 def test_state_that_lies_otherwise(pool: Pool) -> None:
     for said in pool.run(work.odd_state):
         for kind, text in said[:2]:
@@ -187,6 +192,15 @@ def test_state_that_comes_to_lie_otherwise(pool: Pool, tmp_path: Path) -> None:
         assert "'odd' of 'weight' has shape (9,), its parameter (9, 2)" in vector
         assert "'odd' of 'weight', which is a DTensor, has tensors in a list" in inside
         assert numbers == ""
+
+
+@pytest.mark.parametrize("names", ["w scale", "scale"])
+def test_numbers_of_a_parameter_that_is_a_number(pool: Pool, tmp_path: Path, names: str) -> None:
+    """Its step has its shape, too, but stays plain where the parameter is a DTensor; foreach takes no mixture."""
+    # Nothing else shows what the products of a parameter alone are.
+    alone = set() if "w" in names else {"mu_product"}
+    wanted = {"exp_avg", "exp_avg_sq"} | alone
+    assert pool.run(work.scale_numbers, str(tmp_path), names) == [(wanted, True)] * 8
 
 
 def test_state_that_was_held_whole(pool: Pool, tmp_path: Path) -> None:

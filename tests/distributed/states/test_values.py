@@ -35,6 +35,7 @@ KEPT: dict[str, Any] = {
     "dicts that look coded": {"tuple": [1], "tensor": ["int8", 2], "dict": {"dict": {}}},
     "numbers of numpy": [np.float64(0.1), np.float32(0.1), np.float16("inf"), np.bool_(True)],
     "large numbers of numpy": (np.uint64(2**64 - 1), np.int8(-3)),
+    "dtypes": [torch.bfloat16, (torch.float8_e4m3fn, torch.bool)],
     "nested": ([(), [], {}], {"a": ({"b": [1]},)}),
 }
 
@@ -147,6 +148,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
         "is a tensor of float4_e2m1fn_x2",
     ),
+    "a quantized dtype": (lambda: torch.qint8, "is torch.qint8, which JSON cannot store"),
     "complex number": (lambda: 1j, "is 1j, which JSON cannot store"),
     "bytes": (lambda: b"a", "is b'a', which JSON cannot store"),
     "keys": (lambda: {1: 2}, "is {1: 2}, which JSON cannot store"),
@@ -253,6 +255,14 @@ def test_keys_of_options_and_state(tmp_path: Path, key: Any) -> None:
         CheckpointError, match=r"state of 'weight' has the key .*; use text as keys"
     ):
         training.save_state(tmp_path, module, optimizer)
+
+
+def test_a_dtype_as_an_option(tmp_path: Path) -> None:
+    """As that of the moments, which some optimizers have."""
+    training.save_state(tmp_path, *with_option(torch.bfloat16))
+    module, optimizer = with_option(torch.float32)
+    training.load_state(tmp_path, module, optimizer)
+    assert optimizer.param_groups[0]["odd"] is torch.bfloat16
 
 
 def test_a_rate_of_numpy_goes_into_a_tensor(tmp_path: Path) -> None:

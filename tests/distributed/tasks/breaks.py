@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath_gloo.wire import GlooWire
 from shardmath_torch.groups.agreement.threads import _wait_for_all
+from shardmath_torch.moves.commits.record import Record
 from tests.distributed.tasks.device import DEVICE
 
 Said = str
@@ -265,6 +267,17 @@ def threads(rank: int, kind: str) -> dict[str, list[Said]]:
     return said
 
 
+def numbered(rank: int) -> list[str]:
+    """Default names of threads made before and after moves with a timeout, a move in the background, and a group."""
+    rows, group = Rows(rank, 2, 64), dist.new_group()
+    names = [threading.Thread().name]
+    move = smt.compile(rows.plan, group=group, commit="all", timeout=20.0)
+    move(rows.src, out=rows.out, timeout=30.0)
+    move(rows.src, out=rows.out, async_op=True).wait()
+    move.close()
+    return [*names, threading.Thread().name]
+
+
 def handled(rank: int) -> list[Said]:
     """A signal handler on rank 0 raises RuntimeError, as torch does, while data are sent; then what each rank says."""
     rows = Rows(rank, 2, 64)
@@ -332,6 +345,53 @@ def forked_in_progress(rank: int) -> tuple[int, Said]:
     rows.out.fill_(-1.0)
     said = ends(lambda: move(rows.src, out=rows.out))
     return sum(statuses), said or ("WRONG" if rows.wrong() else "")
+
+
+def forked_inside(rank: int, at: str) -> tuple[list[int], list[Said]]:
+    """Rank 1 forks a child in a block of `smt.commit` or of the mover, or as a signal handler would in a vote or once
+    all bytes are there; the child leaves by sys.exit. Its status, how the block ended, and the move after that."""
+    rows, statuses, process = Rows(rank, 2, 64), [], os.getpid()
+    move = smt.compile(rows.plan, commit="all", timeout=8.0)
+
+    def fork() -> None:
+        if rank == 1 and not statuses:
+            child = os.fork()
+            if child == 0:
+                sys.exit(7)
+            # The child leaves before this rank goes on.
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    def forking(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            fork()
+            return plain(*arguments)
+
+        return call
+
+    def act() -> None:
+        with smt.commit(move):
+            move(rows.src, out=rows.out)
+            if at == "commit":
+                fork()
+        if at == "mover":
+            with move:
+                fork()
+
+    if at == "vote":
+        GlooWire.gather = forking(GlooWire.gather)  # type: ignore[method-assign]
+    if at == "promise":
+        Record.ask = forking(Record.ask)  # type: ignore[method-assign]
+    said = [ends(act)]
+    if os.getpid() != process:
+        os._exit(7 if said == ["SystemExit: 7"] else 1)
+    said.append("WRONG" if rows.wrong() else "")
+    # The mover was closed.
+    move = smt.compile(rows.plan, commit="all", timeout=8.0)
+    rows.out.fill_(-1.0)
+    said.append(ends(lambda: move(rows.src, out=rows.out)) or ("WRONG" if rows.wrong() else ""))
+    # Rank 0's process serves the store in which the decision is.
+    dist.barrier()
+    return statuses, said
 
 
 def forked_first(rank: int) -> tuple[Said, Said]:

@@ -148,6 +148,20 @@ def among_others(rank: int) -> tuple[list[float], int]:
     return found, sum(storage.nbytes() for storage in storages)
 
 
+def in_modes(rank: int, is_inference: bool) -> list[float]:
+    """The destination after each of four moves, made in inference mode in turns, first if `is_inference`."""
+    mesh = sm.Mesh(tp=8)
+    plan = sm.plan(sm.Layout((24,), mesh, "(tp n)"), sm.Layout((24,), mesh, "n"))
+    move = smt.compile_changes(plan, timeout=20.0)
+    src, out, found = torch.zeros(3), torch.zeros(24), []
+    for number in range(4):
+        src[1] = number + 1.0
+        with torch.inference_mode((number % 2 == 0) == is_inference):
+            move(src, out=out)
+        found.append(out[1].item())
+    return found
+
+
 def refuses(rank: int, name: str) -> str:
     """What every rank is told where one compiles something wrong."""
     plan: Any = sm.plan(LINE, PLANE)

@@ -421,6 +421,23 @@ def in_one_name(rank: int) -> Said:
     return said[0] or two.holds(1.0, 0.0)
 
 
+def empty_in_any_thread(rank: int) -> Said:
+    """A block without moves, in the main thread of rank 0 and in others' threads of their own names."""
+    group, said = own_group(), []
+
+    def act() -> None:
+        with smt.commit(group):
+            pass
+
+    thread = threading.Thread(target=lambda: said.append(ends(act)), name=f"thread {rank}")
+    if rank:
+        thread.start()
+        thread.join()
+    else:
+        said.append(ends(act))
+    return said[0]
+
+
 def alike(rank: int) -> list[Said]:
     """What else a mover with shadows does: overlapping sides, receipts, bytes that it says, ranks that differ."""
     size = dist.get_world_size()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from shardmath.formats import FP8Blocks
 from shardmath.models.systems.megatron import megatron
 from shardmath_gloo.wire import GlooWire
 from shardmath_torch.groups import compat
+from shardmath_torch.groups.agreement import notes
 from shardmath_torch.groups.agreement.gather import gather
 from tests.distributed.tasks.breaks import Rows, Said, ends
 from tests.distributed.tasks.device import BACKEND, DEVICE
@@ -349,6 +351,38 @@ def leaves_nothing(rank: int, where: str, rounds: int) -> list[tuple[int, int]]:
 
 def _count() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def forked_meeting(rank: int, address: str) -> tuple[Said, list[str]]:
+    """Rank 0's signal handler forks a child while it waits for rank 1; the child leaves by sys.exit. Then a move."""
+    process, announced = os.getpid(), []
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), None, is_master=rank == 0, wait_for_workers=False)
+
+    def fork(*_: object) -> None:
+        child = os.fork()
+        if not child:
+            sys.exit(7)
+        os.waitpid(child, 0)
+        announced.append(notes.read(store, "shardmath/joint//lead") or "")
+
+    if rank == 0:
+        signal.signal(signal.SIGALRM, fork)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    else:
+        time.sleep(0.8)
+
+    def move() -> None:
+        group = smt.connect(store, rank, 2, timeout=20.0)
+        rows = Rows(rank, 2, 4)
+        with smt.compile(rows.plan, group=group, timeout=8.0) as move:
+            move(rows.src, out=rows.out)
+        assert not rows.wrong()
+
+    said = ends(move)
+    if os.getpid() != process:
+        os._exit(0)
+    return said, announced
 
 
 def forked(rank: int) -> Said:

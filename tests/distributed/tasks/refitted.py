@@ -6,6 +6,7 @@ Imported by workers, so no pytest here.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -145,6 +146,23 @@ def _find_odd(changes: Any, step: int, share: float) -> str:
     if share == 0.0:
         is_right = sent.nbytes == 0
     return "" if is_right else f"step {step}: {sent.nbytes} bytes of {everything}"
+
+
+def in_one_name(rank: int) -> list[Any]:
+    """What is wrong after steps by a refit that goes by one name, in the main thread of even ranks, and in a thread of
+    another name on odd ranks."""
+    found: list[list[Any]] = []
+
+    def act() -> None:
+        found.append(_step(Refitted(rank, Way({"thread": "refit", "changes": True}, {}))))
+
+    thread = threading.Thread(target=act, name=f"worker {rank}")
+    if rank % 2:
+        thread.start()
+        thread.join()
+    else:
+        act()
+    return found[0]
 
 
 def prepare_meanwhile(rank: int) -> list[Any]:

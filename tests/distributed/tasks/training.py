@@ -300,6 +300,31 @@ def counted(rank: int, path: str) -> Any:
     )
 
 
+def buffers_apart(rank: int, path: str) -> list[set[float]]:
+    """The values of buffers, which are each rank's number, after a save and a load; and after an export of files that
+    several ranks write, and a load."""
+    from torch.distributed.fsdp import fully_shard
+
+    def filled(value: float) -> nn.Module:
+        module = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8))
+        module.register_buffer("queue", torch.empty(64, 8))
+        module.register_buffer("seen", torch.empty((), dtype=torch.int64))
+        fully_shard(module, mesh=device_mesh(range(8), (8,), NAMES[1]))
+        for buffer in module.buffers():
+            buffer.fill_(value)
+        return module
+
+    smt.save_state(f"{path}/saved", filled(rank))
+    smt.export(f"{path}/exported", filled(rank), max_shard_size=100)
+    saved, exported = filled(9), filled(9)
+    smt.load_state(f"{path}/saved", saved)
+    smt.load_weights(f"{path}/exported", exported)
+    found = []
+    for module in (saved, exported):
+        found.append({float(x) for buffer in module.buffers() for x in buffer.flatten()})
+    return found
+
+
 def odd_state(rank: int) -> list[str]:
     """What is said of state of DTensors that does not lie as they do."""
     mesh = device_mesh(range(8), (4, 2), NAMES[2])["tp"]
@@ -336,6 +361,46 @@ def lay_out_anew(rank: int, path: str) -> list[str]:
         said.append("" if is_loaded else told[1])
         assert is_loaded is bool(fresh.state)
     return said
+
+
+def _with_scale(names: str, mesh: DeviceMesh | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A parameter of shape (), and for the name "w" a matrix, plain or as DTensors; with NAdam, after a step."""
+    whole = {"w": torch.ones(9, 2), "scale": torch.tensor(2.0)}
+    module = nn.ParameterDict({name: whole[name] for name in names.split()})
+    if mesh is not None:
+        for name, parameter in module.items():
+            placement = Shard(0) if parameter.ndim else Replicate()
+            module[name] = nn.Parameter(distribute_tensor(parameter.data, mesh, [placement]))
+    optimizer = torch.optim.NAdam(module.parameters(), foreach=True)
+    _step_squares(module, optimizer)
+    return module, optimizer
+
+
+def _step_squares(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in module.parameters():
+        parameter.grad = parameter.detach() * 2
+    optimizer.step()
+
+
+def scale_numbers(rank: int, path: str, names: str) -> tuple[set[str], bool]:
+    """The keys of the state of a parameter of shape () that are DTensors, after a load of what was saved plain; and
+    whether it goes on as the plain one, also if it is saved and loaded again."""
+    module, optimizer = _with_scale(names, None)
+    _step_squares(module, optimizer)
+    smt.save_state(f"{path}/plain", module, optimizer)
+    other, second = _with_scale(names, device_mesh(range(8), (8,), NAMES[1]))
+    smt.load_state(f"{path}/plain", other, second)
+    divided = {key for key, x in second.state[other["scale"]].items() if isinstance(x, DTensor)}
+    _step_squares(other, second)
+    smt.save_state(f"{path}/divided", other, second)
+    third, last = _with_scale(names, None)
+    smt.load_state(f"{path}/divided", third, last)
+    _step_squares(third, last)
+    for _ in range(2):
+        _step_squares(module, optimizer)
+    same = all(module[name].equal(third[name]) for name in names.split())
+    plain = not any(isinstance(x, DTensor) for x in last.state[third["scale"]].values())
+    return divided, same and plain
 
 
 def hold_whole(rank: int, path: str) -> tuple[bool, list[float]]:

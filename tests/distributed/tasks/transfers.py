@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -32,6 +32,7 @@ __all__ = [
     "act",
     "finish_alone",
     "halves",
+    "part",
     "second",
     "update_slowly",
 ]
@@ -171,10 +172,12 @@ def _record(column: int, told: Told) -> sm.storage.Recorded:
 # A trainer's rank that was started anew
 
 
-def second(rank: int, port: int) -> str:
+def second(
+    rank: int, port: int, run: str = "", value: float = 2.0, timeout: float = TIMEOUT_S
+) -> str:
     """What the second rank of a trainer raised, in a process that has met nobody before."""
-    held = torch.full((2, 2), 2.0)
-    info = sv.TrainerInfo(f"127.0.0.1:{port}", 2, workers=1, rank=1, timeout=TIMEOUT_S)
+    held = torch.full((2, 2), value)
+    info = sv.TrainerInfo(f"127.0.0.1:{port}", 2, workers=1, rank=1, timeout=timeout, run=run)
     try:
         sv.Trainer.trainer_init(info, client=[], source=halves(held)).send_weights()
     except ExchangeError as error:
@@ -264,3 +267,36 @@ def finish_alone(rank: int, port: int) -> str:
     finally:
         link.leave()
     return ""
+
+
+# A trainer that leaves as the others begin to move
+
+
+def part(rank: int, port: int) -> tuple[str, list[float]]:
+    """In what phase an update ended, and what arrived of the first layer, which the trainer's second rank does not
+    have. That rank fails once all have said yes, before it begins to move.
+    """
+    if rank >= TRAINERS + WORKERS:
+        return "", []
+    link = _meet(rank, port, GONE_S)
+    refit = link.refits[0]
+    (name,) = refit.planned.moved
+    arrived = [torch.zeros(ROWS, 1)] * (rank >= TRAINERS)
+
+    def move() -> None:
+        if arrived:
+            refit.prepare(dst={"engine 0": {name: arrived[0]}})
+        else:
+            refit.prepare(src={name: torch.ones(ROWS, 2)})
+        refit()
+
+    def fail(life: Life) -> None:
+        raise ExchangeError("interrupted")
+
+    life = Life(link, Update(1))
+    with ExitStack() as stack:
+        stack.enter_context(suppress(ExchangeError))
+        if rank == 1:
+            stack.enter_context(mock.patch.object(Life, "_forget", fail))
+        life.receive(move)
+    return life.update.phase.value, [value for one in arrived for value in one.flatten().tolist()]

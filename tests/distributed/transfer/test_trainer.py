@@ -126,6 +126,7 @@ class Other(PlainEngine):
 
 
 SHORT_S = 1.0
+EARLIER_S = 8.0
 
 
 @pytest.mark.parametrize(
@@ -226,6 +227,25 @@ def test_a_call_that_fails_as_its_time_is_over_has_not_gone_well(
     monkeypatch.setattr(Calls, "fault", property(look_and_go_on))
     with pytest.raises(ExchangeError, match="engine 0"):
         calls.answer(0.0)
+
+
+def test_an_error_while_weights_move_says_what_to_do(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before that, nothing has moved, and nothing has to be done for the engines."""
+
+    def fail(trainer: sv.Trainer) -> None:
+        raise ArithmeticError("in the middle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sv.Trainer, "_check", fail)
+        with pytest.raises(ExchangeError, match="in the middle") as kept:
+            pair.sender.send_weights()
+    assert "partly new" not in str(kept.value)
+    monkeypatch.setattr(sv.Trainer, "_move", fail)
+    with pytest.raises((ExchangeError, ArithmeticError)) as torn:
+        pair.sender.send_weights()
+    assert "engines may have partly new weights" in str(torn.value)
 
 
 def test_ranks_that_were_told_otherwise() -> None:
@@ -433,6 +453,43 @@ def test_a_rank_that_was_started_anew_meets() -> None:
         assert engine.module.get_parameter("weight").tolist() == [[value] * 2] * 2 + [[2.0] * 2] * 2
     for one in met:
         one.shutdown()
+    assert engine.link is not None
+    engine.link.leave()
+
+
+def test_a_rank_of_an_earlier_run_does_not_meet() -> None:
+    """It comes first, as it tries again, and would send what it has of that run."""
+    info = dataclasses.replace(tell(), trainers=2, run="this")
+    port = int(info.address.rpartition(":")[2])
+    engine = PlainEngine(nn.Linear(2, 4, bias=False))
+    stale, other = Pool(1), Pool(1)
+    said: dict[str, str] = {}
+
+    def join(pool: Pool, run: str, value: float) -> None:
+        (said[run],) = pool.run(transfers.second, port, run, value, EARLIER_S)
+
+    threads = [
+        threading.Thread(target=join, args=(stale, "earlier", 7.0)),
+        threading.Thread(target=join, args=(other, "this", 2.0)),
+    ]
+    threads[0].start()
+    timer = threading.Timer(SHORT_S, threads[1].start)
+    timer.start()
+    met = sv.Trainer.trainer_init(
+        dataclasses.replace(info, timeout=EARLIER_S),
+        client=engine,
+        source=transfers.halves(torch.full((2, 2), 1.0)),
+    )
+    met.send_weights()
+    timer.join()
+    for thread in threads:
+        thread.join()
+    for pool in (stale, other):
+        pool.close()
+    assert engine.module.get_parameter("weight").tolist() == [[1.0] * 2] * 2 + [[2.0] * 2] * 2
+    assert said["this"] == ""
+    assert "rank 0 is of run 'this', and rank 1 of run 'earlier'" in said["earlier"]
+    met.shutdown()
     assert engine.link is not None
     engine.link.leave()
 

@@ -50,10 +50,10 @@ def test_every_way_through_an_update(torn: str) -> None:
     """A rank's own account of its cells is right, whichever of them others have written."""
     before = cells(torn)
     ways = list(walk(Update(1, writes=CELLS, torn=before)))
-    assert len(ways) == 12
+    assert len(ways) == 14
     for path, update in ways:
-        # Others may have moved once this rank has voted, until it knows that they have, or do not.
-        may_move = Step.CHECK in path and Step.REFUSE not in path
+        # Nobody moves without this rank: others may have moved once it has begun to, until it knows that they have.
+        may_move = Step.BEGIN in path
         have_moved = Step.ARRIVE in path
         if not may_move:
             assert update.mixed == before
@@ -64,8 +64,8 @@ def test_every_way_through_an_update(torn: str) -> None:
         assert update.is_new == have_moved
         is_over = not TABLE.get(update.phase)
         assert is_over == ((path[-1:] and path[-1] in (Step.FAIL, Step.REFUSE, Step.END)) or False)
-        # Who goes on beside the others knows what became of all of them.
-        if is_over and update.mixed - before:
+        # Who goes on beside the others knows what became of all of them, and is not waited for.
+        if is_over and Step.CHECK in path and not {Step.REFUSE, Step.ARRIVE} & {*path}:
             assert not update.keeps_link
 
 
@@ -307,7 +307,7 @@ def test_who_waits_to_hear_of_place_0_hears_ctrl_c(step: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         go_through()
     assert time.monotonic() - start < SOON_S
-    states = {"start": Phase.KEPT, "begin": Phase.TORN, "end": Phase.STALE}
+    states = {"start": Phase.KEPT, "begin": Phase.PARTED, "end": Phase.STALE}
     assert life.update.phase is states[step]
     # The update has come to its end on the others: place 0 does not wait, and raise, for who has an error of its own.
     if step == "end":
@@ -331,13 +331,13 @@ class Interrupting:
 
 
 def test_who_is_interrupted_as_it_says_yes_is_counted_on() -> None:
-    """Others may have heard, and move: it is not as before."""
+    """Others may have heard, and wait for it to move, which it has not: it leaves as it was."""
     barrier = threading.Barrier(1)
     link: Any = Rank(Interrupting(), TRAINERS, barrier)
     life = Life(link, Update(1, writes=CELLS))
     with pytest.raises(KeyboardInterrupt):
         life.receive(lambda: None)
-    assert life.update.mixed == CELLS and barrier.broken
+    assert not life.update.mixed and barrier.broken
 
 
 def test_nothing_moves_once_one_that_has_said_yes_has_left() -> None:
@@ -398,8 +398,8 @@ def test_who_is_interrupted_again_as_it_leaves_has_left() -> None:
     assert left == ["left"]
 
 
-def test_a_rank_that_place_0_says_nothing_to_does_not_know_what_others_have() -> None:
-    """It has said that it is ready, and they may have gone on without it."""
+def test_a_rank_that_place_0_says_nothing_to_leaves_as_it_was() -> None:
+    """It has said that it is ready: others may be about to move, and cannot without it."""
     store = dist.HashStore()
     barrier = threading.Barrier(1)
     link: Any = Rank(store, TRAINERS, barrier)
@@ -408,13 +408,47 @@ def test_a_rank_that_place_0_says_nothing_to_does_not_know_what_others_have() ->
         patch.setattr(boards, "LATER_S", -TIMEOUT_S + 0.1)
         with pytest.raises(ExchangeError, match="trainer rank 0 did not begin update 1"):
             life.receive(lambda: None)
-    assert life.update.phase is Phase.TORN and barrier.broken
+    assert life.update.phase is Phase.PARTED and not life.update.mixed and barrier.broken
+
+
+@pytest.mark.parametrize("place", range(1, SIZE))
+def test_engines_are_as_before_if_place_0_dies_as_it_waits_for_a_late_rank(place: int) -> None:
+    """As where the late one has died, and a launcher ends the others."""
+    barrier = threading.Barrier(1)
+    link: Any = Rank(Dying(), place, barrier)
+    life = Life(link, Update(1, writes=CELLS))
+    moved: list[str] = []
+    with pytest.raises(ExchangeError, match="trainer rank 0 left, has stopped or is gone, as it"):
+        life.receive(lambda: moved.append("moved"))
+    assert not moved and not life.update.mixed
+    assert not life.update.keeps_link and barrier.broken
+
+
+class Dying:
+    """A store whose process dies once it has taken a vote."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self._is_gone = False
+
+    def set(self, key: str, text: str) -> None:
+        self._check()
+        self._store.set(key, text)
+        self._is_gone = key.startswith("begin update 1/")
+
+    def compare_set(self, key: str, old: str, new: str) -> bytes:
+        self._check()
+        return self._store.compare_set(key, old, new)
+
+    def _check(self) -> None:
+        if self._is_gone:
+            raise RuntimeError("Connection reset by peer")
 
 
 def test_who_is_interrupted_as_others_are_told_to_go_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Between what is decided and the first byte: others have begun."""
+    """Between what is decided and the first move: others wait for it there."""
     barrier = threading.Barrier(1)
     link: Any = Rank(dist.HashStore(), 0, barrier)
     monkeypatch.setattr(Board, "decide", lambda *given: "")
@@ -427,7 +461,7 @@ def test_who_is_interrupted_as_others_are_told_to_go_leaves(
     monkeypatch.setattr(boards, "HEARD_S", 0.0)
     with pytest.raises(KeyboardInterrupt):
         life.receive(lambda: None)
-    assert life.update.phase is Phase.TORN and barrier.broken
+    assert life.update.phase is Phase.PARTED and not life.update.mixed and barrier.broken
 
 
 def test_place_0_that_is_interrupted_before_it_has_said_what_is_decided(
@@ -480,6 +514,7 @@ def test_who_goes_on_to_the_end_hears_that_place_0_was_interrupted_before_it() -
     [
         (Phase.IDLE, "start"),
         (Phase.CALLED, "begin"),
+        (Phase.VOTED, "begin"),
         (Phase.BEGUN, "begin"),
         (Phase.MOVED, "end"),
         (Phase.TAKEN, "finish"),

@@ -93,6 +93,8 @@ def test_a_torn_model(kind: type[nn.Module]) -> None:
         ),
         ({"timeout": 0}, ValueError, "is not a time to wait"),
         ({"timeout": np.complex64(5)}, ValueError, "is not a time to wait"),
+        ({"workers": {1: 2}}, ValueError, r"workers=\{1: 2\} is not a number of workers"),
+        ({"workers": {2, 1}}, ValueError, r"workers=\{1, 2\} is not a number of workers"),
         ({"own": 5}, ValueError, "globs in own are 5; give a tuple"),
         ({"own": (5,)}, ValueError, "a glob in own is 5"),
         ({"max_inflight_bytes": "x"}, ValueError, "max_inflight_bytes is 'x'; give an integer"),
@@ -107,6 +109,7 @@ def test_a_torn_model(kind: type[nn.Module]) -> None:
             ValueError,
             r"transport=\['gloo'\] is unknown; pass 'gloo' or 'nccl'",
         ),
+        ({"run": 5}, ValueError, "run is 5"),
         ({"dtype": 5}, sm.LayoutError, "unknown dtype '5'"),
         ({"dtype": "bf16"}, sm.LayoutError, "did you mean 'bfloat16'"),
     ],
@@ -115,6 +118,16 @@ def test_infos_that_are_none(given: dict[str, Any], error: type[Exception], said
     info: dict[str, Any] = {"address": "a:1", "trainers": 2, "workers": 2, "rank": 0}
     with pytest.raises(error, match=said):
         sv.TrainerInfo(**(info | given))
+
+
+def test_infos_have_torchruns_id_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless all runs have the same."""
+    for told, run in {"f1440a51": "f1440a51", "none": ""}.items():
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", told)
+        assert sv.TrainerInfo("a:1", 1, workers=1, rank=0).run == run
+        assert sv.TrainerInfo("a:1", 1, workers=1, rank=0, run="job 7").run == "job 7"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert not sv.TrainerInfo("a:1", 1, workers=1, rank=0).run
 
 
 def test_infos_name_types_as_vllm_does() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -350,4 +351,42 @@ def test_names_that_are_not_there(tmp_path: Path, names: dict[str, str], said: s
         smt.load_weights(tmp_path / "m.safetensors", module, names=names)
     assert not any(parameter.any() for parameter in module.parameters())
     smt.load_weights(tmp_path / "m.safetensors", module, names={"w": "average.w"})
+    assert next(module.parameters()).tolist() == [2, 2]
+
+
+def test_a_tied_parameter_is_only_under_the_names_that_are_given(tmp_path: Path) -> None:
+    """Else a misspelled one of them would load the values of the other name, such as weights instead of the average."""
+    module = nn.ParameterDict({"embed": torch.zeros(2)})
+    module["head"] = module["embed"]
+    stored = {"embed": torch.ones(2), "average.head": torch.full((2,), 2.0)}
+    save_file(stored, tmp_path / "m.safetensors")
+    for name in ("embed", "head"):
+        names = {name: "average.head"}
+        smt.load_weights(tmp_path / "m.safetensors", module, names=names)
+        assert module["embed"].eq(2).all()
+        with pytest.raises(CheckpointError, match=r"has no 'average.haed'"):
+            smt.load_weights(tmp_path / "m.safetensors", module, names={name: "average.haed"})
+    both = {"embed": "absent", "head": "average.head"}
+    smt.load_weights(tmp_path / "m.safetensors", module, names=both)
+    assert module["embed"].eq(2).all()
+
+
+@pytest.mark.parametrize("index", [".metadata", "shardmath.json"])
+@pytest.mark.parametrize("model", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_folder_with_a_checkpoint_and_a_model(tmp_path: Path, index: str, model: str) -> None:
+    """Either may be the newer one."""
+    module = work.tree({"w": (2,)})
+    layout = sm.Layout((2,), sm.Mesh(), {})
+    smt.save(tmp_path, {"w": torch.ones(2)}, {"w": layout})
+    for name in {".metadata", "shardmath.json"} - {index}:
+        (tmp_path / name).unlink()
+    smt.load_weights(tmp_path, module)
+    assert next(module.parameters()).tolist() == [1, 1]
+    file = "model.safetensors" if model == "model.safetensors" else "part.safetensors"
+    save_file({"w": torch.full((2,), 2.0)}, tmp_path / file)
+    if file != model:
+        (tmp_path / model).write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(CheckpointError, match=rf"by its {index}, and another model, in {model};"):
+        smt.load_weights(tmp_path, module)
+    smt.load_weights(tmp_path / model, module)
     assert next(module.parameters()).tolist() == [2, 2]

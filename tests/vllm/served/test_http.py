@@ -26,6 +26,8 @@ from tests.vllm.served.sessions import run
 
 ROOT = Path(__file__).parents[3]
 BLOCKS = re.compile(r"^```sh\n([^`]*)^```\n```python\n(# train\.py, [^`]*)^```$", re.M)
+LOOP = re.compile(r"^```python\n(# loop\.py, .*?)^```\n", re.M | re.S)
+TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
 TINY = re.compile(r"^```python\n(# tiny\.py, .*?)^```\n", re.M | re.S)
 ENGINE, STORE = "http://127.0.0.1:8000", "127.0.0.1:29600"
 TIMEOUT_S = 60.0
@@ -89,8 +91,32 @@ def test_docs_vllm_md_has_the_program_of_the_readme() -> None:
     assert first == second
 
 
+def test_the_page_s_loop_sends_after_each_step(
+    urls: list[str], folders: list[Path], expected: list[Any], tmp_path: Path
+) -> None:
+    """loop.py of docs/vllm.md: the server answers with what was trained."""
+    found = LOOP.search((ROOT / "docs/vllm.md").read_text())
+    assert found is not None
+    printed = run_trainer("loop.py", found[1], folders[1], urls[0], tmp_path)
+    steps = re.findall(r"rank 1, step (\d): loss [\d.]+, sent", printed)
+    assert steps == ["0", "1", "2"]
+    assert complete(urls[0]) not in expected
+
+
+def run_trainer(name: str, text: str, checkpoint: Path, url: str, folder: Path) -> str:
+    """What a program of a page prints on two ranks, where vLLM is no module that can be imported."""
+    assert ENGINE in text
+    assert STORE in text
+    text = text.replace(ENGINE, url).replace(STORE, f"127.0.0.1:{free_port()}")
+    (folder / name).write_text(text)
+    (folder / "vllm.py").write_text("raise ImportError('a trainer needs no vLLM')")
+    path = os.pathsep.join(map(str, [folder, ROOT, ROOT / "backends"]))
+    words = ["-m", "torch.distributed.run", *TORCHRUN, name, str(checkpoint)]
+    return run(words, {"PYTHONPATH": path}, folder / "log", timeout=200)
+
+
 def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
-    """The README's program, under FSDP2, where vLLM is no module that can be imported."""
+    """The README's program, under FSDP2."""
     found = BLOCKS.search((ROOT / "README.md").read_text())
     assert found is not None
     commands, text = found.groups()
@@ -104,15 +130,8 @@ def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
         assert os.environ[name] == value
     server, trainer = map(shlex.split, others)
     assert server == ["VLLM_SERVER_DEV_MODE=1", *command("CHECKPOINT")]
-    assert trainer[:1] + trainer[-2:] == ["torchrun", "train.py", "CHECKPOINT"]
-    assert ENGINE in text
-    assert STORE in text
-    text = text.replace(ENGINE, url).replace(STORE, f"127.0.0.1:{free_port()}")
-    (folder / "train.py").write_text(text)
-    (folder / "vllm.py").write_text("raise ImportError('a trainer needs no vLLM')")
-    path = os.pathsep.join(map(str, [folder, ROOT, ROOT / "backends"]))
-    words = ["-m", "torch.distributed.run", *trainer[1:-1], str(checkpoint)]
-    printed = run(words, {"PYTHONPATH": path}, folder / "log", timeout=200)
+    assert trainer == ["torchrun", *TORCHRUN, "train.py", "CHECKPOINT"]
+    printed = run_trainer("train.py", text, checkpoint, url, folder)
     for rank in range(2):
         assert re.search(rf"rank {rank} sent its shards of \d+ parameters", printed)
 

@@ -29,7 +29,12 @@ from shardmath_torch.checkpoints.checkpoint import check_layouts
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.files.steps import on_all
 from shardmath_torch.checkpoints.states.memory import check_shaped
-from shardmath_torch.checkpoints.states.modules import Model, agree_on_model, ask_group
+from shardmath_torch.checkpoints.states.modules import (
+    Model,
+    agree_on_model,
+    ask_group,
+    list_saved_layouts,
+)
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.compat import Group
 from shardmath_torch.tensors.conversions.saved import SavedPart, find_parts, record_conversion
@@ -176,9 +181,9 @@ def _take_model(module: nn.Module, model: Model) -> ExportSource:
     for first, names in model.names.items():
         tied |= dict.fromkeys(names[1:], first)
     rank = compat.rank_or_0()
+    layouts = list_saved_layouts(model)
     # For a DTensor on a mesh without this rank, the module has an empty tensor, which is not a part of it.
-    tensors = {n: slot.local for n, slot in model.slots.items() if rank in slot.layout.mesh}
-    layouts = {name: slot.layout for name, slot in model.slots.items()}
+    tensors = {name: slot.local for name, slot in model.slots.items() if rank in layouts[name].mesh}
     shapes = {name: (layout.shape, layout.dtype) for name, layout in layouts.items()}
     # transformers would save a tied name's tensor under other names, which are then tied.
     shapes |= {name: shapes[first] for name, first in tied.items()}

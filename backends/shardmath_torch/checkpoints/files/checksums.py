@@ -42,7 +42,8 @@ def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) ->
         stream.write(data)
         wrote(len(data))
         return "".join(map(_hash_chunk, chunks))
-    with ThreadPoolExecutor(1) as hasher:
+    # With a name, the pool is not counted among those of the program.
+    with ThreadPoolExecutor(1, thread_name_prefix="shardmath") as hasher:
         sums = hasher.map(_hash_chunk, chunks)
         for chunk in chunks:
             stream.write(chunk)

@@ -8,10 +8,13 @@
 3. State whose sizes are not products of its parameter's, such as one flat history of a group, may depend on all
    parameters of the group: it fits only a group of the same parameters in the same order, in whichever optimizer. The
    same holds for numbers if only one parameter of a group has any.
-4. An option that is a list, a tuple or a tensor of one dimension, with an item per parameter, such as their names, fits
-   only a group of the same parameters in the same order, or one that has an equal option. A tuple or tensor that is as
-   long in the optimizer's defaults, such as `betas`, is not counted by parameters, and fits any group.
-5. A number goes into the tensor that an optimizer has in its place. If that tensor would change it by more than
+4. An option that is a list, a tuple or a tensor, with an item (of a tensor: a row) per parameter, such as their names,
+   fits only a group of the same parameters in the same order, or one that has an equal option. A tuple or tensor that
+   is as long in the optimizer's defaults, such as `betas`, is not counted by parameters, and fits any group. What an
+   option holds deeper inside, such as a list in a dict, is not counted, either.
+5. State of a parameter of shape () has that shape, whether it is a moment or a number such as a step. It counts as a
+   number if other parameters have a number there, and none of another shape has state of its shape there.
+6. A number goes into the tensor that an optimizer has in its place. If that tensor would change it by more than
    float32 rounds, that raises.
 
 >>> fit_option("'lr'", torch.tensor(7.0), 0.1)
@@ -25,7 +28,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -170,7 +173,8 @@ def set_goals(
     Raises CheckpointError if a group's parameters on this rank had different options, for state whose placement is not
     known, and for state that may depend on other parameters of the group.
     """
-    goals = [_set_goal(model, group, saved, stored) for group in groups]
+    numbers = _find_numbers(model, saved, stored)
+    goals = [_set_goal(model, group, saved, stored, numbers) for group in groups]
     _check_placed_alike(model, goals)
     saved_groups = saved.groups or ()
     # Groups without parameters have no names to match, only their places.
@@ -203,13 +207,35 @@ def _list_empty(groups: Sequence[ParameterGroup | SavedGroup]) -> list[int]:
     return [i for i, group in enumerate(groups) if not group.parameters]
 
 
-def _set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping[str, str]) -> Goal:
-    """The options and state to restore into one group, matched by the names of its parameters."""
+def _find_numbers(model: Model, saved: Index, stored: Mapping[str, str]) -> set[str]:
+    """The keys under which parameters have numbers in their state, such as "step"."""
+    # If all parameters have the shape (), their state does not show it.
+    numbers, moments = {"step"}, set()
+    for name, stored_name in stored.items():
+        for key, entry in saved.state.get(stored_name, {}).items():
+            if isinstance(entry, Own) and entry.shape == ():
+                numbers.add(key)
+            elif isinstance(entry, Like) and model.slots[name].layout.shape:
+                moments.add(key)
+    return numbers - moments
+
+
+def _set_goal(
+    model: Model,
+    group: ParameterGroup,
+    saved: Index,
+    stored: Mapping[str, str],
+    numbers: Collection[str],
+) -> Goal:
+    """The options and state to restore into one group, matched by the names of its parameters. `numbers` are the keys
+    of the state's numbers."""
     entries = {}
     for name, parameter in group.parameters.items():
         stored_name = stored.get(name)
         if stored_name is not None and stored_name in saved.state:
             entries[name] = _copy_values(saved.state[stored_name])
+            if not parameter.shape:
+                entries[name] = _tell_numbers(entries[name], numbers)
             for key, entry in entries[name].items():
                 check_known(entry, parameter, name, key)
     _check_order(model, group, saved, stored)
@@ -217,6 +243,16 @@ def _set_goal(model: Model, group: ParameterGroup, saved: Index, stored: Mapping
         return Goal(group, {}, entries, {})
     options, origins = _match_options(model, group, saved, stored)
     return Goal(group, options, entries, origins)
+
+
+def _tell_numbers(entries: Mapping[str, Entry], numbers: Collection[str]) -> dict[str, Entry]:
+    """The state of a parameter of shape (), in which numbers are not like the parameter: a DTensor's step, for example,
+    is a plain tensor."""
+    told = dict(entries)
+    for key, entry in entries.items():
+        if isinstance(entry, Like) and key in numbers:
+            told[key] = Own(entry.dtype, (), entry.origin)
+    return told
 
 
 def _check_order(
@@ -359,11 +395,12 @@ def _check_lists(
 
 
 def _count_items(option: object) -> int | None:
-    """The number of items of a list, a tuple, or a tensor of one dimension; None for other options, also DTensors."""
+    """The number of items of a list, a tuple, or the first dimension of a tensor; None for other options, also
+    DTensors."""
     if isinstance(option, Kinded):
         return None
     if isinstance(option, Tensor):
-        is_countable = option.ndim == 1 and not isinstance(option, DTensor)
+        is_countable = option.ndim > 0 and not isinstance(option, DTensor)
     else:
         is_countable = isinstance(option, list | tuple)
     return len(cast(Sequence[object], option)) if is_countable else None

@@ -5,7 +5,8 @@
    checkpointing add are removed.
 3. A plain tensor is the same on all ranks of a mesh, unless it says which part it is; DTensors have the layout that
    `layout_of` gives.
-4. If placements may stand for two layouts, the local shapes of other ranks decide. A module's DTensors may be on
+4. A buffer that ranks hold whole is saved from one of them: unlike parameters, buffers often differ between ranks.
+5. If placements may stand for two layouts, the local shapes of other ranks decide. A module's DTensors may be on
    several meshes with separate groups, in which a failed rank would not be noticed. So local shapes are gathered once,
    over the group of the call.
 
@@ -62,6 +63,7 @@ __all__ = [
     "check_one_value",
     "check_slots",
     "describe",
+    "list_saved_layouts",
     "model_of",
 ]
 
@@ -286,6 +288,24 @@ def _check_on_mesh(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout])
             what = f"rank {rank} has {name!r} in its module, but is not on the mesh {mesh}"
             fix = "give mesh= of all ranks that have the module, or group= of only the mesh's ranks"
             raise CheckpointError(f"{what}, ranks {list(mesh.ranks[:8])}; {fix}")
+
+
+def list_saved_layouts(model: Model) -> dict[str, Layout]:
+    """Return the layouts under which the tensors of `model` are saved, by name: their own, but of a buffer that ranks
+    hold whole, one on the lowest of these ranks alone.
+
+    Ranks may have different values in such buffers, as in BatchNorm's, and a save writes parts of several copies.
+    """
+    parameters = set(model.parameters.values())
+    layouts = {}
+    for name, (_, layout) in model.slots.items():
+        # Equal layouts are one object.
+        whole = Layout(layout.shape, layout.mesh, {}, dtype=layout.dtype)
+        if name not in parameters and layout is whole:
+            lowest = Mesh(ranks=[min(layout.mesh.ranks)])
+            layout = Layout(layout.shape, lowest, {}, dtype=layout.dtype)
+        layouts[name] = layout
+    return layouts
 
 
 # Asking other ranks

@@ -289,19 +289,12 @@ def describe_optimizers(
             else:
                 entries[name] = elsewhere.entries.get(name, {})
                 slots |= _list_empty(name, entries[name], layout)
-    check_apart(_list_outside(model, all_groups), local)
-    check_options_apart(_list_options(all_groups), local)
+    of_module = [(f"{name!r} of the module", slot.local) for name, slot in model.slots.items()]
+    options = list(_list_options(all_groups))
+    check_apart(of_module, options, local)
+    check_options_apart(options, local)
     mark_shared(entries, local)
     return OptimizerState(slots, None if optimizer is None else tuple(groups), entries)
-
-
-def _list_outside(model: Model, groups: Iterable[ParameterGroup]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that are saved besides the optimizers' state: the module's, and options; with words for
-    each."""
-    for name, slot in model.slots.items():
-        yield f"{name!r} of the module", slot.local
-    for what, value in _list_options(groups):
-        yield from ((what, tensor) for tensor in list_tensors(value))
 
 
 def _list_options(groups: Iterable[ParameterGroup]) -> Iterator[tuple[str, object]]:

@@ -49,6 +49,7 @@ from shardmath_torch.checkpoints.states.optimizers import (
 from shardmath_torch.checkpoints.states.values import (
     KINDS,
     Extra,
+    can_change,
     check_depth,
     list_tensors,
     move_tensors,
@@ -310,7 +311,7 @@ def plan_options(goals: Sequence[Goal], free: Free) -> OptionsPlan:
             count = len(plan.copies)
             placed = _place_option(held, value, filled, plan.copies)
             keeps_memory = len(plan.copies) > count
-            # A list or dict of several groups stays one object.
+            # A list, tuple or dict of several groups stays one object.
             if id(held) in shared:
                 placed = placed_once.setdefault(id(held), placed)
             origin = goal.origins.get(key, ())
@@ -352,12 +353,12 @@ def _join_options(
 
 
 def _find_shared(goals: Iterable[Goal]) -> set[int]:
-    """The ids of lists and dicts that are options under several keys, all of which get the same value."""
+    """The ids of lists, tuples and dicts that are options under several keys, all of which get the same value."""
     wanted: dict[int, list[object]] = {}
     for goal in goals:
         for key, value in goal.options.items():
             held = goal.group.options.get(key)
-            if isinstance(held, list | dict):
+            if isinstance(held, list | tuple | dict) and can_change(held):
                 wanted.setdefault(id(held), []).append(value)
     shared = set()
     for identity, (first, *others) in wanted.items():
@@ -526,7 +527,9 @@ def _keep_items(
     # The held sequence may be shorter, which leaves None for it, or longer, which is cut off.
     items = [_keep_equal(*pair, spots) for pair in zip_longest(held, placed)][: len(placed)]
     if isinstance(placed, tuple):
-        return rebuild(placed, items)
+        # A tuple of several groups stays one object if nothing in it is replaced.
+        is_same_tuple = all(new is item for new, item in zip(items, placed, strict=True))
+        return placed if is_same_tuple else rebuild(placed, items)
     placed[:] = items
     return placed
 

@@ -5,7 +5,10 @@
 2. Tensors of one spot (`memory`) are one object, such as a tensor and what its `detach` returns.
 3. Tensors that share only a part of their memory, or view it with another shape, would be loaded as separate tensors,
    of which later steps change only one. So would tensors that share memory with a tensor of the module or an option, or
-   with a tensor in a list, tuple or dict. They raise, and so does a list or dict that is state and an option.
+   with a tensor in a list, tuple or dict. They raise, and so does a list, tuple or dict that is state and an option.
+4. A tensor in a list, tuple or dict that is an option raises, too, if it is in another place of the options again.
+   Tensors of the module in options do not: `restoring` leaves them there.
+5. A tuple is one object only if something inside it can be changed: else it makes no difference.
 
 >>> import torch
 >>> step, moment = torch.zeros(()), torch.zeros(2)
@@ -20,7 +23,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -30,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.states.index import Entries, Origin
 from shardmath_torch.checkpoints.states.memory import MemorySpot, find_meetings, spot_of
-from shardmath_torch.checkpoints.states.values import list_tensors
+from shardmath_torch.checkpoints.states.values import can_change, list_tensors
 
 __all__ = ["check_apart", "check_options_apart", "find_origins", "mark_shared"]
 
@@ -59,7 +62,7 @@ def find_origins(states: Mapping[str, Mapping[Any, Any]]) -> dict[_Item, Origin]
     items_by_identity: dict[object, list[_Item]] = {}
     for name, state in kept.items():
         for key, value in state.items():
-            if isinstance(value, Tensor | list | dict):
+            if can_change(value):
                 items_by_identity.setdefault(_identify(value), []).append((name, key))
     origins: dict[_Item, Origin] = {}
     for items in items_by_identity.values():
@@ -77,15 +80,19 @@ def _identify(value: object) -> object:
 
 
 def check_apart(
-    others: Iterable[tuple[str, Tensor]], states: Mapping[str, Mapping[Any, Any]]
+    module: Iterable[tuple[str, Tensor]],
+    options: Iterable[tuple[str, object]],
+    states: Mapping[str, Mapping[Any, Any]],
 ) -> None:
-    """Raise CheckpointError if a tensor of the optimizer's `states` shares memory with one of `others` (the other saved
-    tensors), or with another tensor of `states`; two state items may be one tensor, though.
+    """Raise CheckpointError if a tensor of the optimizer's `states` shares memory with another saved tensor, or one
+    inside an option is in the options again; two state items, or two options, may be one tensor, though.
 
-    `others` are tensors outside of the state, with words for each; `states` maps a parameter's name to its state.
+    The tensors of the `module` and the `options` have words for each; `states` maps a parameter's name to its state.
     """
-    outside = {spot_of(tensor): (what, tensor) for what, tensor in others}
-    found = _find_apart(outside, states)
+    of_module = {spot_of(tensor): (what, tensor) for what, tensor in module}
+    of_options = _find_apart({}, options, allowed=of_module)
+    outside = {**of_options, **of_module}
+    found = {**outside, **_find_apart(outside, _list_items(states))}
     for spot, other in find_meetings(tensor for _, tensor in found.values()):
         if spot not in outside or other not in outside:
             raise _explain_shared(found[spot][0], found[other][0])
@@ -94,58 +101,70 @@ def check_apart(
 def check_options_apart(
     options: Iterable[tuple[str, object]], states: Mapping[str, Mapping[Any, Any]]
 ) -> None:
-    """Raise CheckpointError if a list or dict of the optimizer's `states` is one of the `options`, which have words for
-    each; `states` maps a parameter's name to its state."""
+    """Raise CheckpointError if a list, tuple or dict of the optimizer's `states` that can be changed is one of the
+    `options`, which have words for each; `states` maps a parameter's name to its state."""
     options_by_id = {id(option): what for what, option in options if _is_container(option)}
-    for name, state in states.items():
-        for key, value in state.items():
-            if _is_container(value) and id(value) in options_by_id:
-                kind = type(value).__name__
-                what = f"{key!r} of {name!r} and {options_by_id[id(value)]} are one {kind}"
-                why = "but would be loaded as separate ones"
-                raise CheckpointError(f"optimizer state: {what}, {why}; keep it in one place")
+    for what, value in _list_items(states):
+        if _is_container(value) and id(value) in options_by_id:
+            kind = type(value).__name__
+            said = f"{what} and {options_by_id[id(value)]} are one {kind}"
+            why = "but would be loaded as separate ones"
+            raise CheckpointError(f"optimizer state: {said}, {why}; keep it in one place")
 
 
 def _is_container(value: object) -> bool:
-    return isinstance(value, list | dict)
+    """Whether the value is a list, tuple or dict that can be changed."""
+    return isinstance(value, list | tuple | dict) and can_change(value)
 
 
-def _find_apart(outside: _Found, states: Mapping[str, Mapping[Any, Any]]) -> _Found:
-    """The tensors `outside`, and the state's tensors, by spot. Raises CheckpointError if one of the state is `outside`,
-    or if one inside an item is in the state again."""
-    found = dict(outside)
+def _list_items(states: Mapping[str, Mapping[Any, Any]]) -> Iterator[tuple[str, object]]:
+    """Yield the items of the state, with words for each."""
+    for name, state in states.items():
+        for key, value in state.items():
+            yield f"{key!r} of {name!r}", value
+
+
+def _find_apart(
+    taken: _Found,
+    items: Iterable[tuple[str, object]],
+    *,
+    allowed: Collection[MemorySpot | None] = (),
+) -> _Found:
+    """The tensors of the items (options, or state) by spot, without those at spots that are `allowed` anywhere. Raises
+    CheckpointError if one is `taken`, or if one inside an item is in the items again."""
+    found: _Found = {}
     # Spots of which a second tensor would be loaded as a separate tensor: only two items may be one tensor.
-    unshareable = set(outside)
-    for what, tensor, is_item in _list_tensors(states):
+    unshareable = set(taken)
+    for what, tensor, is_item in _list_tensors(items):
         spot = spot_of(tensor)
-        if spot is None:
+        if spot is None or spot in allowed:
             continue
         if spot in unshareable or (spot in found and not is_item):
-            raise _explain_shared(what, found[spot][0])
+            first = found.get(spot) or taken[spot]
+            raise _explain_shared(what, first[0])
         found.setdefault(spot, (what, tensor))
         if not is_item:
             unshareable.add(spot)
     return found
 
 
-def _list_tensors(states: Mapping[str, Mapping[Any, Any]]) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (words for the item, tensor, whether the tensor is the item rather than inside it) for all tensors in items
-    of the state; an item of several keys is searched once."""
+def _list_tensors(items: Iterable[tuple[str, object]]) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield (words for the item, tensor, whether the tensor is the item rather than inside it) for all tensors in the
+    items; an item of several keys is searched once."""
     searched: dict[int, object] = {}
-    for name, state in states.items():
-        for key, value in state.items():
-            what = f"{key!r} of {name!r}"
-            if isinstance(value, Tensor):
-                yield what, value, True
-            elif isinstance(value, list | tuple | dict) and id(value) not in searched:
-                searched[id(value)] = value
-                for tensor in list_tensors(value):
-                    yield what, tensor, False
+    for what, value in items:
+        if isinstance(value, Tensor):
+            yield what, value, True
+        elif isinstance(value, list | tuple | dict) and id(value) not in searched:
+            searched[id(value)] = value
+            for tensor in list_tensors(value):
+                yield what, tensor, False
 
 
 def _explain_shared(one: str, other: str) -> CheckpointError:
     """The error of two tensors that share memory."""
+    places = f"tensors in several places of {one}" if one == other else f"{one} and {other}"
     return CheckpointError(
-        f"optimizer state: {one} and {other} are views of the same memory, but would be loaded as separate tensors; "
+        f"optimizer state: {places} are views of the same memory, but would be loaded as separate tensors; "
         f"keep one of them, and view it in each step, or replace one by a clone"
     )

@@ -47,6 +47,7 @@ from shardmath_torch.checkpoints.states.modules import (
     check_one_value,
     check_slots,
     describe,
+    list_saved_layouts,
     model_of,
 )
 from shardmath_torch.checkpoints.states.optimizers import (
@@ -122,7 +123,8 @@ def state_of(
         elsewhere = tell_among_meshes(model, optimizer, tensors.values())
     elif optimizer is not None:
         elsewhere = tell_state(model, optimizer, group)
-    state = _gather_state(model, optimizer, elsewhere)
+    layouts = {name: slot.layout for name, slot in model.slots.items()}
+    state = _gather_state(model, optimizer, elsewhere, layouts)
     return state.tensors, state.layouts
 
 
@@ -150,12 +152,15 @@ class _State(NamedTuple):
         self.paths[name] = path
 
 
-def _gather_state(model: Model, optimizer: Optimizers, elsewhere: Elsewhere) -> _State:
-    """Collect what is saved of the module and its optimizers; `elsewhere` is what other ranks report of theirs."""
+def _gather_state(
+    model: Model, optimizer: Optimizers, elsewhere: Elsewhere, layouts: Mapping[str, Layout]
+) -> _State:
+    """Collect what is saved of the module, under `layouts` by name, and its optimizers; `elsewhere` is what other ranks
+    report of theirs."""
     optimizer_state = describe_optimizers(model, optimizer, elsewhere)
     state = _State(optimizer_state.trained, {}, {}, {})
     for name, slot in model.slots.items():
-        state.add(("model", name), *slot)
+        state.add(("model", name), slot.local, layouts[name])
     for (name, key), slot in optimizer_state.slots.items():
         state.add(("optim", "state", name, key), *slot)
     for name, extra in model.extra.items():
@@ -187,7 +192,8 @@ def save_state(
     """Save a module's and its optimizer's state as a checkpoint at `path`, which `load_state` restores under any
     parallelism. Collective over `group`; plain tensors count as replicated on `mesh`.
 
-    This is `save` of `state_of`. By default the group is all ranks, and the mesh is as in `state_of`.
+    This is `save` of `state_of`, except that buffers which are not DTensors are saved from the lowest rank that has
+    them: ranks may have different values there. By default the group is all ranks, and the mesh is as in `state_of`.
 
     Each rank's optimizer may have the parameters of all meshes of the module, or only of the rank's mesh, as under
     pipeline stages on separate meshes. A parameter's options come from the ranks that hold it.
@@ -198,7 +204,7 @@ def save_state(
     with shared(group):
         model = agree_on_model(module, mesh, group)
         elsewhere = tell_state(model, optimizer, group)
-        gather = partial(_gather_state, model, optimizer, elsewhere)
+        gather = partial(_gather_state, model, optimizer, elsewhere, list_saved_layouts(model))
         state = on_all("describe its state", gather, group, claim=_claim_state, fix=advise)
         save(path, state.tensors, state.layouts, paths=state.paths, group=group, progress=progress)
 

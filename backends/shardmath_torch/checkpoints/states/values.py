@@ -1,9 +1,9 @@
 """Values: optimizers' options and state as JSON and back, and modules' extra states as bytes.
 
-1. A value is a number, text, None, a tensor, a number of numpy, or a list, tuple or dict by text of values. Its type
-   is exactly one of these: a subclass would come back as its base.
-2. Tuples, dicts, tensors and numbers of numpy become JSON objects of one key, which gives the kind; a caller's dict is
-   nested in one, so its keys are never mistaken for kinds.
+1. A value is a number, text, None, a tensor, a dtype of torch, a number of numpy, or a list, tuple or dict by text of
+   values. Its type is exactly one of these: a subclass would come back as its base.
+2. Tuples, dicts, tensors, dtypes and numbers of numpy become JSON objects of one key, which gives the kind; a caller's
+   dict is nested in one, so its keys are never mistaken for kinds.
 3. Numbers may be NaN and infinite, in Python's spelling. A value that would not come back unchanged raises an error
    that names it. An Enum or a namedtuple comes back only if the optimizer that takes it holds one of the same class in
    its place (`Kinded`): a fresh optimizer holds options, but no state.
@@ -47,6 +47,7 @@ __all__ = [
     "Extra",
     "Kinded",
     "as_bytes",
+    "can_change",
     "check_depth",
     "code_value",
     "decode_value",
@@ -60,7 +61,7 @@ __all__ = [
 MOST_DEPTH = 64
 """How deep values may be nested; Python's JSON ends in a RecursionError at some hundreds."""
 
-CODABLE = "use numbers, text, lists, tuples, dicts by text, and tensors"
+CODABLE = "use numbers, text, lists, tuples, dicts by text, tensors, and dtypes of torch"
 
 NUMBERS = (
     *("bool", "int8", "int16", "int32", "int64"),
@@ -111,6 +112,8 @@ def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0
             return {"kinded": [value.kind, code(value.plain)]}
         case Tensor():
             return {"tensor": _code_tensor(value, what)}
+        case torch.dtype() if _name_dtype(value) in ITEMSIZE:
+            return {"dtype": _name_dtype(value)}
         case np.generic() if value.dtype.name in NUMBERS:
             return {"numpy": [value.dtype.name, value.item()]}
         case list() | tuple() | dict() if type(value) in (list, tuple, dict):
@@ -119,6 +122,10 @@ def code_value(value: object, what: str, *, kinded: bool = False, depth: int = 0
     if kinded and plain_value is not value:
         return {"kinded": [type(value).__qualname__, code(plain_value)]}
     raise CheckpointError(_explain_uncodable(value, what))
+
+
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _code_parts(
@@ -165,7 +172,7 @@ def _code_tensor(tensor: Tensor, what: str) -> list[Any]:
     unreadable = _explain_unreadable(tensor)
     if unreadable:
         raise CheckpointError(f"{what} {unreadable}; replace it by a plain tensor with memory")
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _name_dtype(tensor.dtype)
     items = plain(tensor).detach().tolist()
     if tensor.numel():
         return [dtype, items]
@@ -182,7 +189,7 @@ def _explain_unreadable(tensor: Tensor) -> str:
         return f"is stored as {tensor.layout}"
     if tensor.is_meta:
         return "is on the meta device and has no values"
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _name_dtype(tensor.dtype)
     # torch does not list elements of less than a byte
     if tensor.is_complex() or dtype not in ITEMSIZE or dtype.startswith("float4"):
         return f"is a tensor of {dtype}, which JSON cannot store"
@@ -202,6 +209,8 @@ def decode_value(coded: object, *, kinded: bool = False) -> Any:
             return tuple(decode(item) for item in items)
         case {"dict": dict(items)}:
             return {key: decode(item) for key, item in items.items()}
+        case {"dtype": str(name)} if name in ITEMSIZE:
+            return dtype_of(name)
         case {"kinded": [str(kind), plain]} if kinded:
             return Kinded(kind, decode(plain))
     return _decode_array(coded)
@@ -245,6 +254,18 @@ def rebuild(like: object, items: object) -> Any:
     # the class of a namedtuple takes its items one by one
     make = getattr(kind, "_make", kind)
     return make(items)
+
+
+def can_change(value: object) -> bool:
+    """Whether `value` can be changed in place: a tensor, a list, a dict, or a tuple that has one of these inside."""
+    unvisited = [value]
+    while unvisited:
+        part = unvisited.pop()
+        if isinstance(part, Tensor | list | dict):
+            return True
+        if isinstance(part, tuple):
+            unvisited += part
+    return False
 
 
 def list_tensors(value: object) -> list[Tensor]:

@@ -24,7 +24,7 @@ from shardmath_torch.checkpoints.files.json_text import shown
 from shardmath_torch.checkpoints.files.places import CheckpointError
 from shardmath_torch.checkpoints.files.steps import on_all
 from shardmath_torch.checkpoints.loading import has_same_bytes
-from shardmath_torch.checkpoints.opening import open_checkpoint
+from shardmath_torch.checkpoints.opening import check_one_model, open_checkpoint
 from shardmath_torch.checkpoints.states.memory import fill
 from shardmath_torch.checkpoints.states.modules import (
     Model,
@@ -84,7 +84,8 @@ def load_weights(
     or a checkpoint by `save` or torch.distributed.checkpoint. `names` maps names in the module to stored names, where
     they differ; `format` is the format of quantized weights, and `verify` compares stored checksums.
 
-    A parameter with several names is found under any of them. Tensors that transformers saves under other names, or
+    A parameter with several names is found under any of them; if `names` has some of them, only under the stored names
+    that `names` gives for these. Tensors that transformers saves under other names, or
     unstacked, are found as it saves them. Values are cast to the module's dtypes; uint8 and FP8 or FP4 are copied as
     bytes into each other.
 
@@ -93,7 +94,8 @@ def load_weights(
     layouts may cut blocks.
 
     Collective over the group. Raises CheckpointError on every rank if a tensor is missing or has another shape, if
-    `names` differ between ranks or have a name that the module lacks, if a tensor has scales and no `format` fits, and
+    `names` differ between ranks or have a name that the module lacks, if the folder has both a checkpoint and a model
+    in Hugging Face's files, if a tensor has scales and no `format` fits, and
     if parameters and buffers partly share memory. `mesh` is as in `state_of`, `progress` and `verify` as in `load`.
     """
     with shared(group):
@@ -122,7 +124,9 @@ def _match_weights(
     check_names(names)
     _check_here(names or {}, model)
     check_format(format)
-    checkpoint = _add_converted_if_needed(open_checkpoint(path), module, model, names or {}, format)
+    opened = open_checkpoint(path)
+    check_one_model(path)
+    checkpoint = _add_converted_if_needed(opened, module, model, names or {}, format)
     weights = _Weights(checkpoint, {}, {}, {})
     for name, slot in model.slots.items():
         stored = _find_weight(weights.checkpoint, model.names[name], names or {})
@@ -189,11 +193,11 @@ def _check_here(renamed: Mapping[str, str], model: Model) -> None:
 
 
 def _find_weight(checkpoint: Checkpoint, names: list[str], renamed: Mapping[str, str]) -> str:
-    """The stored name of a parameter: the first that exists of its `renamed` names, and of its own names that are not
+    """The stored name of a parameter: the first that exists of its `renamed` names, or of its own names if none is
     renamed; if none exists, the first of all."""
-    candidates = [renamed[name] for name in names if name in renamed]
-    # A name that is stored besides the renamed one, such as the average of the weights, has other values.
-    candidates += [name for name in names if name not in renamed]
+    # Once a name is renamed, values under the others are not meant: the average of the weights, for example, is stored
+    # besides the weights.
+    candidates = [renamed[name] for name in names if name in renamed] or names
     return next((name for name in candidates if name in checkpoint), candidates[0])
 
 

@@ -2,7 +2,8 @@
 
 1. Joint operations go through `together`, under the group's turn. If one ends by anything but its
    normal end or a refusal, the group is broken: here at once, on the others as the report arrives.
-2. This rank reports the cause (`failure`) before it closes its connections.
+2. This rank reports the cause (`failure`) before it closes its connections. A process that was forked from it in
+   the middle of a call, and leaves the call, does neither: the connections and the store are its parent's.
 3. In a group's first vote ranks learn which of them serves the store.
 4. A rank that left a mover (`goodbyes`) has not failed. Before a call votes, its goodbye raises an error here, and the
    group stays whole. In the middle of a call, its goodbye breaks the group, with the goodbye as the cause.
@@ -176,7 +177,7 @@ class Party:
         # A rank that has closed a mover does not come to its replan either.
         party = replace(self, key=self.key or self.turns.heard.replans)
         try:
-            with self.turns.taken(max(patience, self.patience), what, self.wire.abandon):
+            with self.turns.taken(max(patience, self.patience), what, self._let_go):
                 next_vote = self.turns.votes + 1
                 goodbye = party._find_goodbye(next_vote)
                 if goodbye:
@@ -291,9 +292,9 @@ class Party:
         self.turns.broken = goodbye
         try:
             mine = Report(None, None, goodbye, is_goodbye=True)
-            self._make_detector().report(mine, self.wire.abandon)
+            self._make_detector().report(mine, self._let_go)
         except BaseException:
-            self.wire.abandon()
+            self._let_go()
             raise
 
     def answer_for(self, act: Callable[[], None]) -> None:
@@ -318,13 +319,13 @@ class Party:
         self.turns.broken = f"rank {self.rank} (this one) failed: {_word_fix(cause)}"
         try:
             mine = Report(self.rank, None, cause)
-            reporting = self._make_detector().report(mine, self.wire.abandon)
+            reporting = self._make_detector().report(mine, self._let_go)
             # Others read the store that this process serves, which may be about to end.
             if self.turns.host == self.rank:
                 reporting.join(self.grace / 4)  # not for all the grace: this rank needs no report
         except BaseException:
             # Even after an interrupt nothing may write into the caller's memory from now on.
-            self.wire.abandon()
+            self._let_go()
             raise
 
     def break_by(self, failure: PeerFailure, describe: Describe) -> ExchangeError:
@@ -336,7 +337,7 @@ class Party:
         try:
             text = self._explain(failure, describe)
         except BaseException:
-            self.wire.abandon()
+            self._let_go()
             raise
         self.turns.broken = text
         return ExchangeError(text)
@@ -345,7 +346,7 @@ class Party:
         """The error's text: who failed first, if the reports tell, and the work that this stopped."""
         own_report = Report(failure.rank, failure.tensor, failure.cause)
         detector = self._make_detector()
-        first_failed, report = detector.detect(own_report, self.wire.abandon)
+        first_failed, report = detector.detect(own_report, self._let_go)
         if report.is_goodbye:
             return report.cause
         if first_failed == self.rank:
@@ -370,9 +371,16 @@ class Party:
             return ", since the group's store does not answer"
         return f", since rank {host}, whose process serves the group's store, does not answer"
 
+    def _let_go(self) -> None:
+        """Cancel the messages in flight, unless a process that was forked from this rank calls this: they are the
+        rank's, which goes on."""
+        if not compat.is_inherited(self.group):
+            self.wire.abandon()
+
     def _make_detector(self) -> FailureDetector:
-        """A detector that reads the reports of this group's ranks."""
-        store = compat.store_of(self.group)
+        """A detector that reads the reports of this group's ranks; in a process that was forked from this rank, one
+        without a store, which reports nothing."""
+        store = None if compat.is_inherited(self.group) else compat.store_of(self.group)
         turns = self.turns
         return FailureDetector(store, turns.host, turns.nonce, self.rank, self.ranks, self.grace)
 

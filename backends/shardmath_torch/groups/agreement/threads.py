@@ -7,6 +7,8 @@
    called off. A forked child forgets its parent's.
 3. An errand is a thread for whose end others wait. A wait that Ctrl-C interrupts does not change the
    errand: after an interrupted `Thread.join` CPython 3.11 would take the thread for ended.
+4. They have a name (`NAME`). Otherwise Python would number them as "Thread-N" with the program's own threads. Ranks
+   pair calls by the threads' names, and default names would then differ between ranks.
 
 >>> errand = Errand(lambda: None)
 >>> errand.start()
@@ -27,7 +29,10 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-__all__ = ["Errand", "Late", "CallThread", "make_bell", "start", "within"]
+__all__ = ["NAME", "Errand", "Late", "CallThread", "make_bell", "start", "within"]
+
+NAME = "shardmath"
+"""Name of all threads that this library starts."""
 
 LAST_SECONDS = 3.0
 """Time for all threads together at exit, enough for a call that a broken connection ends."""
@@ -55,7 +60,7 @@ class Late(RuntimeError):
 
 def start(act: Callable[[], None]) -> threading.Thread:
     """Start and return a daemon thread that runs `act`, which must handle its own errors."""
-    thread = threading.Thread(target=act, daemon=True)
+    thread = threading.Thread(target=act, name=NAME, daemon=True)
     _started.add(thread)
     thread.start()
     return thread
@@ -179,7 +184,7 @@ class Errand:
         self._act = act
         self._call_off = call_off
         self._bells: list[threading.Lock] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
 
     def start(self) -> None:
         """Start the thread of the background job."""

@@ -158,6 +158,7 @@ class Turns:
       are not taken for this group's.
     - `goodbyes`: None until this rank listens: in a joint group from its start, otherwise from the first mover on.
     - `give_up`: ends the current turn if a rank left before it; its caller holds `giving_up`.
+    - `posting`: the thread that posts the group's messages, if its transport needs one (NCCL).
     """
 
     def __init__(self) -> None:
@@ -173,6 +174,7 @@ class Turns:
         self.goodbyes: Goodbyes | None = None
         self.give_up: Callable[[], None] | None = None
         self.giving_up = threading.Lock()
+        self.posting = threads.CallThread()
         # Held during one operation; during a call of several steps; and during the local part of a step, in which the
         # thread may begin no operation, as the other ranks wait for its result.
         self._turn = _Seat("a call")
@@ -304,6 +306,7 @@ class Turns:
             self.broken = self.broken or cause
             if self.goodbyes is not None:
                 self.goodbyes.end()
+            self.posting.leave()
             yield
 
     def listen(

@@ -10,6 +10,7 @@ failed to reach the others.
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from contextlib import suppress
@@ -110,6 +111,7 @@ def connect(
     seconds_left = max(LEAST_S, until - time.monotonic())
     label = f"shardmath/joint/{name}/{met.meeting}"
     leave = partial(_leave, store_of_name, met, rank, size)
+    process = os.getpid()
     try:
         channel = _connect(group_store, seat, seconds_left, label)
         channel.set_timeout(timedelta(seconds=float(timeout)))
@@ -118,7 +120,9 @@ def connect(
         # No other group has this prefix, so the goodbyes need no name.
         turns_of(group).listen(group_store, "", rank, range(size), stores.serves_store(group))
     except BaseException:
-        leave()
+        # A process that was forked here, as by a signal handler, is not the rank.
+        if os.getpid() == process:
+            leave()
         raise
     return group
 

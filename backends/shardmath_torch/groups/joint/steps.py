@@ -10,6 +10,7 @@ So tests run the protocol (`rendezvous`) in every order in which processes can a
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
@@ -114,6 +115,7 @@ def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
     Raises the steps' exceptions, RuntimeError if the store is lost, and an interrupt once the steps have undone theirs.
     """
     pauses = _list_pauses(until)
+    process = os.getpid()
     answer: str | None = None
     while True:
         try:
@@ -126,7 +128,9 @@ def carry_out(steps: Steps[_T], store: Store, until: float) -> _T:
         except RuntimeError:
             raise
         except BaseException:
-            _quit(steps, store)
+            # Not in a process that was forked here, as by a signal handler: its parent goes on with these steps.
+            if os.getpid() == process:
+                _quit(steps, store)
             raise
 
 

@@ -28,7 +28,7 @@ from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.agree import Ballot
 from shardmath_torch.groups.agreement.party import Party, is_time, word_bad_time
 from shardmath_torch.groups.agreement.transport import join_within
-from shardmath_torch.groups.agreement.turns import Turns, in_thread, turns_of
+from shardmath_torch.groups.agreement.turns import Turns, turns_of
 from shardmath_torch.moves.commits.entry import Entry, commit_entries, word_end
 from shardmath_torch.moves.observing.laps import COMMITTED
 from shardmath_torch.moves.observing.stopwatch import Ledger
@@ -151,7 +151,8 @@ class CommitBlock:
     @property
     def claim(self) -> str:
         """The text that names the moves to commit; ranks compare it when they vote."""
-        moves = "; ".join(entry.claim for entry in self.entries) or f"none{in_thread(None)}"
+        # Without moves nothing tells which threads belong together, so the calling thread's name does not count.
+        moves = "; ".join(entry.claim for entry in self.entries) or "none"
         return f"commit {plural(self.entries, 'move')}: {moves}"
 
 

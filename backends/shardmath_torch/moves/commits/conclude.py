@@ -45,7 +45,9 @@ def conclude(party: Party, promise: Ballot, place: Callable[[], None]) -> None:
         except BaseException as error:
             errors += 1
             # Nothing is left to decide or do: this rank has not promised, or has put all in place.
-            if protocol.state in (State.IDLE, State.ACTING) or errors > MOST_ERRORS:
+            is_done = protocol.state in (State.IDLE, State.ACTING)
+            # A process that was forked from this rank, as in a signal handler, proposes nothing: the rank does.
+            if is_done or errors > MOST_ERRORS or compat.is_inherited(party.group):
                 raise
             first_error = first_error or error
             # In the state that follows, `_drive` proposes to abort, or puts in place what was committed.

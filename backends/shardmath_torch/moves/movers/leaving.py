@@ -13,6 +13,7 @@ from typing import NoReturn, Self
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of
+from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.goodbyes import LINGER_S
 from shardmath_torch.groups.agreement.party import Party
 from shardmath_torch.moves.commits.landing import Landing
@@ -106,6 +107,9 @@ class Leaving(Leaves):
             besides()
 
     def _part(self, why: str, besides: Callable[[], None] = lambda: None) -> None:
+        if compat.is_inherited(self._party.group):
+            # A process that was forked in a `with` block of the mover leaves the block, not the group.
+            return
         with self._alone():
             if self._closed:
                 return

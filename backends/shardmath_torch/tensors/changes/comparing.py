@@ -132,7 +132,10 @@ class Snapshots:
         for size, located in by_size.items():
             places = np.concatenate([positions for positions, _ in located])
             words = torch.cat([present for _, present in located])
-            self._words[size].scatter_(0, torch.from_numpy(places).to(words.device), words)
+            at = torch.from_numpy(places).to(words.device)
+            # The snapshots are inference tensors if the whole move was made in inference mode.
+            with torch.inference_mode():
+                self._words[size].scatter_(0, at, words)
 
     def _locate(self, changed: Changed) -> tuple[Ints, Tensor]:
         """The positions of changed words in the row of their size, and the words."""

@@ -117,9 +117,10 @@ class Refit(Leaves):
     """A mover for one rank of the planned refit (a trainer's weights to engines): `prepare` binds the rank's tensors,
     and each call moves them.
 
-    `timeout`, `max_inflight_bytes`, `commit` and `agree` are as in `compile`; ranks vote in every `prepare`. With
-    `changes=True` a call sends the elements that have changed since the last call, as in `compile_changes`; the mover
-    that does so is `changes`, which reports what it sent. Raises ExchangeError on all ranks if they plan differently.
+    `timeout`, `max_inflight_bytes`, `thread`, `commit` and `agree` are as in `compile`; ranks vote in every `prepare`.
+    With `changes=True` a call sends the elements that have changed since the last call, as in `compile_changes`; the
+    mover that does so is `changes`, which reports what it sent. Raises ExchangeError on all ranks if they plan
+    differently.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Refit(Leaves):
         group: compat.Group | None = None,
         timeout: float = DEFAULT_TIMEOUT_S,
         max_inflight_bytes: int | None = None,
+        thread: str | None = None,
         commit: str = DIRECT,
         agree: str = EVERY,
         changes: bool = False,
@@ -139,7 +141,7 @@ class Refit(Leaves):
                 f"pass the result of sm.refit"
             )
         self.planned = planned
-        settings = Settings(timeout, max_inflight_bytes, commit=commit, agree=agree)
+        settings = Settings(timeout, max_inflight_bytes, thread=thread, commit=commit, agree=agree)
         self._transform_stage: EndStage | None = None
         # The transforms of the refit that a replan is about to take.
         self._replanned: Transformed | None = None
