@@ -430,8 +430,6 @@ class _Recording:
         unwritten in the run without data.
         """
         read_names = self._find_touched(numbering)
-        if self.deferred is not None:
-            return set()
         untouched = {name for name, cells in self.touched.items() if not cells.any()}
         if read_names & untouched:
             raise StoreError(_show_read(min(read_names & untouched)))
