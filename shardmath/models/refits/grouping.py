@@ -36,7 +36,8 @@ def _find_layer(name: str) -> tuple[str, int] | None:
     """(text before it, number) of the outermost number of a name; None without a number."""
     parts = name.split(".")
     for i, part in enumerate(parts):
-        if part.isdigit():
+        # int reads no other digits, such as "²", and other scripts' digits as those of ASCII.
+        if part.isascii() and part.isdecimal():
             return ".".join(parts[:i]), int(part)
     return None
 

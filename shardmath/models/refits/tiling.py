@@ -96,10 +96,8 @@ def check_places(
     companions = _list_scales(of, rules)
     checked: set[object] = set()
     for engine, side in engines.items():
-        # Engines that store alike have the same slots, so one of them is checked.
-        form: object = engine
-        if isinstance(side, Bound):
-            form = side.stored.rows, *map(str, side.stored.meshes)
+        # Engines that are declared alike have the same slots, so one of them is checked.
+        form: object = side.stored if isinstance(side, Bound) else engine
         if companions and form not in checked:
             checked.add(form)
             for rank in sorted(side.ranks):

@@ -94,3 +94,20 @@ def test_parts_of_a_fused_tensor_begin_with_tiles(rows: int) -> None:
     said = "'k_proj.weight' begins at 200 in dimension 0 of 'qk.weight' on rank 1, its scales at 2 of 'qk.scale'"
     with pytest.raises(sm.StoreError, match=said):
         plan()
+
+
+def test_an_engine_on_the_ranks_of_another_is_checked_by_its_own_numbers() -> None:
+    """The same rows: `k` begins at a tile in the first engine, and within one in the second."""
+    tiles = formats.FP8Blocks((4, 4))
+    held = dict.fromkeys("qk", ((8, 8), "bfloat16"))
+    served = {name: (shape, "uint8") for name, (shape, _) in held.items()}
+    served |= {f"{name}_scale_inv": ((2, 2), "float32") for name in held}
+    rows = parse("qk = [q k] : (q=first + k) h\nscale = [q k]_scale_inv : (q=tiles + k) h")
+    trainer = {n: sm.Layout(s, sm.Mesh(), "n h", dtype="bfloat16") for n, (s, _) in held.items()}
+    engines = {
+        name: Stored(rows, (sm.Mesh(ranks=[1]),), numbers={"first": first, "tiles": 2})
+        for name, first in (("a", 8), ("b", 10))
+    }
+    rules = {"[qk]": transforms.Quantize(tiles)}
+    with pytest.raises(sm.StoreError, match="b: 'k' begins at 10 in dimension 0 of 'qk'"):
+        sm.refit(trainer, engines, held, served=served, rules=rules)

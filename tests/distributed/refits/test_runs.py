@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import shardmath as sm
 import shardmath_torch as smt
@@ -335,6 +337,79 @@ def test_copies_by_another_thread_that_nothing_says_before() -> None:
                 into,
                 ways=("views",),
             )
+
+
+def test_threads_that_the_rest_of_the_program_starts() -> None:
+    """They are not watched: without data, an operation between ranks would raise there."""
+    into = make("cpu", "a")
+    found: list[object] = []
+    loads, looks = threading.Event(), threading.Event()
+
+    def look() -> None:
+        found.append(_get_current_dispatch_mode_stack())
+
+    def start_another() -> None:
+        loads.wait(30)
+        other = threading.Thread(target=look)
+        other.start()
+        other.join(30)
+        looks.set()
+
+    def load(given: Given) -> None:
+        loads.set()
+        looks.wait(30)
+        into["a"].copy_(given["q"])
+        own = threading.Thread(target=look)
+        own.start()
+        own.join(30)
+
+    beside = threading.Thread(target=start_another)
+    beside.start()
+    record(load, into)
+    beside.join(30)
+    others, *own = found
+    assert others == [] and all(own)
+
+
+def test_recordings_in_several_threads_end_in_any_order() -> None:
+    start, profile = threading.Thread.start, threading.getprofile()
+    second_began, first_ended = threading.Event(), threading.Event()
+
+    first_into, second_into = make("meta", "a"), make("meta", "a")
+
+    def load_first(given: Given) -> None:
+        second_began.wait(30)
+        first_into["a"].copy_(given["q"])
+
+    def load_second(given: Given) -> None:
+        second_began.set()
+        first_ended.wait(30)
+        second_into["a"].copy_(given["q"])
+
+    def record_first() -> None:
+        record(load_first, first_into)
+        first_ended.set()
+
+    threads = [threading.Thread(target=record_first)]
+    threads.append(threading.Thread(target=record, args=(load_second, second_into)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert threading.Thread.start is start and threading.getprofile() is profile
+
+
+def test_a_thread_that_stays_keeps_no_memory() -> None:
+    """The loader's thread, such as one of a library's pool, still has its modes."""
+    into = make("meta", "a")
+    with ThreadPoolExecutor(1) as made:
+
+        def load(given: Given) -> None:
+            made.submit(into["a"].copy_, given["q"]).result()
+
+        record(load, into, ways=("views",))
+        (mode,) = made.submit(_get_current_dispatch_mode_stack).result()
+        assert not mode._watch._alive and not mode._watch._contents
 
 
 # Classes of logical tensors

@@ -158,4 +158,5 @@ def test_layers_are_the_outermost_numbers() -> None:
         ["b.w", "b.b"],
         ["c.w"],
     ]
+    assert group_by_layer(["h.².w", "h.٣.w", "h.3.w"]) == [["h.².w"], ["h.٣.w"], ["h.3.w"]]
     assert join_modules([["x"], ["y"]], []) == [["x"], ["y"]]

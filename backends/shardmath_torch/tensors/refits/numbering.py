@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from shardmath.base import dtypes
 from shardmath.models.recordings.numbers import find_pieces
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.storage.stored import Shapes
@@ -32,7 +33,7 @@ from shardmath_torch.tensors.probes.patterns import (
     real,
 )
 
-__all__ = ["Found", "Numbering", "Reading", "is_left"]
+__all__ = ["ANY", "Found", "Numbering", "Reading", "is_left"]
 
 Found: TypeAlias = int | Tensor
 """The values of a target before a run: the word (bits as an integer) of all, or a tensor."""
@@ -40,6 +41,10 @@ Found: TypeAlias = int | Tensor
 _Flat: TypeAlias = NDArray[np.int64]
 _Truths: TypeAlias = NDArray[np.bool_]
 
+ANY = frozenset(
+    getattr(torch, name) for name in dtypes.ITEMSIZE if name != "bool" and hasattr(torch, name)
+)
+"""The dtypes of targets for runs that suit any target. Not bool: it has only two values, so runs would be many."""
 FEW_BITS = 2
 """The largest size, in bytes, of types that may be cast on the way, as bfloat16 to float32 for numpy."""
 
@@ -47,6 +52,8 @@ FEW_BITS = 2
 class Numbering:
     """A numbering of all elements of checkpoint tensors, and a list of trial runs of a weight loader. Each run gives an
     element one value; an element's values in all runs identify it, which shows where the loader stores it.
+
+    `targets` has the dtypes of the tensors that the loader loads into. The runs depend on these and on `shapes` only.
     """
 
     def __init__(self, shapes: Shapes, targets: Collection[torch.dtype]) -> None:

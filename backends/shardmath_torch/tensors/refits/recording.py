@@ -7,6 +7,8 @@ side = sm.storage.RecordedSide({rank: recorded, ...})                           
    does not explain is read from runs on element numbers (`numbering`), which survive any movement of elements.
 2. Every run must write the same elements into the same cells (positions of a target); anything else is an error.
 3. Afterwards `into` is as before. Cells that nothing wrote are counted in `Recorded.unwritten`.
+4. If the loader calls collectives, all ranks make the same runs with the same values: whatever their targets, also
+   without any, and after an error, which is raised after the last run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -40,7 +42,8 @@ from shardmath.models.storage.stored import Shapes, Vocabulary
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
 from shardmath_torch.tensors.refits.before import describe, key_of
-from shardmath_torch.tensors.refits.numbering import Found, Numbering, Reading, is_left
+from shardmath_torch.tensors.refits.collectives import Collectives
+from shardmath_torch.tensors.refits.numbering import ANY, Found, Numbering, Reading, is_left
 from shardmath_torch.tensors.refits.reads import Reads
 from shardmath_torch.tensors.refits.targets import Into, KeptTargets
 from shardmath_torch.tensors.refits.watching import Watch, Write
@@ -111,6 +114,10 @@ class _Recording:
         self.filled: set[str] = set()
         # By target, a mask of the cells that were written in the first runs on numbers.
         self.touched: dict[str, NDArray[np.bool_]] = {}
+        # Whether the loader calls collectives, and barriers; and the first error, if others have to make their runs.
+        self.is_collective = False
+        self.has_barriers = False
+        self.deferred: StoreError | None = None
         self._check_functions()
 
     def _check_functions(self) -> None:
@@ -138,26 +145,34 @@ class _Recording:
         """
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
+        is_watched = False
         if "views" in ways:
             try:
                 unexplained = self._watch()
+                is_watched = True
             except _Unrecordable:
                 raise
             # A loader may fail in any way on tensors without data; it is then run on real ones.
             except Exception as error:
                 failure = error
                 self.pieces, self.operations = {}, {}
-        if unexplained and "numbers" in ways:
+        # Also without targets, if it may call collectives in which other ranks wait for this one.
+        if (unexplained or not is_watched) and "numbers" in ways:
             is_written = self._number(sorted(unexplained), failure)
-            if failure is not None and not is_written:
-                why = word_error(failure)
-                raise StoreError(
-                    f"the loader raised {why} on tensors without data, and wrote nothing into the "
-                    f"tensors of into= when it got data; pass a loader that writes into them"
-                ) from failure
+            if not is_written:
+                self._check_idle(unexplained, failure)
         elif unexplained:
             raise StoreError(self._word_unexplained(min(unexplained), failure)) from failure
         return self._finish()
+
+    def _check_idle(self, names: Collection[str], failure: Exception | None) -> None:
+        """Raise StoreError for a loader that failed without data, and writes into none of these targets with data."""
+        # With collectives the failure says nothing: it comes on each rank, also on one that loads nothing.
+        if names and failure is not None and not self.is_collective:
+            raise StoreError(
+                f"the loader raised {word_error(failure)} on tensors without data, and wrote nothing into the "
+                f"tensors of into= when it got data; pass a loader that writes into them"
+            ) from failure
 
     def _word_unexplained(self, name: str, failure: Exception | None) -> str:
         """The error for a target that views do not explain, if they are the only way of recording."""
@@ -248,10 +263,12 @@ class _Recording:
         finally:
             kept_targets.before.put_back()
             self._keep_seen(watch)
+            watch.forget()
         return watch, writes
 
     def _keep_seen(self, watch: Watch) -> None:
         """Keep the writes into targets; for a run that failed, those before the failure."""
+        self.is_collective = self.is_collective or watch.collective
         for name, memory in self.kept_targets.memory.items():
             key = key_of(memory)
             if name not in self.writes:
@@ -343,6 +360,46 @@ class _Recording:
         """Record these targets from runs on element numbers, and return whether any is written. `failure` is the error
         of the run without data, if it failed.
         """
+        with self._defer():
+            self._check_copied(names, failure)
+        types = {name: self.kept_targets.targets[name].dtype for name in names}
+        numbering = Numbering(self.shapes, types.values())
+        untouched: set[str] = set()
+        with self._defer():
+            untouched = self._find_untouched(numbering)
+        if self.is_collective:
+            # The values come from other ranks, whose targets have other dtypes.
+            numbering = Numbering(self.shapes, ANY)
+        elif not names:
+            return False
+        readings = {name: Reading(numbering, dtype) for name, dtype in types.items()}
+        self._read_runs(numbering, readings, untouched)
+        for name, reading in readings.items():
+            self._take_reading(name, reading)
+        return any(reading.is_written for reading in readings.values())
+
+    def _read_runs(
+        self, numbering: Numbering, readings: Mapping[str, Reading], untouched: Collection[str]
+    ) -> None:
+        """Make all runs, and add the targets' values to their readings; then raise the error that was kept, if any."""
+        for run in numbering.runs:
+            with self._defer():
+                self._run_numbered(numbering, run, readings, untouched)
+        if self.deferred is not None:
+            raise self.deferred
+
+    @contextmanager
+    def _defer(self) -> Iterator[None]:
+        """Keep an error of a loader that calls collectives: other ranks wait for this one in the runs that follow."""
+        try:
+            yield
+        except StoreError as error:
+            if not self.is_collective:
+                raise
+            self.deferred = self.deferred or error
+
+    def _check_copied(self, names: Sequence[str], failure: Exception | None) -> None:
+        """Raise StoreError if one of these targets, which views do not explain, has a function."""
         for name in names:
             if name in self.functions:
                 why = "the elements that it is computed from could not be followed"
@@ -353,15 +410,6 @@ class _Recording:
                     f"{why}; load it by plain copies and that function, or describe it by a row of "
                     f"sm.storage"
                 ) from failure
-        types = {name: self.kept_targets.targets[name].dtype for name in names}
-        numbering = Numbering(self.shapes, types.values())
-        readings = {name: Reading(numbering, dtype) for name, dtype in types.items()}
-        untouched = self._find_untouched(numbering)
-        for run in numbering.runs:
-            self._run_numbered(numbering, run, readings, untouched)
-        for name, reading in readings.items():
-            self._take_reading(name, reading)
-        return any(reading.is_written for reading in readings.values())
 
     def _take_reading(self, name: str, reading: Reading) -> None:
         """Take the pieces of a target. Raises StoreError if it is computed, or differs between runs."""
@@ -407,7 +455,7 @@ class _Recording:
             # Runs that keep what targets had are a run and its mirror image: one of them changes each written cell.
             if not run.keeps:
                 continue
-            with self._run_on(numbering, run, (), read) as (found, now):
+            with self._defer(), self._run_on(numbering, run, (), read) as (found, now):
                 for name in found:
                     touched = ~is_left(found[name], now[name])
                     self.touched[name] = touched | self.touched.get(name, np.False_)
@@ -462,10 +510,11 @@ class _Recording:
         the loader raises any error.
         """
         try:
-            if read is None:
-                self._call(tensors)
-            else:
+            if read is not None:
                 self._call_reading(tensors, read)
+            else:
+                with Collectives() if self.has_barriers else nullcontext():
+                    self._call(tensors)
         except StoreError:
             raise
         except Exception as error:
@@ -479,13 +528,17 @@ class _Recording:
         present = self.kept_targets.find()
         replaced = {n: target for n, target in self.kept_targets.targets.items() if target.is_meta}
         reads = Reads({name: present[name] for name in replaced}, replaced)
+        collectives = Collectives()
         try:
-            with reads:
+            with collectives, reads:
                 self._call(tensors)
         except Exception as error:
             if reads.names:
                 raise StoreError(f"{word_error(error)}; {_show_read(min(reads.names))}") from error
             raise
+        finally:
+            self.is_collective = self.is_collective or collectives.called
+            self.has_barriers = self.has_barriers or collectives.skipped
         if reads.lost:
             raise StoreError(
                 f"{min(reads.lost)!r} is written in a tensor that the loader has kept, and has no data "

@@ -44,7 +44,12 @@ class KeptTargets:
         self.natives: dict[str, tuple[int, str]] = {}
         for chunk_number, chunk in enumerate(self.chunks):
             for name, _ in _list_places(chunk):
-                self.natives[label(chunk_number, name)] = chunk_number, name
+                known = self.natives.setdefault(label(chunk_number, name), (chunk_number, name))
+                if known != (chunk_number, name):
+                    raise StoreError(
+                        f"into= has {name!r} in virtual stage {chunk_number}, which recording calls "
+                        f"{known[1]!r}, as a tensor of virtual stage {known[0]}; rename one of both"
+                    )
         self.places = self._find_places()
         self.found = self.find()
         # `data` are aliases with separate shapes and strides, which a loader cannot change.

@@ -7,8 +7,8 @@
 3. A target that was written as a whole may be read again: some loaders store first, and then a function of it. Reading
    its values is an error, since nothing was written there.
 4. Bits viewed as another type are followed as long as they are only copied; a cast of them is a computation.
-5. A torch mode belongs to one thread. Threads that the loader starts enter it when they begin; in any other thread the
-   class of logical tensors enters it for operations on these, or on results made from them.
+5. A torch mode belongs to one thread. Threads that a watched thread starts enter it when they begin (`threads`); in any
+   other thread the class of logical tensors enters it for operations on these, or on results made from them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardmath.base.errors import StoreError
 from shardmath.models.recordings.pieces import Piece, overlap
 from shardmath_torch.tensors.probes.patterns import as_words
 from shardmath_torch.tensors.refits.before import describe, key_of, storage_of
+from shardmath_torch.tensors.refits.collectives import is_barrier, is_collective, skip_barrier
 from shardmath_torch.tensors.refits.contents import BLANK, Content, is_dense
 from shardmath_torch.tensors.refits.operations import (
     CALLS_PYTHON,
@@ -36,6 +37,7 @@ from shardmath_torch.tensors.refits.operations import (
     list_tensors,
     makes_views,
 )
+from shardmath_torch.tensors.refits.threads import Followed
 
 __all__ = ["Watch", "Write"]
 
@@ -51,8 +53,6 @@ IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 """The function that torch calls for `tensor.is_meta`."""
 GOES_BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Tags of operations whose result has a type or shape that depends on values."""
-BARRIER = torch.ops.c10d.barrier.default
-"""The collective that moves no values."""
 BLANKS = {"fill_", "zero_", "normal_", "uniform_"}
 """Operations that fill padding before or after the weights are written."""
 
@@ -91,6 +91,8 @@ class Watch(TorchDispatchMode):
         self.filled: dict[int, set[str]] = {}
         # The error of an operation, kept since a loader may catch it and continue.
         self.failure: Exception | None = None
+        # Whether the loader has called a collective.
+        self.collective = False
         # Memory into which elements of logical tensors were written, and which was not read since.
         self.unread: set[int] = set()
         self._class = _make_class(self)
@@ -98,7 +100,7 @@ class Watch(TorchDispatchMode):
         self.thread: int | None = None
         # Says in each thread whether it has entered a mode of this watch.
         self.entered = threading.local()
-        self._profile: Any = None
+        self._followed = Followed(self.is_here, self._enter_thread)
         self._lock = threading.RLock()
         # A key identifies memory only while it lives, so all known memory is kept alive. A tensor does not keep its
         # memory: a loader may give it other memory.
@@ -119,22 +121,35 @@ class Watch(TorchDispatchMode):
         """Watch this thread, those that it starts, and other threads' operations on logical tensors."""
         self.thread = threading.get_ident()
         self.entered.here = True
-        self._profile = threading.getprofile()
-        threading.setprofile(self._enter_thread)
+        self._followed.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._reads.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Stop watching."""
-        threading.setprofile(self._profile)
+        self._followed.__exit__()
         self.thread = None
         self._reads.__exit__(*raised)  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
-    def _enter_thread(self, *event: object) -> None:
-        """Watch a thread that begins, for which Python calls this once in place of a profiler."""
-        sys.setprofile(self._profile)
+    def forget(self) -> None:
+        """Give up the memory that is kept alive, and what is known of it. The writes stay."""
+        # Threads of a pool that outlives the run keep their modes, and these keep the watch.
+        with self._lock:
+            self._alive.clear()
+            self._contents.clear()
+            self._operations.clear()
+            self._dtypes.clear()
+
+    def is_here(self) -> bool:
+        """Return whether this thread has entered a mode of this watch."""
+        return getattr(self.entered, "here", False)
+
+    def _enter_thread(self) -> None:
+        """Watch this thread, which a watched thread has started."""
+        if self.thread is None:
+            return
         self.entered.here = True
         # Never left: the modes end with the thread, and do nothing once the watch has ended.
         _OtherThread(self).__enter__()  # type: ignore[no-untyped-call]
@@ -167,7 +182,9 @@ class Watch(TorchDispatchMode):
         # Views are in memory that is known already, and a loader makes several for each copy.
         if makes_views(func):
             return func(*args, **kwargs)
-        _check_collective(func)
+        if is_barrier(func):
+            return skip_barrier()
+        self._check_collective(func)
         written = find_written(func, args, kwargs)
         if written:
             return self._write(func, written, args, kwargs)
@@ -185,6 +202,16 @@ class Watch(TorchDispatchMode):
         result = func(*args, **kwargs)
         self._follow(_Call(func, args, kwargs), followed, result)
         return result
+
+    def _check_collective(self, func: Any) -> None:
+        """Raise StoreError for a collective: it does nothing without data, and its schema does not name what it
+        writes."""
+        if is_collective(func):
+            self.collective = True
+            raise StoreError(
+                f"the loader calls {func}, which moves nothing without data; record it with "
+                f"ways=('numbers',)"
+            )
 
     def check_values(self, read: Iterable[Tensor]) -> None:
         """Raise StoreError if the weight loader reads values of a tensor that stands for checkpoint data and has no
@@ -462,7 +489,7 @@ def _make_class(watch: Watch) -> type[Tensor]:
             try:
                 watch.check_function(func, args)
                 # Without a watched thread nothing is watched; where a mode is entered, it sees the operation already.
-                if watch.thread is None or getattr(watch.entered, "here", False):
+                if watch.thread is None or watch.is_here():
                     return _call_as(cls, func, args, kwargs)
                 with _OtherThread(watch):
                     return _call_as(cls, func, args, kwargs)
@@ -532,14 +559,6 @@ def _is_asked_by(module: str) -> bool:
     """Whether the code that called a mode's `__torch_function__`, which calls this, is of that module."""
     caller = sys._getframe(2)
     return caller.f_globals.get("__name__") == module
-
-
-def _check_collective(func: Any) -> None:
-    """Raise StoreError for a collective: it does nothing without data, and its schema does not name what it writes."""
-    if func.namespace == "c10d" and func != BARRIER:
-        raise StoreError(
-            f"the loader calls {func}, which moves nothing without data; record it with ways=('numbers',)"
-        )
 
 
 def _list_bytes(tensor: Tensor) -> bytes:

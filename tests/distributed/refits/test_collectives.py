@@ -1,0 +1,43 @@
+"""Ranks record without communication; those of one loader that calls collectives call it equally often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import Pool
+from tests.distributed.tasks import broadcasts
+from tests.distributed.tasks.broadcasts import Seen
+
+BOTH = "views", "numbers"
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+@pytest.mark.parametrize("case", ["dtypes", "none", "map"])
+def test_ranks_call_a_loader_with_collectives_equally_often(
+    pool: Pool, case: str, ways: Any
+) -> None:
+    """Whatever targets they have: a rank that is in a collective by itself waits for ever."""
+    found: list[Seen] = pool.run(broadcasts.load_by_broadcasts, case, ways)
+    assert len({calls for calls, _ in found}) == 1
+    for rank, (_, said) in enumerate(found):
+        if case == "none" and not rank:
+            assert not said
+        else:
+            assert said.startswith(f"{rank}.w ") and f"by numbers: {rank}.w" in said
+
+
+def test_an_error_of_one_rank_is_raised_after_the_last_run(pool: Pool) -> None:
+    found: list[Seen] = pool.run(broadcasts.load_by_broadcasts, "removed", BOTH)
+    assert len({calls for calls, _ in found}) == 1
+    assert [rank for rank, (_, said) in enumerate(found) if "removed '1.w'" in said] == [1]
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_barriers_are_skipped(pool: Pool, ways: Any) -> None:
+    """Ranks that are recorded by views, and by numbers, call their loaders in different numbers."""
+    found: list[Seen] = pool.run(broadcasts.load_with_barriers, ways)
+    assert (len({calls for calls, _ in found}) == 1) == (ways != BOTH)
+    for rank, (_, said) in enumerate(found):
+        assert said.startswith(f"{rank}.w ") and "unwritten" not in said

@@ -1,0 +1,73 @@
+"""Loaders that call collectives, or barriers, on ranks with different targets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardmath as sm
+import shardmath_torch as smt
+
+RANKS = 8
+SHAPES = {f"{rank}.w": ((4, 3), "float32") for rank in range(RANKS)}
+Pairs = Iterable[tuple[str, Tensor]]
+Seen = tuple[int, str]
+"""How often a rank's loader was called, and the recording or the error as text."""
+
+
+def _record(load: Any, own: dict[str, Tensor], ways: Any) -> Seen:
+    """Record a loader that takes pairs."""
+    calls = 0
+
+    def load_counted(given: Pairs) -> None:
+        nonlocal calls
+        calls += 1
+        load(given)
+
+    try:
+        said = str(smt.record(load_counted, SHAPES, own, form="pairs", ways=ways))
+    except sm.StoreError as error:
+        said = str(error)
+    return calls, said
+
+
+def load_by_broadcasts(rank: int, case: str, ways: Any) -> Seen:
+    """Every tensor comes from rank 0, as of a checkpoint that only this can read."""
+    own = {f"{rank}.w": torch.zeros(4, 3)}
+    if case == "dtypes" and rank % 2:
+        own[f"{rank}.w"] = own[f"{rank}.w"].to(torch.float8_e4m3fn)
+    if case == "none" and not rank:
+        own = {}
+    if case == "map" and rank % 2:
+        own["map"] = torch.arange(4)
+
+    def load(given: Pairs) -> None:
+        for name, tensor in given:
+            received = tensor.contiguous()
+            dist.broadcast(received, 0)
+            if name in own:
+                own[name].copy_(received)
+        if case == "removed" and rank == 1:
+            del own["1.w"]
+
+    return _record(load, own, ways)
+
+
+def load_with_barriers(rank: int, ways: Any) -> Seen:
+    """Views explain the loaders of even ranks."""
+    own = {f"{rank}.w": torch.zeros(4, 3)}
+
+    def load(given: Pairs) -> None:
+        for name, tensor in given:
+            if name in own:
+                own[name].copy_(torch.cat([tensor[2:], tensor[:2]]) if rank % 2 else tensor)
+        dist.barrier()
+        dist.barrier(async_op=True).wait()
+
+    found = _record(load, own, ways)
+    dist.barrier()
+    return found
