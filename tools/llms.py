@@ -102,8 +102,10 @@ def write_full() -> str:
 def on_post_build(config: Any, **_: Any) -> None:
     """Put both files at the root of the site."""
     site = Path(config["site_dir"])
-    (site / "llms.txt").write_text(write_short().replace("](docs/", "]("), encoding="utf-8")
-    (site / "llms-full.txt").write_text(write_full().replace("](docs/", "]("), encoding="utf-8")
+    for name, text in (("llms.txt", write_short()), ("llms-full.txt", write_full())):
+        # The site has a page of HTML for each of Markdown.
+        linked = re.sub(r"\]\((?:docs/)?([\w-]+)\.md", r"](\1.html", text)
+        (site / name).write_text(linked, encoding="utf-8")
 
 
 def main() -> int:

@@ -51,13 +51,14 @@ def make_parser(command: str, description: str | None) -> argparse.ArgumentParse
     """Return an argument parser without arguments so far. Its usage line shows the program, as the user typed it,
     followed by `command`."""
     prog = f"{name_program()} {command}"
-    return argparse.ArgumentParser(prog=prog, description=description)
+    # An abbreviated --json would not be known where errors are printed.
+    return argparse.ArgumentParser(prog=prog, description=description, allow_abbrev=False)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the option `--json`."""
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object, errors included"
+        "--json", action="store_true", help="print one JSON object, also for an error"
     )
 
 

@@ -109,10 +109,9 @@ def _defer_import(point: EntryPoint) -> Command:
 
 
 def _complete(commands: Mapping[str, Command], argv: Sequence[str]) -> int:
-    """Print a script for a shell: `eval "$(shardmath completion bash)"`."""
+    """Print a script with which a shell completes commands and options."""
     parser = make_parser("completion", _complete.__doc__)
     parser.add_argument("shell", choices=SHELLS, help="your shell")
     given = parser.parse_args(argv)
-    others = {name: command for name, command in commands.items() if name != "completion"}
-    print(write_completion(given.shell, others))
+    print(write_completion(given.shell, commands))
     return 0

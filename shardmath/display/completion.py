@@ -46,7 +46,8 @@ def _write_bash(options: Mapping[str, Sequence[str]]) -> str:
         "  esac",
         "  case $current in",
         '    -*) COMPREPLY=($(compgen -W "$words" -- "$current")) ;;',
-        '    *) COMPREPLY=($(compgen -f -- "$current")) ;;',
+        # Names of files may have spaces.
+        '    *) mapfile -t COMPREPLY < <(compgen -f -- "$current"); compopt -o filenames 2>/dev/null ;;',
         "  esac",
         "}",
         "complete -F _shardmath shardmath",
@@ -56,7 +57,7 @@ def _write_bash(options: Mapping[str, Sequence[str]]) -> str:
 
 def _write_zsh(options: Mapping[str, Sequence[str]]) -> str:
     """Zsh runs bash's completions."""
-    return f"autoload -U +X bashcompinit && bashcompinit\n{_write_bash(options)}"
+    return f"autoload -Uz compinit bashcompinit && compinit && bashcompinit\n{_write_bash(options)}"
 
 
 def _write_fish(options: Mapping[str, Sequence[str]]) -> str:

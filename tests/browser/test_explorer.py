@@ -172,6 +172,36 @@ def test_a_link_holds_the_state(page: Page, url: str, browser: Browser) -> None:
     other.close()
 
 
+def test_a_link_that_is_opened_in_the_same_tab(page: Page, url: str) -> None:
+    open_page(page, url)
+    page.evaluate(
+        "location.hash = '#shape=8%2C4&src_mesh=tp%3D2&src=%28tp+n%29+h&pair=0-8&box=abc'"
+    )
+    wait(page, "answer.src.text.includes('[8, 4] (tp n) h on tp=2')")
+    assert page.input_value("#shape") == "8,4"
+    assert page.locator("#chosen button").all_inner_texts() == ["0 -> 8 ×"]
+
+
+def test_parts_of_the_question_before_are_gray(page: Page, url: str) -> None:
+    """Here the answer has the plan, and its cost takes long: the cost before is not that of this plan."""
+    open_page(page, url)
+    held: list[Any] = []
+
+    def delay(route: Any) -> None:
+        answer = route.fetch().json()
+        if "wait=" in route.request.url:
+            held.append(route)
+            return
+        route.fulfill(json={**{k: v for k, v in answer.items() if k != "cost"}, "done": False})
+
+    page.route("**/answer?*", delay)
+    page.fill("#dst", "n (tp h)")
+    page.wait_for_function("answer.dst && answer.dst.text.includes('n (tp h)')")
+    assert "stale" in page.locator("#cost").get_attribute("class")
+    assert "stale" not in page.locator("#verdict").get_attribute("class")
+    page.unroute_all(behavior="ignoreErrors")
+
+
 def test_shards_go_empty_as_a_size_is_dragged(page: Page, url: str) -> None:
     open_page(page, url)
     assert page.locator("tr.empty").count() == 1
@@ -216,8 +246,11 @@ def test_a_page_of_a_plan_needs_no_server(page: Page, tmp_path: Path) -> None:
     assert page.locator("#transfers td.mono").count() == len(list(plan.transfers()))
     page.locator("#picture [data-ranks='2']").first.hover()
     assert page.locator("tr[data-src-rank='2'].on").count() == 4
+    # A box is one of the tensor that is drawn.
     page.locator("#picture [data-ranks='2']").first.click()
-    assert page.locator("#transfers td.mono").count() == 4
+    assert page.locator("#transfers td.mono").count() == 2
+    shown = page.locator("#transfers td.mono").all_inner_texts()
+    assert all(text.startswith("w<b>: 2 -> ") for text in shown)
 
 
 def test_a_notebook_s_frame(page: Page) -> None:

@@ -35,33 +35,40 @@ def answers(texts: Mapping[str, str]) -> Iterator[Facts]:
     Never raises a ShardError.
     """
     asked = read(texts)
-    answer: Facts = {"schema": SCHEMA, "done": False, "faults": dict(asked.faults)}
+    faults = dict(asked.faults)
+    answer: Facts = {"schema": SCHEMA, "done": False, "faults": faults}
+    sides: dict[str, Layout] = {}
     for name, layout in (("src", asked.src), ("dst", asked.dst)):
-        answer[name] = None if layout is None else layout_facts(layout, asked.rank)
-    yield answer
-    if asked.src is None or asked.dst is None:
-        yield from _answer_one(answer, asked)
-        return
-    yield from _answer_both(answer, asked, asked.src, asked.dst)
-
-
-def _answer_one(answer: Facts, asked: Question) -> Iterator[Facts]:
-    """The picture of the side that can be read, if one can."""
-    pictures = {}
-    for name, layout in (("src", asked.src), ("dst", asked.dst)):
+        answer[name] = None
         if layout is not None:
-            pictures[name] = answer[name] | {"picture": svg(layout, inline=True)}
+            try:
+                answer[name] = layout_facts(layout, asked.rank)
+                sides[name] = layout
+            except ShardError as error:
+                # A layout may be right, and have more pieces than memory holds.
+                faults[name] = str(error)
+    yield answer
+    if len(sides) < 2:
+        yield from _draw_sides(answer, sides)
+        return
+    yield from _answer_both(answer, asked, sides)
+
+
+def _draw_sides(answer: Facts, sides: Mapping[str, Layout]) -> Iterator[Facts]:
+    """The pictures of the sides that can be read, without a plan."""
+    pictures = {}
+    for name, layout in sides.items():
+        pictures[name] = answer[name] | {"picture": svg(layout, inline=True)}
     yield answer | pictures | {"done": True}
 
 
-def _answer_both(answer: Facts, asked: Question, src: Layout, dst: Layout) -> Iterator[Facts]:
+def _answer_both(answer: Facts, asked: Question, sides: Mapping[str, Layout]) -> Iterator[Facts]:
     """The plan between both sides, or why there is none."""
     try:
-        planned = plan(src, dst, topology=asked.topology, window=True)
+        planned = plan(sides["src"], sides["dst"], topology=asked.topology, window=True)
         answer = answer | _explain(planned, asked)
     except ShardError as error:
-        sides = {"refused": str(error)}
-        yield from _answer_one(answer | sides, asked)
+        yield from _draw_sides(answer | {"refused": str(error)}, sides)
         return
     yield answer
     answer = answer | {"picture": svg(planned, topology=asked.topology, inline=True)}

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 from shardmath.base.text import plural, show_bytes
 from shardmath.display.explorer.reading import read_aloud
 from shardmath.display.explorer.spellings import spell
 from shardmath.display.pictures.text import LEGEND, show
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan
@@ -87,6 +88,7 @@ def plan_facts(plan: Plan, rank: int | None = None, most: int | None = MOST_TRAN
         "legend": LEGEND,
         "transfers": [_transfer_facts(transfer) for transfer in transfers],
         "rank": rank,
+        "drawn": next(iter(plan.src), ""),
         "all": is_all,
         "busiest": _find_busiest(plan),
     }
@@ -101,9 +103,18 @@ def describe_proof(plan: Plan) -> str:
     if plan.in_part:
         tensors = plural(plan.in_part, "tensor")
         return f"what the destination holds arrives exactly once; it does not hold all of {tensors}"
-    if any(layout.partial for windows in plan.src.values() for layout in windows):
-        return "the destination holds every element, and each addend of it is counted exactly once"
+    if _has_partial(plan.dst):
+        return "the destination's values together are the tensor, and each arrives exactly once"
+    if _has_partial(plan.src):
+        return (
+            "the destination holds every element, and each value of the source counts exactly once"
+        )
     return "the destination holds every element, and each arrives exactly once wherever it is held"
+
+
+def _has_partial(side: Mapping[str, Windows]) -> bool:
+    """Whether ranks of a side hold values whose reduction is the tensor."""
+    return any(layout.partial for windows in side.values() for layout in windows)
 
 
 def _find_busiest(plan: Plan) -> str:

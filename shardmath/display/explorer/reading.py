@@ -28,8 +28,11 @@ from shardmath.layouts.layout import Layout
 
 __all__ = ["read_aloud"]
 
-MOST_FIELDS = 6
+MOST_FIELDS = 12
 """Fields of a dimension that are read."""
+
+MOST_SIZES = 16
+"""Sizes of parts that are read."""
 
 MOST_RANKS = 256
 """Ranks up to which components that a rank lacks are looked for."""
@@ -86,10 +89,17 @@ def _read(dim: Dimension) -> str:
         return f"every rank has all {plural(dim.size, 'position')}"
     clauses = [_read_fields(dim)]
     if dim.stored is not None:
-        holes = len(dim.stored) - dim.stored.size
-        stored = f"{plural(dim.stored_size, 'position')} are stored, {holes:,} of them padding"
-        clauses.insert(0, stored)
+        clauses.insert(0, _read_stored(dim.size, dim.stored))
     return "; ".join(clauses)
+
+
+def _read_stored(size: int, stored: Runs) -> str:
+    """How many positions are stored, and how many of them are padding."""
+    holes = len(stored) - stored.size
+    text = f"{plural(len(stored), 'position')} stored, {holes:,} of them padding"
+    return (
+        text if stored.size == size else f"{text}, and {size - stored.size:,} of {size:,} left out"
+    )
 
 
 def _read_fields(dim: Dimension) -> str:
@@ -115,7 +125,7 @@ def _read_stages(size: int, stages: tuple[Stage, ...]) -> str:
         return f"every rank has all {size:,}"
     texts = []
     for number, stage in enumerate(stages):
-        what = f"{plural(size, 'position')} are"
+        what = f"{plural(size, 'position')} {'is' if size == 1 else 'are'}"
         if number:
             # The end of a stage forgets the borders between the pieces that a rank has.
             what = "then what each rank has counts as one piece, which is"
@@ -138,7 +148,8 @@ def _read_cut(digit: Digit) -> str:
         case BalancedChunks(parts):
             return f"{plural(parts, 'chunk')} whose sizes differ by at most 1"
         case Sizes(sizes):
-            return f"parts of {' + '.join(map(str, sizes[:16]))}"
+            more = f" and {len(sizes) - MOST_SIZES} more" if len(sizes) > MOST_SIZES else ""
+            return f"parts of {' + '.join(map(str, sizes[:MOST_SIZES]))}{more}"
         case FixedBlock(size):
             return f"blocks of {size:,}"
         case UserCut(by):

@@ -21,6 +21,13 @@ LATER_S = 20.0
 """The seconds for which a request waits for the rest."""
 
 
+IDLE_S = 60.0
+"""The seconds after which a connection without a request is closed."""
+
+LONGEST_NAME = 64
+"""Characters of the name of a tab that count."""
+
+
 class Explorer:
     """The explorer's web server on 127.0.0.1, as a context manager: `url` is its address, and `serve` answers requests
     until the process is interrupted.
@@ -73,10 +80,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Server
     protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
 
     def do_GET(self) -> None:
         """Send the page, or the answer to what was typed."""
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError:
+            self._send(400, "text/plain; charset=utf-8", b"not an address\n")
+            return
         if asked.path == "/":
             self._send(200, "text/html; charset=utf-8", self.server.page)
         elif asked.path == "/answer":
@@ -86,8 +98,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(400, "text/plain; charset=utf-8", b"more than 64 fields\n")
                 return
             texts = {name: given[name][-1] for name in FIELDS if name in given}
-            seconds = LATER_S if "wait" in given else SOON_S
-            answer = self.server.workers.ask(texts, seconds)
+            asker = given.get("tab", [""])[-1][:LONGEST_NAME]
+            have = _read_have(given.get("wait", [""])[-1])
+            seconds = LATER_S if have else SOON_S
+            answer = self.server.workers.ask(texts, seconds, asker=asker, have=have)
             self._send(200, "application/json", json.dumps(answer).encode())
         else:
             self._send(404, "text/plain; charset=utf-8", b"there are / and /answer\n")
@@ -102,3 +116,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Say nothing about requests, which come with every key."""
+
+
+def _read_have(text: str) -> int:
+    """The number of entries that the asker has, after which more are waited for; 0 if it does not wait."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0

@@ -75,14 +75,20 @@ def _write_placement(placement: Spec) -> str:
 
 def _spell_jax(layout: Layout) -> Spelling:
     """The mesh axes of each dimension."""
-    if layout.partial:
-        return Spelling("JAX", "", "addends are unreduced axes in JAX, beside the spec")
+    others = sorted({op for _, op in layout.partial if op != "sum"})
+    if others:
+        return Spelling(
+            "JAX", "", f"a PartitionSpec has unreduced sums, but no {', '.join(others)}"
+        )
     entries = []
     for d, dim in enumerate(layout.dims):
         axes = _find_order(dim, layout.mesh)
         if axes is None:
             return Spelling("JAX", "", f"no PartitionSpec divides dimension {d} so{_explain(dim)}")
         entries.append(_write_axes(axes))
+    if layout.partial:
+        summed = ", ".join(repr(axis) for axis, _ in layout.partial)
+        entries.append(f"unreduced={{{summed}}}")
     return Spelling("JAX", f"P({', '.join(entries)})", "")
 
 

@@ -183,7 +183,7 @@ READ = {
         "chunks, one per rank along tp."
     ),
     "(tp n)=12 h": (
-        "Dimension 0: 12 positions are stored, 3 of them padding; 12 positions are cut into 2 chunks, one per rank "
+        "Dimension 0: 12 positions stored, 3 of them padding; 12 positions are cut into 2 chunks, one per rank "
         "along tp."
     ),
     "(4: tp n + 5: dp n) h": (

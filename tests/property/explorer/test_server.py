@@ -34,8 +34,8 @@ ASKED = {
     "dst": "n (tp h)",
 }
 
-HUGE = ASKED | {"shape": f"{1 << 26}", "src": "(n tp)", "dst": "(n tp 3)"}
-"""Far more transfers than memory holds."""
+HUGE = ASKED | {"shape": f"{1 << 24}", "src": "(n tp)", "dst": "(n tp 3)"}
+"""More pieces than a gigabyte holds, or a minute makes."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def ask(explorer: Explorer, texts: dict[str, str]) -> Any:
         answer = json.loads(get(explorer, "answer?" + urlencode(texts | wait)))
         if answer["done"]:
             return answer
-        wait = {"wait": "1"}
+        wait = {"wait": "99"}
     raise AssertionError("no whole answer")
 
 
@@ -74,7 +74,7 @@ def test_the_page_and_its_answers(explorer: Explorer) -> None:
     assert "expected ')'" in ask(explorer, ASKED | {"src": "(tp n"})["faults"]["src"]
 
 
-@pytest.mark.parametrize("path", ["nothing", "answer/", "%00", "answer?" + "a=1&" * 100])
+@pytest.mark.parametrize("path", ["nothing", "answer/", "%00", "//[bad/", "answer?" + "a=1&" * 100])
 def test_other_requests(explorer: Explorer, path: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as raised:
         get(explorer, path)
@@ -96,8 +96,20 @@ def test_bytes_that_are_no_request(explorer: Explorer) -> None:
     assert ask(explorer, ASKED)["plan"]
 
 
-def test_a_question_that_memory_does_not_hold(explorer: Explorer) -> None:
-    assert "blocks, or plan in a script" in ask(explorer, HUGE)["refused"]
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a limit of memory")
+def test_a_question_that_memory_does_not_hold() -> None:
+    """The process that answers goes on."""
+    workers = Workers(most_bytes=10**9)
+    try:
+        assert "it needs more than 1.00 GB of memory" in workers.ask(HUGE, LIMIT_S)["refused"]
+        assert workers.ask(ASKED, LIMIT_S)["plan"]
+    finally:
+        workers.close()
+
+
+def test_pieces_that_the_library_counts(explorer: Explorer) -> None:
+    larger = ask(explorer, HUGE | {"shape": f"{1 << 26}", "dst": "(tp n)"})
+    assert "more than 16777216" in larger["faults"]["src"]
     assert ask(explorer, ASKED)["plan"]
 
 
@@ -129,6 +141,74 @@ def test_a_question_that_takes_too_long() -> None:
         workers.close()
 
 
+def test_two_tabs_do_not_end_each_other_s_questions() -> None:
+    """Each question takes longer than a newer one of the same tab would wait for."""
+    slow = ASKED | {"shape": "2048,2048", "src_mesh": "a=64", "src": "(n a 1) h"}
+    slow |= {"dst_mesh": "a=64", "dst": "n (h a 1)"}
+    workers = Workers()
+    told: dict[str, Any] = {}
+
+    def ask_as(tab: str) -> None:
+        told[tab] = workers.ask(slow | {"rank": tab}, LIMIT_S, asker=tab)
+
+    try:
+        threads = [threading.Thread(target=ask_as, args=(tab,)) for tab in "012"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        workers.close()
+    assert sorted(told) == ["0", "1", "2"] and all(answer["done"] for answer in told.values())
+    assert not any(answer.get("superseded") for answer in told.values())
+    assert len({answer["digest"] for answer in (each["plan"] for each in told.values())}) == 1
+
+
+def test_parts_of_an_answer_come_as_they_are_made() -> None:
+    slow = ASKED | {"shape": "4096,64", "src_mesh": "a=128", "src": "(a n) h"}
+    slow |= {"dst_mesh": "a=128", "dst": "(n a 1) h", "node": "8"}
+    workers = Workers()
+    try:
+        sizes = [0]
+        until = time.monotonic() + LIMIT_S
+        while time.monotonic() < until:
+            answer = workers.ask(slow, LIMIT_S if sizes[-1] else 0.05, have=sizes[-1])
+            sizes.append(len(answer))
+            if answer["done"]:
+                break
+    finally:
+        workers.close()
+    assert answer["done"] and len(set(sizes)) >= 3
+
+
+def test_a_process_that_ends_at_its_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the package cannot be imported there; the next question is tried again."""
+    monkeypatch.setattr("shardmath.display.explorer.workers.__name__", "shardmath.no_such_module")
+    workers = Workers()
+    try:
+        for _ in range(2):
+            answer = workers.ask(ASKED, LIMIT_S)
+            assert answer["done"] and "ended with status 1: " in answer["refused"]
+            assert "no_such_module" in answer["refused"]
+        monkeypatch.undo()
+        for _ in range(3):
+            answer = workers.ask(ASKED | {"shape": "8,4"}, LIMIT_S)
+        assert answer["plan"]
+    finally:
+        workers.close()
+
+
+def test_time_is_over_also_if_nobody_waits() -> None:
+    workers = Workers(longest=0.3)
+    try:
+        workers.ask(HUGE, 0.0)
+        time.sleep(1.0)
+        answer = workers.ask(HUGE, 0.0)
+        assert answer["done"] and "it takes more than 0.3 s" in answer["refused"]
+    finally:
+        workers.close()
+
+
 def list_children(pid: int) -> set[int]:
     """The processes that a process has started."""
     with open(f"/proc/{pid}/task/{pid}/children") as children:
@@ -145,6 +225,8 @@ def test_the_command_ends_with_ctrl_c_and_leaves_nothing() -> None:
         url = first.split()[1]
         with urllib.request.urlopen(url, timeout=LIMIT_S) as reply:
             assert b"shardmath explorer" in reply.read()
+        with urllib.request.urlopen(f"{url}answer?{urlencode(ASKED)}", timeout=LIMIT_S) as reply:
+            assert json.loads(reply.read())["schema"]
         children = list_children(process.pid)
         assert len(children) == 2
         process.send_signal(signal.SIGINT)
@@ -154,6 +236,27 @@ def test_the_command_ends_with_ctrl_c_and_leaves_nothing() -> None:
         process.wait()
     assert process.returncode == 0 and errors == ""
     assert not any(os.path.exists(f"/proc/{child}") for child in children)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_server_that_is_killed_leaves_nothing() -> None:
+    """Not even a process that is at a question."""
+    command = [sys.executable, "-m", "shardmath", "explore", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[1]
+        with urllib.request.urlopen(f"{url}answer?{urlencode(HUGE)}", timeout=LIMIT_S) as reply:
+            reply.read()
+        children = list_children(process.pid)
+        assert len(children) == 2
+    finally:
+        process.kill()
+        process.wait()
+    until = time.monotonic() + LIMIT_S
+    while any(os.path.exists(f"/proc/{child}") for child in children):
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def test_a_port_that_is_taken(explorer: Explorer, capsys: pytest.CaptureFixture[str]) -> None:

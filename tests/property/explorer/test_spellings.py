@@ -68,7 +68,14 @@ def read_spec(text: str) -> tuple[tuple[str, ...], ...]:
     return tuple(entries)
 
 
-@given(layouts())
+def read_unreduced(text: str) -> set[str]:
+    """The axes along which ranks hold addends, by `unreduced=`."""
+    call = ast.parse(text, mode="eval").body
+    assert isinstance(call, ast.Call)
+    return {axis for keyword in call.keywords for axis in ast.literal_eval(keyword.value)}
+
+
+@given(layouts() | layouts(op="sum") | layouts(op="max"))
 def test_spellings_mean_the_layout(layout: Layout) -> None:
     dtensor, jax = spell(layout)
     if dtensor.text:
@@ -86,6 +93,8 @@ def test_spellings_mean_the_layout(layout: Layout) -> None:
         assert dtensor.note
     if jax.text:
         assert divide(layout.shape, layout.mesh, read_spec(jax.text)) == list_held(layout)
+        assert read_unreduced(jax.text) == {axis for axis, op in layout.partial if op == "sum"}
+        assert all(op == "sum" for _, op in layout.partial)
     else:
         assert jax.note
 
@@ -109,7 +118,7 @@ def test_what_has_no_spelling_says_why() -> None:
     assert "DTensor cannot express dimension 0 so: no Shard" in spell(fields)[0].note
     notes = {
         "(tp n)=10 h": "JAX has no padding",
-        "n h {sum: tp}": "unreduced axes",
+        "n h {max: tp}": "a PartitionSpec has unreduced sums, but no max",
         "(tp dp n) h": "9 positions do not divide evenly into 4 parts",
     }
     for text, note in notes.items():

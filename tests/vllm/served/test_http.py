@@ -94,13 +94,15 @@ def test_docs_vllm_md_has_the_program_of_the_readme() -> None:
 def test_the_page_s_loop_sends_after_each_step(
     urls: list[str], folders: list[Path], expected: list[Any], tmp_path: Path
 ) -> None:
-    """loop.py of docs/vllm.md: the server answers with what was trained."""
+    """loop.py of docs/vllm.md: the server answers with what was trained, and then again with what was loaded."""
     found = LOOP.search((ROOT / "docs/vllm.md").read_text())
     assert found is not None
     printed = run_trainer("loop.py", found[1], folders[1], urls[0], tmp_path)
     steps = re.findall(r"rank 1, step (\d): loss [\d.]+, sent", printed)
     assert steps == ["0", "1", "2"]
     assert complete(urls[0]) not in expected
+    run_readme(folders[1], urls[0], tmp_path)
+    assert complete(urls[0]) == expected[1]
 
 
 def run_trainer(name: str, text: str, checkpoint: Path, url: str, folder: Path) -> str:
