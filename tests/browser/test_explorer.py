@@ -250,7 +250,7 @@ def test_a_page_of_a_plan_needs_no_server(page: Page, tmp_path: Path) -> None:
     page.locator("#picture [data-ranks='2']").first.click()
     assert page.locator("#transfers td.mono").count() == 2
     shown = page.locator("#transfers td.mono").all_inner_texts()
-    assert all(text.startswith("w<b>: 2 -> ") for text in shown)
+    assert all(text.startswith(f"{next(iter(plan.src))}: 2 -> ") for text in shown)
 
 
 def test_a_notebook_s_frame(page: Page) -> None:
