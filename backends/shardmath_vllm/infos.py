@@ -34,8 +34,8 @@ class TrainerInfo:
     for a rank; `max_inflight_bytes` bounds the bytes of a layer in flight, as in `smt.compile`. Engines get
     parameters of type `dtype`, by default the trainer's own. `own` are globs of an engine's tensors that the trainer
     does not have, besides vLLM's own tensors. `run`, a text for this start of the trainer that is equal on all ranks,
-    keeps out ranks that an earlier start has left; by default torchrun's id of the run, if torchrun drew one. Raises
-    ValueError for other values, LayoutError for an unknown `dtype`.
+    keeps out ranks that an earlier start has left; by default torchrun's id of the run, if torchrun drew one; "" keeps
+    nobody out. Raises ValueError for other values, LayoutError for an unknown `dtype`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -48,7 +48,7 @@ class TrainerInfo:
     timeout: float = TIMEOUT_S
     max_inflight_bytes: int | None = None
     transport: str = "gloo"
-    run: str = ""
+    run: str | None = None
     rank: int = field(kw_only=True)
 
     def __post_init__(self) -> None:
@@ -77,7 +77,8 @@ class TrainerInfo:
             ways = " or ".join(map(repr, BACKENDS))
             raise ValueError(f"transport={shown(self.transport)} is unknown; pass {ways}")
         set_field("transport", transport)
-        set_field("run", text(self.run, "run", ValueError) or _find_run())
+        run = _find_run() if self.run is None else text(self.run, "run", ValueError)
+        set_field("run", run)
 
     @property
     def engines(self) -> tuple[int, ...]:

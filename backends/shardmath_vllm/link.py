@@ -219,8 +219,9 @@ class Life:
         try:
             yield
         except BaseException as error:
-            if self.update.is_over:
-                # All ranks know that nobody moves; or a Ctrl-C came after the last step.
+            if self.update.is_over or compat.is_inherited(self._link.group):
+                # All ranks know that nobody moves; or a Ctrl-C came after the last step; or this is a child of the
+                # rank, forked in a step, and the rank itself goes on.
                 raise
             self.update = self.update.after(Step.FAIL)
             why = self._tell(error)

@@ -82,14 +82,23 @@ def among_trainers(info: TrainerInfo) -> Iterator[dist.ProcessGroup | None]:
     if info.trainers == 1:
         yield None
         return
-    group = smt.connect(
-        info.address,
-        info.rank,
-        info.trainers,
-        timeout=info.timeout,
-        name=TRAINERS,
-        run=info.run,
-    )
+    try:
+        group = smt.connect(
+            info.address,
+            info.rank,
+            info.trainers,
+            timeout=info.timeout,
+            name=TRAINERS,
+            run=info.run or "",
+        )
+    except ExchangeError as error:
+        if not info.run:
+            raise
+        # The rank that waits does not see that another one came with another id, and was kept out.
+        fix = "if several launches start the ranks, pass the same TrainerInfo(run=) in all of them"
+        raise ExchangeError(
+            f"{message_of(error)}\nthis rank is of run {info.run!r}: {fix}"
+        ) from error
     try:
         _check_alike(gather(info, group, "say what trainers are told"))
         yield group

@@ -457,6 +457,15 @@ def test_a_rank_that_was_started_anew_meets() -> None:
     engine.link.leave()
 
 
+def test_an_error_of_ranks_that_do_not_come_names_the_run() -> None:
+    """Their launches may have drawn other ids."""
+    info = dataclasses.replace(tell(), trainers=2, run="one", timeout=SHORT_S)
+    with pytest.raises(
+        ExchangeError, match=r"rank 1 .*did not call[\s\S]*of run 'one': if several launch"
+    ):
+        sv.Trainer.trainer_init(info, client=PlainEngine(make_module()), source=make_module())
+
+
 def test_a_rank_of_an_earlier_run_does_not_meet() -> None:
     """It comes first, as it tries again, and would send what it has of that run."""
     info = dataclasses.replace(tell(), trainers=2, run="this")

@@ -531,3 +531,16 @@ def test_nobody_waits_for_place_0_that_is_interrupted_between_two_steps(
         raise KeyboardInterrupt
     said = boards.notes.read(store, f"{awaited} update 1")
     assert said is not None and "KeyboardInterrupt" in said
+
+
+def test_a_child_that_is_forked_in_a_step_tells_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank itself goes on."""
+    rank = Rank(dist.HashStore(), 0, threading.Barrier(1))
+    link: Any = rank
+    life = Life(link, Update(1, writes=CELLS))
+    life.call(lambda: None)
+    keys = rank.store.num_keys()
+    monkeypatch.setattr("shardmath_vllm.link.compat.is_inherited", lambda group: True)
+    with pytest.raises(SystemExit), life.failing():
+        raise SystemExit(7)
+    assert rank.store.num_keys() == keys and life.update.phase is Phase.CALLED

@@ -126,6 +126,7 @@ def test_infos_have_torchruns_id_of_the_run(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", told)
         assert sv.TrainerInfo("a:1", 1, workers=1, rank=0).run == run
         assert sv.TrainerInfo("a:1", 1, workers=1, rank=0, run="job 7").run == "job 7"
+        assert sv.TrainerInfo("a:1", 1, workers=1, rank=0, run="").run == ""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert not sv.TrainerInfo("a:1", 1, workers=1, rank=0).run
 
