@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -24,7 +23,6 @@ HIGH = 900
 """Pixels of a page in a notebook."""
 
 
-@cache
 def _template() -> str:
     return files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,5 +40,14 @@ def test_barriers_are_skipped(pool: Pool, ways: Any) -> None:
     """Ranks that are recorded by views, and by numbers, call their loaders in different numbers."""
     found: list[Seen] = pool.run(broadcasts.load_with_barriers, ways)
     assert (len({calls for calls, _ in found}) == 1) == (ways != BOTH)
+    for rank, (_, said) in enumerate(found):
+        assert said.startswith(f"{rank}.w ") and "unwritten" not in said
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_a_rank_waits_by_a_barrier_for_a_file_of_another(
+    pool: Pool, ways: Any, tmp_path: Path
+) -> None:
+    found: list[Seen] = pool.run(broadcasts.load_after_a_barrier, str(tmp_path), ways)
     for rank, (_, said) in enumerate(found):
         assert said.startswith(f"{rank}.w ") and "unwritten" not in said

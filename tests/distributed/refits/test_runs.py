@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import shardmath as sm
 import shardmath_torch as smt
 from shardmath_torch.tensors.refits.reads import Reads
+from shardmath_torch.tensors.refits.threads import Followed
 
 Given = dict[str, Tensor]
 SHAPES = dict.fromkeys("qk", ((4, 3), "float32"))
@@ -863,3 +864,42 @@ def test_a_value_that_a_target_had_is_loaded_again(dtype: str, device: str) -> N
                 ways=("numbers",),
             )
             assert not recorded.unwritten
+
+
+@pytest.mark.parametrize("ways", [("views", "numbers"), ("numbers",)])
+def test_a_rank_without_targets_may_have_a_loader_that_fails(ways: Any) -> None:
+    """As a stage without weights, whose loader has no place for any tensor."""
+    into: dict[str, Tensor] = {}
+
+    def load(given: Given) -> None:
+        for name, tensor in given.items():
+            into[name].copy_(tensor)
+
+    assert record(load, into, ways=ways).natives == ()
+
+
+def test_others_replace_the_start_of_threads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose wrapper is taken away during a recording, and one whose wrapper comes after it and calls ours."""
+    real = threading.Thread.start
+    begun: list[str] = []
+
+    def follow() -> Followed:
+        return Followed(lambda: True, lambda: begun.append("begun"))
+
+    def run() -> None:
+        thread = threading.Thread(target=begun.append, args=("target",))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: real(thread))
+    with follow():
+        ours = threading.Thread.start
+        threading.Thread.start = real  # type: ignore[method-assign]
+    with follow():
+        run()
+    assert begun == ["begun", "target"]
+    threading.Thread.start = lambda thread: ours(thread)  # type: ignore[method-assign]
+    with follow():
+        run()
+    run()
+    assert begun == ["begun", "target", "begun", "target", "target"]

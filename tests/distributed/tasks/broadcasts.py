@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +69,26 @@ def load_with_barriers(rank: int, ways: Any) -> Seen:
                 own[name].copy_(torch.cat([tensor[2:], tensor[:2]]) if rank % 2 else tensor)
         dist.barrier()
         dist.barrier(async_op=True).wait()
+
+    found = _record(load, own, ways)
+    dist.barrier()
+    return found
+
+
+def load_after_a_barrier(rank: int, folder: str, ways: Any) -> Seen:
+    """Rank 0 writes a file for which the others wait, as a download."""
+    own = {f"{rank}.w": torch.zeros(4, 3)}
+    file = Path(folder) / "downloaded"
+
+    def load(given: Pairs) -> None:
+        if rank == 0 and not file.exists():
+            time.sleep(0.5)
+            file.write_text("here")
+        dist.barrier()
+        file.read_text()
+        for name, tensor in given:
+            if name in own:
+                own[name].copy_(tensor)
 
     found = _record(load, own, ways)
     dist.barrier()

@@ -4,7 +4,7 @@ In reading order:
 
 - `before`: a snapshot of modules and mappings before a loader runs;
 - `operations`: what operations of torch read and write;
-- `collectives`: operations between ranks, of which barriers are skipped;
+- `collectives`: operations between ranks, and barriers, which only one call carries out;
 - `threads`: a function that runs first in the threads that a loader starts;
 - `contents`: elements of a logical tensor in the memory of a tensor without data;
 - `watching`: a run of a loader without data;

@@ -2,7 +2,9 @@
 
 1. Ranks record without communication, so one may need other runs of its loader than another. If a loader calls
    collectives, its runs depend on nothing that differs between ranks (`recording`).
-2. Barriers move no elements. They are not carried out, so ranks may call them in any number.
+2. Barriers move no elements. They are carried out in the first call of the loader that comes to one, which every rank
+   makes, so that a rank may wait for a file that another one writes. In later calls they are skipped, so ranks may
+   differ in the number of these.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Collectives", "is_barrier", "is_collective", "skip_barrier"]
+__all__ = ["Barriers", "Collectives", "is_barrier", "is_collective"]
 
 NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 """The namespaces of torch's operations between ranks."""
@@ -29,7 +31,24 @@ def is_collective(func: Any) -> bool:
     return func.namespace in NAMESPACES and not is_barrier(func)
 
 
-def skip_barrier() -> Any:
+class Barriers:
+    """The barriers of a loader. `met` is whether it has called any."""
+
+    def __init__(self) -> None:
+        self.met = False
+        self._is_over = False
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out a barrier in the first call of the loader that comes to one, and skip it in later calls."""
+        self.met = True
+        return _skip() if self._is_over else func(*args, **kwargs)
+
+    def end_call(self) -> None:
+        """Note that a call of the loader is over."""
+        self._is_over = self.met
+
+
+def _skip() -> Any:
     """Return what a barrier returns: a Work, which need not be waited for."""
     # torch's own, of its process groups without communication: other kinds cannot be made in Python.
     from torch._C._distributed_c10d import FakeWork
@@ -38,21 +57,18 @@ def skip_barrier() -> Any:
 
 
 class Collectives(TorchDispatchMode):
-    """A torch mode that skips barriers in this thread. `called` is whether it has seen a collective, and `skipped`
-    whether it has seen a barrier.
-    """
+    """A torch mode that hands barriers of this thread to `barriers`. `called` is whether it has seen a collective."""
 
-    def __init__(self) -> None:
+    def __init__(self, barriers: Barriers) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.called = False
-        self.skipped = False
+        self._barriers = barriers
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Note a collective, and run the operation unless it is a barrier."""
+        """Note a collective, and run the operation."""
         if is_barrier(func):
-            self.skipped = True
-            return skip_barrier()
+            return self._barriers.call(func, args, dict(kwargs or {}))
         self.called = self.called or is_collective(func)
         return func(*args, **(kwargs or {}))

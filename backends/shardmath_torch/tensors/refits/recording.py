@@ -42,7 +42,7 @@ from shardmath.models.storage.stored import Shapes, Vocabulary
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
 from shardmath_torch.tensors.refits.before import describe, key_of
-from shardmath_torch.tensors.refits.collectives import Collectives
+from shardmath_torch.tensors.refits.collectives import Barriers, Collectives
 from shardmath_torch.tensors.refits.numbering import ANY, Found, Numbering, Reading, is_left
 from shardmath_torch.tensors.refits.reads import Reads
 from shardmath_torch.tensors.refits.targets import Into, KeptTargets
@@ -114,9 +114,9 @@ class _Recording:
         self.filled: set[str] = set()
         # By target, a mask of the cells that were written in the first runs on numbers.
         self.touched: dict[str, NDArray[np.bool_]] = {}
-        # Whether the loader calls collectives, and barriers; and the first error, if others have to make their runs.
+        # Whether the loader calls collectives; its barriers; and the first error, if others have to make their runs.
         self.is_collective = False
-        self.has_barriers = False
+        self.barriers = Barriers()
         self.deferred: StoreError | None = None
         self._check_functions()
 
@@ -184,6 +184,12 @@ class _Recording:
 
     def _call(self, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
         """Run the loader on these tensors; if it takes pairs, each is made when the loader asks for it."""
+        try:
+            self._call_loader(tensors)
+        finally:
+            self.barriers.end_call()
+
+    def _call_loader(self, tensors: Mapping[str, Callable[[], Tensor]]) -> None:
         with torch.no_grad():
             if self.form == "pairs":
                 returned = self.load((name, make()) for name, make in tensors.items())
@@ -242,7 +248,7 @@ class _Recording:
         for name, (shape, dtype) in self.shapes.items():
             sources[name] = torch.empty(shape, dtype=dtype_of(dtype), device="meta")
         kept_targets = self.kept_targets
-        watch = Watch(sources, list(kept_targets.targets.values()))
+        watch = Watch(sources, list(kept_targets.targets.values()), self.barriers)
         kept_targets.before.keep_bytes("cpu")
         try:
             kept_targets.before.spoil(spoiled)
@@ -360,13 +366,21 @@ class _Recording:
         """Record these targets from runs on element numbers, and return whether any is written. `failure` is the error
         of the run without data, if it failed.
         """
-        with self._defer():
-            self._check_copied(names, failure)
         types = {name: self.kept_targets.targets[name].dtype for name in names}
         numbering = Numbering(self.shapes, types.values())
         untouched: set[str] = set()
+        try:
+            with self._defer():
+                untouched = self._find_untouched(numbering)
+        except StoreError:
+            # A rank without targets has nothing that a loader can load, which may well raise there.
+            if not names:
+                return False
+            self._check_copied(names, failure)
+            raise
+        # Only now is it known whether the loader calls collectives, and other ranks wait for this one.
         with self._defer():
-            untouched = self._find_untouched(numbering)
+            self._check_copied(names, failure)
         if self.is_collective:
             # The values come from other ranks, whose targets have other dtypes.
             numbering = Numbering(self.shapes, ANY)
@@ -513,7 +527,7 @@ class _Recording:
             if read is not None:
                 self._call_reading(tensors, read)
             else:
-                with Collectives() if self.has_barriers else nullcontext():
+                with Collectives(self.barriers) if self.barriers.met else nullcontext():
                     self._call(tensors)
         except StoreError:
             raise
@@ -528,7 +542,7 @@ class _Recording:
         present = self.kept_targets.find()
         replaced = {n: target for n, target in self.kept_targets.targets.items() if target.is_meta}
         reads = Reads({name: present[name] for name in replaced}, replaced)
-        collectives = Collectives()
+        collectives = Collectives(self.barriers)
         try:
             with collectives, reads:
                 self._call(tensors)
@@ -538,7 +552,6 @@ class _Recording:
             raise
         finally:
             self.is_collective = self.is_collective or collectives.called
-            self.has_barriers = self.has_barriers or collectives.skipped
         if reads.lost:
             raise StoreError(
                 f"{min(reads.lost)!r} is written in a tensor that the loader has kept, and has no data "

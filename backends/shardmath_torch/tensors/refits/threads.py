@@ -24,8 +24,11 @@ __all__ = ["Followed"]
 
 _lock = threading.Lock()
 _entered: list[Followed] = []
-_start_before: Callable[[threading.Thread], None] | None = None
-"""What `Thread.start` was before it was replaced; None if it is not replaced."""
+_REAL = threading.Thread.start
+_start_before: Callable[[threading.Thread], None] = _REAL
+"""What `Thread.start` was before it was replaced."""
+_starting = threading.local()
+"""The thread that this thread starts: others may have replaced `Thread.start`, too, by what calls ours again."""
 
 
 class Followed:
@@ -42,27 +45,27 @@ class Followed:
         global _start_before
         with _lock:
             _entered.append(self)
-            if _start_before is None:
+            if threading.Thread.start is not _start:
                 _start_before = threading.Thread.start
                 threading.Thread.start = _start  # type: ignore[assignment,method-assign]
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Follow no further threads."""
-        global _start_before
         with _lock:
             _entered.remove(self)
             # If another part of the program has replaced `_start` meanwhile, `_start` stays below that.
-            if not _entered and _start_before and threading.Thread.start is _start:
+            if not _entered and threading.Thread.start is _start:
                 threading.Thread.start = _start_before  # type: ignore[assignment,method-assign]
-                _start_before = None
 
 
 def _start(thread: threading.Thread) -> None:
     """Start a thread, in place of `threading.Thread.start`."""
+    if getattr(_starting, "thread", None) is thread:
+        _REAL(thread)
+        return
     # A copy: other threads enter and exit meanwhile.
     following = [followed for followed in tuple(_entered) if followed.is_here()]
-    start = _start_before or threading.Thread.start
     if following:
         run = thread.run
 
@@ -74,4 +77,8 @@ def _start(thread: threading.Thread) -> None:
             run()
 
         thread.run = run_followed  # type: ignore[method-assign]
-    start(thread)
+    _starting.thread = thread
+    try:
+        _start_before(thread)
+    finally:
+        _starting.thread = None

@@ -28,7 +28,7 @@ from shardmath.base.errors import StoreError
 from shardmath.models.recordings.pieces import Piece, overlap
 from shardmath_torch.tensors.probes.patterns import as_words
 from shardmath_torch.tensors.refits.before import describe, key_of, storage_of
-from shardmath_torch.tensors.refits.collectives import is_barrier, is_collective, skip_barrier
+from shardmath_torch.tensors.refits.collectives import Barriers, is_barrier, is_collective
 from shardmath_torch.tensors.refits.contents import BLANK, Content, is_dense
 from shardmath_torch.tensors.refits.operations import (
     CALLS_PYTHON,
@@ -83,8 +83,11 @@ class Watch(TorchDispatchMode):
     the meta device, and nothing is written into `targets`.
     """
 
-    def __init__(self, sources: Mapping[str, Tensor], targets: Sequence[Tensor]) -> None:
+    def __init__(
+        self, sources: Mapping[str, Tensor], targets: Sequence[Tensor], barriers: Barriers
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._barriers = barriers
         self.writes: dict[int, list[Write]] = {key_of(target): [] for target in targets}
         self.noted: set[int] = set()
         # The constants that filled each memory of targets.
@@ -183,7 +186,7 @@ class Watch(TorchDispatchMode):
         if makes_views(func):
             return func(*args, **kwargs)
         if is_barrier(func):
-            return skip_barrier()
+            return self._barriers.call(func, args, kwargs)
         self._check_collective(func)
         written = find_written(func, args, kwargs)
         if written:
