@@ -15,7 +15,13 @@ from collections.abc import Iterator, Mapping
 
 from shardmath.base.errors import ShardError
 from shardmath.display.explorer.code import write_script, write_test
-from shardmath.display.explorer.facts import Facts, cost_facts, layout_facts, plan_facts
+from shardmath.display.explorer.facts import (
+    Facts,
+    cost_facts,
+    layout_facts,
+    plan_facts,
+    spelling_facts,
+)
 from shardmath.display.explorer.question import Question, read
 from shardmath.display.pictures.drawing import svg
 from shardmath.layouts.layout import Layout
@@ -42,12 +48,14 @@ def answers(texts: Mapping[str, str]) -> Iterator[Facts]:
         answer[name] = None
         if layout is not None:
             try:
-                answer[name] = layout_facts(layout, asked.rank)
+                answer[name] = layout_facts(layout, asked.rank, spelled=False)
                 sides[name] = layout
             except ShardError as error:
                 # A layout may be right, and have more pieces than memory holds.
                 faults[name] = str(error)
     yield answer
+    for name, layout in sides.items():
+        answer[name] = answer[name] | {"spellings": spelling_facts(layout)}
     if len(sides) < 2:
         yield from _draw_sides(answer, sides)
         return

@@ -24,7 +24,7 @@ from shardmath.plans.transfers import Transfer
 from shardmath.plans.uncovered import first_unheld
 from shardmath.proofs.verify import verify
 
-__all__ = ["Facts", "cost_facts", "describe_proof", "layout_facts", "plan_facts"]
+__all__ = ["Facts", "cost_facts", "describe_proof", "layout_facts", "plan_facts", "spelling_facts"]
 
 Facts: TypeAlias = dict[str, Any]
 
@@ -38,20 +38,27 @@ MOST_RANGES = 6
 """Ranges of positions that are listed of a rank and a dimension."""
 
 
-def layout_facts(layout: Layout, rank: int | None = None, most: int = MOST_RANKS) -> Facts:
+def layout_facts(
+    layout: Layout, rank: int | None = None, most: int = MOST_RANKS, *, spelled: bool = True
+) -> Facts:
     """Return facts about a layout: in sentences, in other systems' words, and what each of the first `most` ranks, and
-    `rank`, holds."""
+    `rank`, holds. Without `spelled`, other systems' words, which take longest, are left out."""
     listed = list(layout.mesh.ranks[:most])
     if rank in layout.mesh.ranks[most:]:
         listed.append(rank)
     return {
         "text": str(layout),
         "sentences": read_aloud(layout),
-        "spellings": [spelling._asdict() for spelling in spell(layout)],
+        "spellings": spelling_facts(layout) if spelled else [],
         "axes": list(layout.mesh.shape),
         "ranks": [_rank_facts(layout, each) for each in listed],
         "more": layout.mesh.size - len(listed),
     }
+
+
+def spelling_facts(layout: Layout) -> list[Facts]:
+    """Return the layout in other systems' words."""
+    return [spelling._asdict() for spelling in spell(layout)]
 
 
 def _rank_facts(layout: Layout, rank: int) -> Facts:
