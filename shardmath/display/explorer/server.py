@@ -6,7 +6,7 @@ import json
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib import parse
 
 from shardmath.display.explorer.page import live_page
 from shardmath.display.explorer.question import FIELDS
@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send the page, or the answer to what was typed."""
         try:
-            asked = urlsplit(self.path)
+            asked = parse.urlsplit(self.path)
         except ValueError:
             self._send(400, "text/plain; charset=utf-8", b"not an address\n")
             return
@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, "text/html; charset=utf-8", self.server.page)
         elif asked.path == "/answer":
             try:
-                given = parse_qs(asked.query, keep_blank_values=True, max_num_fields=64)
+                given = parse.parse_qs(asked.query, keep_blank_values=True, max_num_fields=64)
             except ValueError:
                 self._send(400, "text/plain; charset=utf-8", b"more than 64 fields\n")
                 return
