@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
+from shardmath.base.errors import ShardError
 from shardmath.base.text import plural, show_bytes
 from shardmath.display.explorer.reading import read_aloud
 from shardmath.display.explorer.spellings import spell
@@ -163,13 +164,18 @@ def _transfer_facts(transfer: Transfer) -> Facts:
 
 def cost_facts(plan: Plan, topology: Topology | None) -> Facts:
     """Return what a move of the plan costs on nodes of `topology`: bytes between nodes, and the estimated times of the
-    plan and of its schedule, each with a lower bound. Without a topology, what to write for one."""
+    plan and of its schedule, each with a lower bound. Without a topology or a schedule, return only `advice`: what to
+    write, or why there is none."""
     if topology is None:
         advice = (
             "write how many ranks a node has, to see what crosses nodes and how long a move takes"
         )
         return {"advice": advice}
-    program = schedule(plan, topology=topology)
+    try:
+        program = schedule(plan, topology=topology)
+    except ShardError as error:
+        # A row may be larger than what a rank may have in flight.
+        return {"advice": f"no schedule: {error}"}
     return {
         "crossing": crossing_bytes(plan, topology),
         "scheduled_crossing": crossing_bytes(program),

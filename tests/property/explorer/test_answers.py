@@ -206,6 +206,14 @@ def test_sentences(text: str) -> None:
     assert read_aloud(sm.Layout((9, 8), sm.Mesh(dp=4, tp=2), text))[0] == READ[text]
 
 
+def test_a_row_that_no_schedule_can_send() -> None:
+    """The plan is shown all the same."""
+    sides = {"src_mesh": "tp=2", "src": "(tp n) h", "dst_mesh": "tp=2 ranks=2:4"}
+    answer = last(ASKED | sides | {"shape": "4,2000000000"})
+    assert answer["done"] and answer["plan"]["bytes"] == 16_000_000_000
+    assert "no schedule: max_inflight_bytes=" in answer["cost"]["advice"]
+
+
 def test_components_that_ranks_lack_are_named() -> None:
     """Four ranks of two key heads: K and V are divided as Q is, and two ranks get none."""
     fused = sm.Layout((12, 4), sm.Mesh(tp=4), "([8 2 2] tp n) h")
