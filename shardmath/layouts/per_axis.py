@@ -27,7 +27,7 @@ from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Partial, Replicate, Shard, Spec, StridedShard
 from shardmath.layouts.spelling import Reading
 
-__all__ = ["find_placements", "holds_same"]
+__all__ = ["count_candidates", "find_placements", "holds_same"]
 
 
 @memo()
@@ -97,13 +97,8 @@ def _list_factors(mesh: Mesh, dim: Dimension) -> Iterator[dict[str, int]]:
 
     A digit is one cut of the dimension into parts, of which a rank keeps one, by its coordinate on an axis, or all.
     """
-    # A split factor counts parts cut before the axis's own: by other axes, or by digits that ranks keep.
     names = [name for name in mesh.shape if name in dim.axes]
-    sizes = [dim.axes[name] for name in names] + _list_local_parts(dim)
-    products: set[int] = set()
-    for n in range(len(sizes) + 1):
-        products.update(math.prod(some) for some in itertools.combinations(sizes, n))
-    candidates = itertools.product(sorted(products), repeat=len(names))
+    candidates = itertools.product(_list_products(dim), repeat=len(names))
 
     def few_and_small(factors: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         strided = sum(factor > 1 for factor in factors)
@@ -111,6 +106,21 @@ def _list_factors(mesh: Mesh, dim: Dimension) -> Iterator[dict[str, int]]:
 
     for factors in sorted(candidates, key=few_and_small):
         yield dict(zip(names, factors, strict=True))
+
+
+def _list_products(dim: Dimension) -> list[int]:
+    """The values that a split factor may have, in ascending order."""
+    # A split factor counts parts cut before the axis's own: by other axes, or by digits that ranks keep.
+    sizes = [*dim.axes.values(), *_list_local_parts(dim)]
+    products: set[int] = set()
+    for n in range(len(sizes) + 1):
+        products.update(math.prod(some) for some in itertools.combinations(sizes, n))
+    return sorted(products)
+
+
+def count_candidates(layout: Layout) -> int:
+    """Return how many placements `find_placements` may have to try for one dimension of `layout`."""
+    return max((len(_list_products(dim)) ** len(dim.axes) for dim in layout.dims), default=1)
 
 
 def _list_local_parts(dim: Dimension) -> list[int]:

@@ -19,13 +19,16 @@ from shardmath.layouts.algebra.dimension import Dimension, Field
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.stages import Digit
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.per_axis import find_placements, holds_same
+from shardmath.layouts.per_axis import count_candidates, find_placements, holds_same
 from shardmath.layouts.placement import Partial, Shard, Spec, StridedShard
 
 __all__ = ["Spelling", "spell"]
 
 MOST_AXES = 4
 """Mesh axes of a dimension up to which spellings are looked for: their number grows with all orders of the axes."""
+
+MOST_CANDIDATES = 1000
+"""Placements that are tried of a dimension: each takes about a millisecond."""
 
 
 class Spelling(NamedTuple):
@@ -41,6 +44,9 @@ def spell(layout: Layout) -> tuple[Spelling, ...]:
     if max((len(dim.axes) for dim in layout.dims), default=0) > MOST_AXES:
         why = f"not looked for: a dimension has more than {MOST_AXES} mesh axes"
         return Spelling("DTensor", "", why), Spelling("JAX", "", why)
+    if count_candidates(layout) > MOST_CANDIDATES:
+        why = f"not looked for: more than {MOST_CANDIDATES:,} placements would have to be tried"
+        return Spelling("DTensor", "", why), _spell_jax(layout)
     return _spell_dtensor(layout), _spell_jax(layout)
 
 

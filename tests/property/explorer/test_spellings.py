@@ -130,6 +130,15 @@ def test_what_has_no_spelling_says_why() -> None:
     assert all("not looked for" in spelling.note for spelling in spell(many))
 
 
+def test_what_would_take_minutes_is_not_looked_for() -> None:
+    """Four axes of sizes without common factors have 16^4 placements."""
+    layout = Layout((420, 4), Mesh(a=2, b=3, c=5, d=7), "(210: a b c d n + 210: d c b a n) h")
+    dtensor, jax = spell(layout)
+    assert "more than 1,000 placements" in dtensor.note and jax.note
+    plain = Layout((420, 4), Mesh(a=2, b=3), "(a*b n) h")
+    assert all(spelling.text for spelling in spell(plain))
+
+
 def test_notes_on_readings() -> None:
     mesh = Mesh(dp=4, tp=2)
     assert spell(Layout((9, 4), mesh, "(tp dp n) h"))[0].note == "read in FSDP2's order of splits"
