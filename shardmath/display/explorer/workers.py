@@ -68,7 +68,9 @@ class Workers:
             # While this thread waited for the lock, another one may have come with a newer question.
             if self._last.get(asker) != texts:
                 return SUPERSEDED
-            worker = self._workers.get(asker) or self._take(asker)
+            worker = self._workers.pop(asker, None) or self._take(asker)
+            # Last in the dict, whose first asker is the one who has not asked for longest.
+            self._workers[asker] = worker
             if not worker.is_on(texts):
                 # To end a process costs more than to wait for an answer that is almost there.
                 worker.wait_until_free(PATIENCE_S)
@@ -79,7 +81,7 @@ class Workers:
         return worker.wait(texts, max(until - time.monotonic(), 0.0), have)
 
     def _take(self, asker: str) -> _Worker:
-        """Give the process that is ready to an asker; the asker who came least recently may lose theirs."""
+        """Give an asker the process that is ready. If that makes too many, the first asker's process is ended."""
         self._workers.pop(asker, None)
         if len(self._workers) >= MOST_ASKERS:
             first = next(iter(self._workers))
@@ -253,10 +255,14 @@ def _work(questions: IO[str], out: IO[str], most_bytes: int) -> None:
     threading.Thread(target=read, daemon=True, name="shardmath").start()
     while True:
         answer: Answer = {"schema": SCHEMA, "faults": {}}
+        is_full = False
         try:
             for answer in answers(json.loads(lines.get())):
                 _write(answer, out)
         except MemoryError:
+            is_full = True
+        # Only here has the error given up the frames, and with them the memory, in which it was raised.
+        if is_full:
             why = f"it needs more than {show_bytes(most_bytes)} of memory; {SMALLER}"
             _write(answer | {"refused": why, "done": True}, out)
 
