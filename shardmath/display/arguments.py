@@ -1,7 +1,7 @@
 """Arguments: what the commands of `python -m shardmath` share: parsers, JSON, errors, and a word if one takes long.
 
 1. With `--json` a command prints one JSON object, whose `schema` names its form, and no other line on stdout. An error
-   is an object, too: `shardmath.error/1`.
+   is an object, too: `shardmath.error/1`. Only `formats` prints a list, as it did before there were schemas.
 2. The form of a schema changes only by new keys; any other change is a new number.
 """
 
@@ -25,7 +25,7 @@ __all__ = [
     "make_parser",
     "name_program",
     "print_json",
-    "print_svg",
+    "write_svg",
     "report_error",
     "working",
 ]
@@ -67,7 +67,7 @@ def print_json(name: str, facts: Mapping[str, Any]) -> None:
     print(json.dumps({"schema": f"shardmath.{name}/1", **facts}, indent=2))
 
 
-def print_svg(path: str, text: str) -> None:
+def write_svg(path: str, text: str) -> None:
     """Write a picture to the file `path`. Raises ShardError if it cannot be written."""
     try:
         with open(path, "w", encoding="utf-8") as file:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from shardmath.base.errors import LayoutError
-from shardmath.display.arguments import add_json, make_parser, print_json, print_svg, working
+from shardmath.display.arguments import add_json, make_parser, print_json, working, write_svg
 from shardmath.display.explorer.facts import (
     cost_facts,
     describe_proof,
@@ -64,7 +64,7 @@ def _show(argv: Sequence[str]) -> int:
     layout = Layout(given.shape, mesh, given.layout, dtype=given.dtype)
     with working("reading the layout"):
         if given.svg:
-            print_svg(given.svg, svg(layout))
+            write_svg(given.svg, svg(layout))
         if given.json:
             print_json("show", layout_facts(layout, most=mesh.size))
         else:
@@ -95,13 +95,15 @@ def _plan(argv: Sequence[str]) -> int:
     topology = None if given.nodes is None else Topology(ranks_per_node=given.nodes)
     with working("planning"):
         planned = _make_plan(given, topology)
-        verify(planned)
+        # Its facts are proved before they are listed.
+        facts = plan_facts(planned, most=None) if given.json else None
+        if facts is None:
+            verify(planned)
         if given.svg:
-            print_svg(given.svg, svg(planned, topology=topology))
-        if given.json:
-            facts = {"src": str(planned.src[""][0]), "dst": str(planned.dst[""][0])}
-            facts |= plan_facts(planned, most=None)
-            print_json("plan", facts | {"cost": cost_facts(planned, topology)})
+            write_svg(given.svg, svg(planned, topology=topology))
+        if facts is not None:
+            sides = {"src": str(planned.src[""][0]), "dst": str(planned.dst[""][0])}
+            print_json("plan", sides | facts | {"cost": cost_facts(planned, topology)})
             return 0
         print(show(planned))
         if topology is not None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath import ShardError, buffers
-from shardmath.display.arguments import add_json, print_json, print_svg
+from shardmath.display.arguments import add_json, print_json, write_svg
 from shardmath.display.pictures.buffer_drawing import buffer_svg
 from shardmath.display.pictures.buffer_text import buffer_map
 from shardmath.display.pictures.text import buffer_table
@@ -160,7 +160,7 @@ def _write_drawing(given: argparse.Namespace, number: int, drawing: str) -> None
     """Write the drawing of that number, and print its file."""
     file = _number_file(given.svg, number)
     _check_not_config(file, Path(given.model))
-    print_svg(os.fspath(file), drawing)
+    write_svg(os.fspath(file), drawing)
     if not given.json:
         print(f"\ndrawn in {file}")
 
