@@ -24,6 +24,7 @@ HIGH = 900
 
 
 def _template() -> str:
+    """The page, with PLACE where the answer is to stand."""
     return files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
 

@@ -20,7 +20,6 @@ SOON_S = 0.3
 LATER_S = 20.0
 """The seconds for which a request waits for the rest."""
 
-
 IDLE_S = 60.0
 """The seconds after which a connection without a request is closed."""
 
@@ -65,14 +64,13 @@ class _Server(ThreadingHTTPServer):
     """A server with what its requests need."""
 
     daemon_threads = True
+    workers: Workers
+    page: bytes
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing if the browser has dropped a request, as it does with each key."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
-
-    workers: Workers
-    page: bytes
 
 
 class _Handler(BaseHTTPRequestHandler):
