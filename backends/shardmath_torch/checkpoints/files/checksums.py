@@ -42,7 +42,7 @@ def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) ->
         stream.write(data)
         wrote(len(data))
         return "".join(map(_hash_chunk, chunks))
-    # With a name, the pool is not counted among those of the program.
+    # A pool with a name is not counted among the pools of the program.
     with ThreadPoolExecutor(1, thread_name_prefix="shardmath") as hasher:
         sums = hasher.map(_hash_chunk, chunks)
         for chunk in chunks:

@@ -70,7 +70,7 @@ def _start(thread: threading.Thread) -> None:
         run = thread.run
 
         def run_followed() -> None:
-            # The thread's own again, so that it does not keep what is followed.
+            # The thread's own `run` again, so that the thread does not keep the followers alive.
             vars(thread).pop("run")
             for followed in following:
                 followed.begin()
