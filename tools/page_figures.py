@@ -1,6 +1,6 @@
 """The figures of pages that explain: what an example of theirs looks like.
 
-python tools/page_figures.py          # writes docs/layouts.svg, plans.svg, partial.svg, stores.svg, digests.svg, formats.svg
+python tools/page_figures.py          # writes an SVG into docs for each
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def draw_formats() -> str:
     """Tiles that shards cut: the data on the left, and on the right the scale of each tile."""
     weight = sm.Layout((256, 512), sm.Mesh(tp=4), "(tp n) k", dtype="bfloat16")
     both = sm.formats.FP8Blocks().layouts(weight, duplicated=True)
-    return draw_beside(both, "Data of a weight on four ranks, and the scales of its tiles of 128 x 128")
+    return draw_beside(
+        both, "Data of a weight on four ranks, and the scales of its tiles of 128 x 128"
+    )
 
 
 def draw_beside(layouts: Sequence[sm.Layout], title: str) -> str:

@@ -1,7 +1,7 @@
 """Arguments: what the commands of `python -m shardmath` share: parsers, JSON, errors, and a word if one takes long.
 
 1. With `--json` a command prints one JSON object, whose `schema` names its form, and no other line on stdout. An error
-   is an object, too: `shardmath.error/1`. Only `formats` prints a list, as it did before there were schemas.
+   is an object, too: `shardmath.error/1`.
 2. The form of a schema changes only by new keys; any other change is a new number.
 """
 

@@ -7,7 +7,6 @@ python -m shardmath plan "tp=4" "tp=2 ranks=4:6" 8,4 "(tp n) h" "n (tp h)" --nod
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -181,13 +180,13 @@ def _merge_traces(argv: Sequence[str]) -> int:
 def _list_formats(argv: Sequence[str]) -> int:
     """List the quantized formats: data, scales, shape of the scales of a matrix of M rows and K columns, and cuts."""
     parser = make_parser("formats", _list_formats.__doc__)
-    parser.add_argument("--json", action="store_true", help="print a list of rows as JSON")
+    add_json(parser)
     given = parser.parse_args(argv)
     # Only this command needs formats.
     from shardmath.values.formats.listing import listing, show_listing
 
     if given.json:
-        print(json.dumps([row._asdict() for row in listing()], indent=2))
+        print_json("formats", {"formats": [row._asdict() for row in listing()]})
     else:
         print(show_listing())
     return 0

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardmath import ShardError, buffers
-from shardmath.display.arguments import add_json, print_json, write_svg
+from shardmath.display.arguments import add_json, print_json, working, write_svg
 from shardmath.display.pictures.buffer_drawing import buffer_svg
 from shardmath.display.pictures.buffer_text import buffer_map
 from shardmath.display.pictures.text import buffer_table
@@ -72,7 +72,8 @@ def command(argv: Sequence[str]) -> int:
     chosen = RULES[given.rule]
     for option in _list_unsupported(given, chosen):
         parser.error(f"{option} does not apply to rule {given.rule}; leave it out")
-    return run_command("buffers", lambda: _show(given, chosen), as_json=given.json)
+    with working("laying out the buffers"):
+        return run_command("buffers", lambda: _show(given, chosen), as_json=given.json)
 
 
 def _make_parser() -> argparse.ArgumentParser:

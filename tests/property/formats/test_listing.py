@@ -48,6 +48,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["formats"]) == 0
     assert capsys.readouterr().out == show_listing() + "\n"
     assert cli.main(["formats", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["formats"]
     assert [row["name"] for row in rows] == [one.name for one in FORMATS]
     assert rows[0]["scale_shape"] == "M x K/32"
