@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 INSTALL := $(PIP) install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 PYTEST := $(BIN)/python -m pytest
+# What builds the package, and the extras that its tests need.
+BUILD := hatchling hatch-fancy-pypi-readme
+TESTED := .[nccl,testing,pretty,relabel,demo,remote]
 # Tests that share processes stay on one worker (tests/conftest.py). More workers than cores: such tests often wait.
 SPREAD := -n 4 --dist loadscope
 
@@ -50,7 +53,7 @@ CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard 
 TORCH_TESTED := $(addprefix tests/distributed/,checkpoints dtensors exchange joint models states)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm test-browser soak docs bench bench-vllm mutate clean
+.PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm test-browser soak docs wheel bench bench-vllm mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
@@ -65,6 +68,7 @@ help:
 	@echo "make lint      lint, types and layers only"
 	@echo "make style     measure how the code reads, and compare it with some well-written codebases"
 	@echo "make docs      the site of docs/, into site/"
+	@echo "make wheel     what would be published, into dist/, tried in empty environments: the core, torch, newest torch"
 	@echo "make bench     the benchmarks, each next to its peer"
 	@echo "make venv-vllm      only install .venv-vllm: vLLM for CPUs, and what a trainer needs"
 	@echo "make bench-vllm     weights into a running vLLM, compared with its own path"
@@ -77,7 +81,8 @@ help:
 	@echo "                    on Linux the default index may give the CUDA build, several GB"
 
 # Every step may be repeated: a .venv that is there and has pip is kept, and pip leaves alone what is installed already.
-# torch comes first and alone, by its exact pin, so that nothing that needs "some torch" can choose another build.
+# torch comes first and alone, by its exact pin, so that nothing that needs "some torch" can choose another build. The pip
+# that Python brings may be too old for groups.
 define install
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	    echo "venv: creating $(VENV) with $(PYTHON)"; \
@@ -85,18 +90,18 @@ define install
 	        echo "venv: $(PYTHON) is missing or is not Python 3.11 to 3.13; try make PYTHON=python3.12" >&2; exit 1; }; \
 	    $(PYTHON) -m venv --clear $(VENV) || { \
 	        echo "venv: $(PYTHON) cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; }
-	@echo "venv: installing torch and shardmath[$(1)] at the versions of constraints.txt (minutes the first time)"
-	@$(INSTALL) hatchling "$$(grep '^torch==' constraints.txt)" \
-	    && $(INSTALL) --no-build-isolation -e '.[$(1)]' || { \
+	@echo "venv: installing torch and shardmath at the versions of constraints.txt (minutes the first time)"
+	@$(INSTALL) pip && $(INSTALL) $(BUILD) "$$(grep '^torch==' constraints.txt)" \
+	    && $(INSTALL) --no-build-isolation $(1) || { \
 	        echo "venv: pip failed, see above; repeat make to go on, or choose another index for torch with TORCH_INDEX=URL" >&2; exit 1; }
 	@touch $@
 endef
 
 $(DEV): $(INPUTS)
-	$(call install,dev)
+	$(call install,-e '$(TESTED)' --group dev)
 
 $(DEMO): $(INPUTS)
-	$(call install,demo)
+	$(call install,-e '.[demo]')
 
 venv: $(DEV)
 
@@ -137,12 +142,11 @@ test-all: lint
 soak: $(DEV)
 	@$(BIN)/python -m tests.soak.soak --moves 1000
 
-# An environment of its own: nothing that `make test` runs may need Megatron-Core. The pip that Python brings may be too
-# old for groups.
+# An environment of its own: nothing that `make test` runs may need Megatron-Core.
 $(MEGATRON): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(MEGATRON_VENV)
 	@echo "test-megatron: installing the group test-megatron at the versions of constraints.txt (minutes the first time)"
-	@$(MEGATRON_INSTALL) pip && $(MEGATRON_INSTALL) hatchling "$$(grep '^torch==' constraints.txt)" \
+	@$(MEGATRON_INSTALL) pip && $(MEGATRON_INSTALL) $(BUILD) "$$(grep '^torch==' constraints.txt)" \
 	    && $(MEGATRON_INSTALL) --no-build-isolation -e '.[torch,testing]' --group test-megatron
 	@touch $@
 
@@ -154,8 +158,9 @@ test-megatron: $(MEGATRON)
 $(TORCH_READY): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(TORCH_VENV)
 	@grep -v -e '^torch==' -e '^setuptools==' constraints.txt > $(TORCH_VENV)/constraints.txt
-	@echo "test-torch: installing torch $(TORCH) and shardmath[dev] (up to 7 GB, minutes the first time)"
-	@$(TORCH_INSTALL) hatchling "torch==$(TORCH)" && $(TORCH_INSTALL) --no-build-isolation -e '.[dev]'
+	@echo "test-torch: installing torch $(TORCH) and shardmath (up to 7 GB, minutes the first time)"
+	@$(TORCH_INSTALL) pip && $(TORCH_INSTALL) $(BUILD) "torch==$(TORCH)" \
+	    && $(TORCH_INSTALL) --no-build-isolation -e '$(TESTED)' --group dev
 	@touch $@
 
 test-torch: $(TORCH_READY)
@@ -166,7 +171,7 @@ test-torch: $(TORCH_READY)
 $(VLLM): pyproject.toml constraints-vllm.txt tools/name_vllm.py
 	@$(PYTHON) -m venv --clear $(VLLM_VENV)
 	@echo "test-vllm: installing the group test-vllm at the versions of constraints-vllm.txt (3.5 GB, minutes the first time)"
-	@$(VLLM_INSTALL) pip && $(VLLM_INSTALL) hatchling "$$(grep '^torch==' constraints-vllm.txt)" \
+	@$(VLLM_INSTALL) pip && $(VLLM_INSTALL) $(BUILD) "$$(grep '^torch==' constraints-vllm.txt)" \
 	    && $(VLLM_INSTALL) --no-build-isolation -e '.[torch,testing]' --group test-vllm \
 	    && $(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec \
 	    && $(VLLM_VENV)/bin/python tools/name_vllm.py
@@ -186,7 +191,7 @@ test-vllm:
 $(BROWSER): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(BROWSER_VENV)
 	@echo "test-browser: installing the group test-browser at the versions of constraints.txt"
-	@$(BROWSER_INSTALL) pip && $(BROWSER_INSTALL) hatchling && $(BROWSER_INSTALL) --no-build-isolation -e '.[testing]' --group test-browser
+	@$(BROWSER_INSTALL) pip && $(BROWSER_INSTALL) $(BUILD) && $(BROWSER_INSTALL) --no-build-isolation -e '.[testing]' --group test-browser
 	@touch $@
 
 # Debian's Chromium: where it is not there and cannot be installed, apt-get says why, and nothing is tested.
@@ -206,14 +211,22 @@ bench-vllm: $(VLLM)
 # An environment of its own: the site needs neither torch nor the tests, and they do not need what builds it.
 $(DOCS): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(DOCS_VENV)
-	@echo "docs: installing shardmath[docs] at the versions of constraints.txt"
-	@$(DOCS_INSTALL) hatchling && $(DOCS_INSTALL) --no-build-isolation -e '.[docs]'
+	@echo "docs: installing the group docs at the versions of constraints.txt"
+	@$(DOCS_INSTALL) pip && $(DOCS_INSTALL) $(BUILD) && $(DOCS_INSTALL) --no-build-isolation -e . --group docs
 	@touch $@
 
 # NO_MKDOCS_2_WARNING: the theme's news about its successor, which no page can mend.
 docs: $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --strict
 	@echo "docs: site/index.html"
+
+# Wheel and sdist, checked as an index would, and tried in environments that have nothing else: the core, with torch as
+# constraints.txt has it, and with the newest torch that can be had.
+wheel: $(DEV)
+	@$(INSTALL) --group wheel
+	@rm -rf dist && $(BIN)/python -m build --no-isolation --outdir dist . >/dev/null
+	@$(BIN)/twine check --strict dist/* && $(BIN)/check-wheel-contents --ignore W009 dist/*.whl
+	@$(BIN)/python tools/try_wheel.py dist
 
 # The peer needs no more than torch, numpy and packaging, whatever its metadata says.
 bench: $(DEV)

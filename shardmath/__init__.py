@@ -47,6 +47,7 @@ from shardmath.base.memo import clear_caches
 from shardmath.base.moved import find_former, forward
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.runs import Runs, from_ranges
+from shardmath.layouts.from_type import register_strategies as _register_strategies
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import (
     Balanced,
@@ -231,6 +232,9 @@ def _version() -> str:
     except PackageNotFoundError:
         return "0+unknown"
 
+
+# If hypothesis is imported later, it calls this through the entry point in shardmath_hypothesis.
+_register_strategies()
 
 __all__ = [
     "Mesh",

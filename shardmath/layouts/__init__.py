@@ -13,6 +13,7 @@ In reading order:
 - `per_axis`: a layout as one placement per mesh axis;
 - `holdings`: what ranks hold, in one form for all spellings;
 - `fitting`: layouts found from what each rank holds;
+- `from_type`: how hypothesis finds out to draw layouts;
 - `edits`: layouts made from another layout;
 - `store`: the buffer that a local tensor lies in, and its view there;
 - `styles`: how tensor parallelism divides each kind of layer.

@@ -38,6 +38,7 @@ except ModuleNotFoundError as error:
         "shardmath.testing needs hypothesis; pip install 'shardmath[testing]'"
     ) from error
 
+from shardmath.layouts.from_type import register_strategies
 from shardmath.testing.buffers import RULE_LAWS, RuleCase, check_rule, params, rule_cases
 from shardmath.testing.laws import LAWS, Law
 from shardmath.testing.oracle import addends, distribute, run, value
@@ -50,7 +51,6 @@ from shardmath.testing.strategies import (
     pairs,
     parts,
     placements,
-    register_strategies,
     runs,
     shapes,
     tilings,

@@ -43,7 +43,6 @@ __all__ = [
     "pairs",
     "parts",
     "placements",
-    "register_strategies",
     "runs",
     "shapes",
     "tilings",
@@ -386,11 +385,3 @@ def tilings(draw: Draw, layout: Layout) -> tuple[Layout, ...]:
         sides.append(halves)
     tiles = itertools.product(*sides)
     return tuple(window(layout, box) for box in tiles)
-
-
-def register_strategies() -> None:
-    """Register this module's strategies with hypothesis, so that `st.from_type` can draw Mesh, Layout and Runs (a map
-    from local to global positions); `shardmath.testing` calls this on import."""
-    st.register_type_strategy(Mesh, meshes())
-    st.register_type_strategy(Layout, layouts())
-    st.register_type_strategy(Runs, runs())
