@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 
 from shardmath_torch.groups import compat
 
@@ -52,6 +51,6 @@ def _post(channel: compat.Group, message: WireMessage) -> dist.Work:
 def start_gather(group: compat.Group, rows: Sequence[Tensor], mine: Tensor) -> dist.Work | None:
     """Start an all-gather of all ranks' tensors `mine` into `rows`, in the group's order. Return the Work that torch's
     allgather returned, which can be None; then there is nothing to wait for."""
-    options = AllgatherOptions()
+    options = compat.AllgatherOptions()
     options.asyncOp = True
     return compat.channel_of(group).allgather([list(rows)], [mine], options)

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
-
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import plural
 from shardmath_torch.groups.agreement import notes, threads
 from shardmath_torch.groups.agreement.naming import word_objection
+from shardmath_torch.groups.compat import Store
 from shardmath_torch.groups.joint.rendezvous import LEFT
 
 __all__ = ["HEARD_S", "WAITED_FOR", "Board", "name_rank"]

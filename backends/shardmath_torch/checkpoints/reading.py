@@ -52,6 +52,7 @@ from shardmath_torch.checkpoints.verifying import (
     read_into,
     take_share,
 )
+from shardmath_torch.groups import compat
 from shardmath_torch.groups.dtypes import dtype_of, flat
 from shardmath_torch.moves.observing.bars import TELL_BYTES, Progress, Tally
 
@@ -349,7 +350,7 @@ def _view(memory: Tensor, file: Place, strided: Strided, base: int) -> Tensor:
     view = raw.view(dtype).as_strided(strided.shape, strided.strides)
     if strided.conj:
         view = view.conj()
-    return torch._neg_view(view) if strided.neg else view
+    return compat.negate_view(view) if strided.neg else view
 
 
 def _has_same_bytes(source: Tensor, target: Tensor) -> bool:

@@ -3,7 +3,7 @@
 1. Each process runs `task(argument, rank, report)`: a function that children can import, and values
    that pickle. `run` returns the results by rank; `report(phase, done, total)` reports progress.
 2. torch is imported once: the processes are forked from a server that has it (or spawned, if fork is
-   not available).
+   not available, or not safe).
 3. The first failure ends the job: a rank that raised, died silently, or stalled for `timeout`
    seconds. It is raised once, with the rank and the phase; errors of other ranks that follow from
    it are dropped.
@@ -18,6 +18,8 @@ import contextlib
 import multiprocessing as mp
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 import traceback
@@ -31,10 +33,10 @@ from typing import Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 from shardmath import ExchangeError, ShardError
 from shardmath.base.text import word_error
+from shardmath_torch.groups.compat import TCPStore
 
 __all__ = ["Progress", "Report", "Task", "run"]
 
@@ -48,6 +50,8 @@ Task: TypeAlias = Callable[[A, int, Report], R]
 Context: TypeAlias = ForkServerContext | SpawnContext
 
 HOST = "127.0.0.1"
+LOOPBACKS = ("lo", "lo0")
+"""The network interface of `HOST` on Linux, and on macOS."""
 QUIET = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -173,8 +177,9 @@ def _quiet_environment() -> Iterator[None]:
 
 
 def _choose_context(task: Task[A, R]) -> Context:
-    """A fork server that has imported torch and the task; or spawning, if fork is not available."""
-    if "forkserver" not in mp.get_all_start_methods():
+    """A fork server that has imported torch and the task; or spawning, if a process cannot be forked safely: macOS ends
+    forked processes that use some of its libraries, which torch loads."""
+    if sys.platform == "darwin" or "forkserver" not in mp.get_all_start_methods():
         return mp.get_context("spawn")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([__name__, task.__module__])
@@ -337,8 +342,9 @@ def _exit_with_parent() -> None:
 def _join_group(order: _ChildOrder[A, R], rank: int) -> None:
     """Join the group of all ranks, over the loopback."""
     # Gloo would use the address of the host's name, which may be a network's, or unreachable.
-    if os.path.isdir("/sys/class/net/lo"):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for _, name in socket.if_nameindex():
+        if name in LOOPBACKS:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
     limit = timedelta(seconds=order.timeout)
     store = TCPStore(HOST, order.port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=order.world, timeout=limit)

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, FakeWork, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from shardmath.base.errors import ExchangeError
 from shardmath_torch.groups.forks import inherited
 from shardmath_torch.groups.joint_group import JointGroup
 
 __all__ = [
+    "AllgatherOptions",
+    "AsyncCollectiveTensor",
+    "IncompatibleKeys",
+    "StridedShard",
+    "TorchDispatchMode",
+    "copy_each",
+    "describe_only",
+    "finish_at_once",
+    "is_traceable_wrapper_subclass",
+    "negate_view",
+    "tensor_property",
+    "without_dispatch_by_class",
+    "without_torch_function",
     "Group",
     "PrefixStore",
     "Spec",
@@ -60,6 +77,34 @@ __all__ = [
 ]
 
 Group: TypeAlias = dist.ProcessGroup
+
+copy_each = torch._foreach_copy_
+"""Copy each tensor of the second list into the one at the same index in the first list, with few kernels."""
+negate_view = torch._neg_view
+"""Return a view of a tensor that reads as its negative."""
+without_torch_function = torch._C.DisableTorchFunction
+"""In its `with` block, no `__torch_function__` is called."""
+without_dispatch_by_class = torch._C.DisableTorchFunctionSubclass
+"""In its `with` block, the `__torch_function__` of tensors' classes is not called; modes are."""
+
+
+def tensor_property(name: str) -> Any:
+    """Return torch's property of tensors, as the class has it that Tensor is derived from."""
+    return getattr(torch._C.TensorBase, name)
+
+
+def describe_only() -> AbstractContextManager[Any]:
+    """Return a context in which tensors have shapes and strides, but no elements."""
+    # Takes most of a second to import.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def finish_at_once() -> Any:
+    """Return a Work that is done: torch's own, of its process groups without communication. Other kinds cannot be made
+    in Python."""
+    return FakeWork().boxed()
 
 
 def is_inherited(group: Group) -> bool:
@@ -327,7 +372,7 @@ def spec_of(tensor: DTensor) -> Spec:
     """Return the DTensor's placements and the order in which they divide it (torch 2.13: DTensorSpec.shard_order)."""
     spec = tensor._spec
     placements = tuple(spec.placements)
-    if any(isinstance(p, _StridedShard) for p in placements):
+    if any(isinstance(p, StridedShard) for p in placements):
         # False if torch itself knows that its strided shards do not stand for an order.
         may_be_order = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
         if may_be_order:

@@ -14,7 +14,7 @@ def find_listened_ports() -> set[int]:
     """Return the set of TCP ports on which this process listens; it is empty if the system does not list open files."""
     ports = set()
     with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
+        for name in os.listdir("/dev/fd"):
             # Other threads close files meanwhile.
             with suppress(OSError):
                 port = _find_listened_port(int(name))

@@ -66,10 +66,8 @@ def describe_archives(file: Place, archives: Iterable[tuple[int, int]]) -> list[
     given = list(archives)
     distinct = sorted(set(given))
     _check_disjoint(file, distinct)
-    from torch._subclasses.fake_tensor import FakeTensorMode  # takes most of a second to import
-
     try:
-        with opened(file) as stream, FakeTensorMode():
+        with opened(file) as stream, compat.describe_only():
             described = {archive: _describe_archive(stream, *archive) for archive in distinct}
     except Exception as error:
         why = str(error)[:MOST_SHOWN]

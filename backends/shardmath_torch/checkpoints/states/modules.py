@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _IncompatibleKeys
 
 from shardmath.base.digest import digest
 from shardmath.layouts.algebra.mesh import Mesh
@@ -417,7 +416,7 @@ def call_load_hooks(
 ) -> None:
     """Call the hooks that torch calls after a module's `load_state_dict`, as it does: on each submodule before the
     module that has it. The hooks get the names that only the module (`missing`) or only the checkpoint has."""
-    keys = _IncompatibleKeys(list(missing), list(unexpected))
+    keys = compat.IncompatibleKeys(list(missing), list(unexpected))
     for part in _list_inner_first(module, seen=set()):
         for hook in list(part._load_state_dict_post_hooks.values()):
             hook(part, keys)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from shardmath.layouts.layout import Layout
 from shardmath.plans.programs.part import own_boxes
-from shardmath_torch.groups import dtypes
+from shardmath_torch.groups import compat, dtypes
 
 __all__ = ["Pair", "Shadows", "put_in_place"]
 
@@ -109,4 +109,4 @@ def put_in_place(pairs: Iterable[Pair]) -> None:
     if into:
         # Only in inference mode may inference tensors be written.
         with torch.inference_mode():
-            torch._foreach_copy_(into, out_of)
+            compat.copy_each(into, out_of)

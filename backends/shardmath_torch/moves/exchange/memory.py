@@ -23,8 +23,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import Parameter
+
+from shardmath_torch.groups import compat
 
 __all__ = ["has_own_kernels", "mark_written", "missing_memory", "plain", "reach"]
 
@@ -35,12 +36,12 @@ def plain(tensor: Tensor) -> Tensor:
     returned unchanged."""
     if type(tensor) in (Tensor, Parameter):
         return tensor
-    if isinstance(tensor, AsyncCollectiveTensor):
+    if isinstance(tensor, compat.AsyncCollectiveTensor):
         waited: Tensor = tensor.wait()
         return plain(waited)
     if has_own_kernels(tensor):
         return tensor
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with compat.without_dispatch_by_class(), torch.no_grad():
         return tensor.as_subclass(Tensor)
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from shardmath.layouts.algebra.mesh import strides as row_major
 from shardmath.plans.programs.messages import Message
 from shardmath.plans.programs.part import CellWork
-from shardmath_torch.groups import dtypes
+from shardmath_torch.groups import compat, dtypes
 from shardmath_torch.moves.exchange.endpoints import Endpoint, StridedView, select
 from shardmath_torch.moves.exchange.rounds import Fold, Keep, Receive, Send, Unpacking
 
@@ -94,7 +94,7 @@ class _Copies(NamedTuple):
         """Make the copies of one message: copy each tensor in `out_of` to the tensor at the same index in `into`.
         Return the reductions, such as sums, that the caller does afterwards."""
         if self.into:
-            torch._foreach_copy_(self.into, self.out_of)
+            compat.copy_each(self.into, self.out_of)
         return self.folds
 
 

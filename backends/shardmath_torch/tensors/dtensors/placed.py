@@ -85,11 +85,11 @@ def label(placement: Division) -> theirs.Placement:
         case ours.Replicate():
             return theirs.Replicate()
         case ours.StridedShard():
-            return theirs._StridedShard(placement.dim, split_factor=placement.split_factor)
+            return compat.StridedShard(placement.dim, split_factor=placement.split_factor)
         case ours.Packed():
             # The unit is the largest that divides every component, so that local shapes come out right.
             units = sum(placement.sizes) // math.gcd(*placement.sizes)
-            return theirs._StridedShard(placement.dim, split_factor=units)
+            return compat.StridedShard(placement.dim, split_factor=units)
     return theirs.Shard(placement.dim)
 
 
@@ -142,7 +142,7 @@ def layout_where(parameter: object, axis: str, division: Division) -> Layout | N
     spec: dict[str, ours.Spec] = {axis: division}
     for other, placement in by_axis.items():
         match placement:
-            case theirs.Shard() | theirs._StridedShard():
+            case theirs.Shard() | compat.StridedShard():
                 spec[other] = ours.Shard(placement.dim)
             case theirs.Partial():  # a gradient before it is summed
                 return None
@@ -200,11 +200,9 @@ def _misleads(mesh: Mesh, placements: Iterable[theirs.Placement]) -> bool:
     if not _labels:
         return False
     by_axis = dict(zip(mesh.shape, placements, strict=False))
-    divided = [
-        p.dim for p in by_axis.values() if isinstance(p, theirs.Shard | theirs._StridedShard)
-    ]
+    divided = [p.dim for p in by_axis.values() if isinstance(p, theirs.Shard | compat.StridedShard)]
     for axis, p in by_axis.items():
-        if not isinstance(p, theirs._StridedShard):
+        if not isinstance(p, compat.StridedShard):
             continue
         # Whether the label is right if no other axis divides the dimension; None if it labels no fused weight.
         is_right_alone = _labels.get((axis, int(p.split_factor)))
@@ -218,7 +216,7 @@ def _remember(module: nn.Module) -> None:
     """Register a placed module, and for each label of its fused weights whether it is right."""
     for placed in _record_of(module).values():
         placement = label(placed.placement)
-        if isinstance(placement, theirs._StridedShard):
+        if isinstance(placement, compat.StridedShard):
             key = placed.axis, int(placement.split_factor)
             # The label is a StridedShard: right for one, but not for Packed, whose components differ in size.
             is_right = isinstance(placed.placement, ours.StridedShard)

@@ -20,6 +20,7 @@ from shardmath.layouts import placement as ours
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.per_axis import find_placements
+from shardmath_torch.groups import compat
 from shardmath_torch.tensors.dtensors.devicemesh import mesh_of
 
 __all__ = [
@@ -100,7 +101,7 @@ def _try_layout(
 def _translate(placement: theirs.Placement) -> ours.Spec:
     """The shardmath placement for one of DTensor's. Raises PlacementError if there is none."""
     match placement:
-        case theirs._StridedShard():
+        case compat.StridedShard():
             return ours.StridedShard(placement.dim, int(placement.split_factor))
         case theirs.Shard():
             return ours.Shard(placement.dim)
@@ -140,7 +141,7 @@ def _translate_back(placement: ours.Spec) -> theirs.Placement:
     """DTensor's placement for one that `find_placements` returns."""
     match placement:
         case ours.StridedShard():
-            return theirs._StridedShard(placement.dim, split_factor=placement.split_factor)
+            return compat.StridedShard(placement.dim, split_factor=placement.split_factor)
         case ours.Shard():
             return theirs.Shard(placement.dim)
         case ours.Partial():

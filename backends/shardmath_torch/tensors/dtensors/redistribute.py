@@ -27,7 +27,6 @@ from torch.distributed.tensor.placement_types import (
     Placement,
     Replicate,
     Shard,
-    _StridedShard,
 )
 
 from shardmath.base.errors import LayoutError, ShardError
@@ -367,7 +366,7 @@ def _dual_placements(form: _Form, dual: Layout) -> tuple[Placement, ...] | None:
     ops = dict(dual.partial)
     placements: list[Placement] = []
     for name, placement in zip(dual.mesh.shape, form.placements, strict=True):
-        if isinstance(placement, Shard | _StridedShard):
+        if isinstance(placement, Shard | compat.StridedShard):
             placements.append(placement)
         elif name in ops:
             placements.append(Partial(ops[name]))

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardmath.base.errors import FormatError
 from shardmath.base.text import shown
@@ -83,7 +82,7 @@ def sendable(param: object, dtype: torch.dtype | None = None) -> Tensor:
     if not isinstance(param, Tensor):
         raise FormatError(f"{shown(param)} is not a tensor; pass a torch.Tensor or Parameter")
     # Assigned to a name, since mypy would narrow the type by the call.
-    is_wrapper: bool = is_traceable_wrapper_subclass(param)
+    is_wrapper: bool = compat.is_traceable_wrapper_subclass(param)
     if is_wrapper:
         what = (
             f"{type(param).__name__} wraps other tensors, and has no dequantize() to read them by"

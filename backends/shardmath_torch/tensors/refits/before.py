@@ -24,7 +24,8 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardmath_torch.groups import compat
 
 __all__ = ["Before", "describe", "key_of", "storage_of"]
 
@@ -40,7 +41,7 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     """Return the tensor's memory, without a call of `__torch_function__`. It lives while this is kept, even if the
     tensor is given other memory.
     """
-    with torch._C.DisableTorchFunction():
+    with compat.without_torch_function():
         return tensor.untyped_storage()
 
 
@@ -132,7 +133,9 @@ class _TensorBefore:
         self.attributes = vars(tensor)
         self.grad = tensor.grad if tensor.is_leaf else None
         self.requires_grad = tensor.requires_grad
-        is_plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+        is_plain = tensor.layout == torch.strided and not compat.is_traceable_wrapper_subclass(
+            tensor
+        )
         # `data` is an alias with a separate shape and strides, which a loader cannot change.
         self.memory = tensor.data if is_plain else None
         self.size = self.memory.untyped_storage().nbytes() if self.memory is not None else 0

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmath_torch.groups import compat
 
 __all__ = ["Barriers", "Collectives", "is_barrier", "is_collective"]
 
@@ -50,13 +51,10 @@ class Barriers:
 
 def _skip() -> Any:
     """Return what a barrier returns: a Work, which need not be waited for."""
-    # torch's own, of its process groups without communication: other kinds cannot be made in Python.
-    from torch._C._distributed_c10d import FakeWork
-
-    return FakeWork().boxed()
+    return compat.finish_at_once()
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(compat.TorchDispatchMode):
     """A torch mode that hands barriers of this thread to `barriers`. `called` is whether it has seen a collective."""
 
     def __init__(self, barriers: Barriers) -> None:

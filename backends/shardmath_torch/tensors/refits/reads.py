@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardmath_torch.groups import compat
 from shardmath_torch.tensors.refits.before import key_of
 from shardmath_torch.tensors.refits.operations import (
     CALLS_PYTHON,
@@ -37,7 +37,7 @@ from shardmath_torch.tensors.refits.operations import (
 __all__ = ["Reads"]
 
 
-class Reads(TorchDispatchMode):
+class Reads(compat.TorchDispatchMode):
     """A torch mode that notes each given tensor that an operation of this thread reads before any operation writes to
     it. The tensors' names are collected in `names`.
 

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmath.base.digest import digest
 from shardmath.base.errors import StoreError
 from shardmath.models.recordings.pieces import Piece, overlap
+from shardmath_torch.groups import compat
 from shardmath_torch.tensors.probes.patterns import as_words
 from shardmath_torch.tensors.refits.before import describe, key_of, storage_of
 from shardmath_torch.tensors.refits.collectives import Barriers, is_barrier, is_collective
@@ -78,7 +78,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Watch(TorchDispatchMode):
+class Watch(compat.TorchDispatchMode):
     """A torch mode that records which elements of `sources` a weight loader copies where in `targets`. `sources` are on
     the meta device, and nothing is written into `targets`.
     """
@@ -459,10 +459,10 @@ class Watch(TorchDispatchMode):
 
 def _make_property(name: str) -> property:
     """A tensor's attribute as a property that does not call `__torch_function__`."""
-    get = getattr(torch._C.TensorBase, name).__get__
+    get = compat.tensor_property(name).__get__
 
     def get_quietly(tensor: Tensor) -> Any:
-        with torch._C.DisableTorchFunction():
+        with compat.without_torch_function():
             return get(tensor)
 
     return property(get_quietly)
@@ -505,7 +505,7 @@ def _make_class(watch: Watch) -> type[Tensor]:
 
 def _call_as(kind: type[Tensor], func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
     """Call a function of tensors; its results are tensors of this class."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with compat.without_dispatch_by_class():
         result = func(*args, **kwargs) if kwargs else func(*args)
     result_type = type(result)
     if result_type is Tensor:
@@ -516,7 +516,7 @@ def _call_as(kind: type[Tensor], func: Any, args: Any, kwargs: dict[str, Any] | 
     return result_type(one.as_subclass(kind) if type(one) is Tensor else one for one in result)
 
 
-class _OtherThread(TorchDispatchMode):
+class _OtherThread(compat.TorchDispatchMode):
     """The mode that passes another thread's operations to the watch."""
 
     def __init__(self, watch: Watch) -> None:
