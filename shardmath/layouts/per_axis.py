@@ -1,4 +1,4 @@
-"""Per axis: a layout as one placement per mesh axis, the way DTensor writes it.
+"""Per axis: a layout as one placement per mesh axis, as DTensor writes it, or as axes per dimension, as JAX does.
 
 1. A tuple with strided shards can be read in two ways, "placement" and "order" (see `spelling`); a layout may be what
    a tuple means in one of them alone.
@@ -20,14 +20,15 @@ from typing import get_args
 from shardmath.base.errors import PlacementError, ShardError
 from shardmath.base.memo import memo
 from shardmath.layouts.algebra.cuts import Chunks, FixedBlock
-from shardmath.layouts.algebra.dimension import Dimension
+from shardmath.layouts.algebra.dimension import Dimension, Field
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.partition import partition
+from shardmath.layouts.algebra.stages import Digit
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Partial, Replicate, Shard, Spec, StridedShard
 from shardmath.layouts.spelling import Reading
 
-__all__ = ["count_candidates", "find_placements", "holds_same"]
+__all__ = ["count_candidates", "find_axes", "find_placements"]
 
 
 @memo()
@@ -141,6 +142,38 @@ def holds_same(a: Dimension, b: Dimension, mesh: Mesh) -> bool:
     first, second = partition(a), partition(b)
     parts_of_ranks = zip(first.by_rank(mesh).tolist(), second.by_rank(mesh).tolist(), strict=True)
     return all(first.parts[i] == second.parts[j] for i, j in set(parts_of_ranks))
+
+
+def find_axes(layout: Layout) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes that divide each dimension, in the order in which JAX's `PartitionSpec` lists them for this
+    layout; axes of size 1 are left out.
+
+    JAX cuts a dimension into equal consecutive parts, one per combination of coordinates, the last axis fastest. Raises
+    PlacementError, with the reason, if no such order gives the layout, or if it has reductions other than sums.
+    """
+    others = sorted({op for _, op in layout.partial if op != "sum"})
+    if others:
+        what = f"JAX cannot express the addends of {layout}: a PartitionSpec has unreduced sums"
+        raise PlacementError(f"{what}, but no {', '.join(others)}; reduce them first")
+    return tuple(_find_order(layout, d) for d in range(layout.ndim))
+
+
+def _find_order(layout: Layout, d: int) -> tuple[str, ...]:
+    """The order of mesh axes along which JAX would divide the dimension as it is divided."""
+    dim = layout.dims[d]
+    what = f"JAX cannot express dimension {d} of {layout}"
+    parts = math.prod(dim.axes.values())
+    if dim.stored is not None:
+        raise PlacementError(f"{what}: it has no padding; pad the array itself")
+    if dim.size % parts:
+        uneven = f"{dim.size} positions do not divide evenly into {parts} parts"
+        raise PlacementError(f"{what}: {uneven}; pad the array to {-(-dim.size // parts) * parts}")
+    for axes in itertools.permutations(dim.axes):
+        sizes = tuple(dim.axes[name] for name in axes)
+        digit = Digit(Chunks(math.prod(sizes)), axes, sizes)
+        if not axes or holds_same(Dimension(dim.size, (Field(dim.size, ((digit,),)),)), dim, layout.mesh):
+            return axes
+    raise PlacementError(f"{what}: its parts are not consecutive; plan a move to a layout in which they are")
 
 
 def _write_shard(d: int, factor: int) -> Spec:

@@ -9,17 +9,11 @@ Spelling(system='JAX', text="P(('tp', 'dp'), None)", note='')
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import NamedTuple
 
 from shardmath.base.errors import PlacementError
-from shardmath.layouts.algebra.cuts import Chunks
-from shardmath.layouts.algebra.dimension import Dimension, Field
-from shardmath.layouts.algebra.mesh import Mesh
-from shardmath.layouts.algebra.stages import Digit
 from shardmath.layouts.layout import Layout
-from shardmath.layouts.per_axis import count_candidates, find_placements, holds_same
+from shardmath.layouts.per_axis import count_candidates, find_axes, find_placements
 from shardmath.layouts.placement import Partial, Shard, Spec, StridedShard
 
 __all__ = ["Spelling", "spell"]
@@ -81,17 +75,11 @@ def _write_placement(placement: Spec) -> str:
 
 def _spell_jax(layout: Layout) -> Spelling:
     """The mesh axes of each dimension."""
-    others = sorted({op for _, op in layout.partial if op != "sum"})
-    if others:
-        return Spelling(
-            "JAX", "", f"a PartitionSpec has unreduced sums, but no {', '.join(others)}"
-        )
-    entries = []
-    for d, dim in enumerate(layout.dims):
-        axes = _find_order(dim, layout.mesh)
-        if axes is None:
-            return Spelling("JAX", "", f"no PartitionSpec divides dimension {d} so{_explain(dim)}")
-        entries.append(_write_axes(axes))
+    try:
+        entries = [_write_axes(axes) for axes in find_axes(layout)]
+    except PlacementError as error:
+        # The layout stands above the note.
+        return Spelling("JAX", "", str(error).replace(f" of {layout}", ""))
     if layout.partial:
         summed = ", ".join(repr(axis) for axis, _ in layout.partial)
         entries.append(f"unreduced={{{summed}}}")
@@ -103,32 +91,3 @@ def _write_axes(axes: tuple[str, ...]) -> str:
     if not axes:
         return "None"
     return repr(axes[0]) if len(axes) == 1 else repr(axes)
-
-
-def _find_order(dim: Dimension, mesh: Mesh) -> tuple[str, ...] | None:
-    """The order of mesh axes along which JAX would divide the dimension as it is divided; None if there is none.
-
-    JAX cuts a dimension into equal consecutive parts, one per combination of coordinates, the last axis fastest.
-    """
-    if dim.stored is not None:
-        return None
-    if dim.size % math.prod(dim.axes.values()):
-        return None
-    for axes in itertools.permutations(dim.axes):
-        sizes = tuple(dim.axes[name] for name in axes)
-        if not axes:
-            return axes
-        cut = Digit(Chunks(math.prod(sizes)), axes, sizes)
-        if holds_same(Dimension(dim.size, (Field(dim.size, ((cut,),)),)), dim, mesh):
-            return axes
-    return None
-
-
-def _explain(dim: Dimension) -> str:
-    """What a PartitionSpec lacks for this dimension."""
-    parts = math.prod(dim.axes.values())
-    if dim.stored is not None:
-        return ": JAX has no padding; pad the array itself"
-    if dim.size % parts:
-        return f": {dim.size} positions do not divide evenly into {parts} parts; pad the array"
-    return ""

@@ -1,0 +1,183 @@
+"""Shardings: JAX's as layouts, layouts as JAX's, and the shards of arrays.
+
+1. A rank is a device. Its number is the device's id, unless `rank_of` gives another: two jobs that meet number their
+   devices apart, for example by `lambda device: 4 + device.process_index`.
+2. What JAX refuses is an error of JAX, with its words: a dimension that does not divide evenly.
+3. Memory kinds say where a shard lies, not which elements it has, and are not part of a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+import shardmath as sm
+from shardmath.base.errors import LayoutError, MeshError
+from shardmath.base.text import shown
+from shardmath.layouts.algebra.runs import from_ranges
+from shardmath.layouts.per_axis import find_axes
+
+__all__ = ["from_sharding", "layout_of", "local_shards", "to_array", "to_sharding"]
+
+RankOf: TypeAlias = Callable[[Any], int]
+"""A function that takes a device, and returns the rank that it is."""
+
+
+def _by_id(device: Any) -> int:
+    """The rank of a device: its id."""
+    return int(device.id)
+
+
+def layout_of(array: jax.Array, *, rank_of: RankOf = _by_id) -> sm.Layout:
+    """Return the layout of a JAX array on its devices. See `from_sharding`."""
+    return from_sharding(array.sharding, array.shape, dtype=array.dtype.name, rank_of=rank_of)
+
+
+def from_sharding(
+    sharding: Sharding,
+    shape: Sequence[int],
+    *,
+    dtype: str = "float32",
+    rank_of: RankOf = _by_id,
+) -> sm.Layout:
+    """Return the layout of an array of this `shape` under `sharding`, of any class that JAX has.
+
+    Axes of a NamedSharding's mesh keep their names; those of `unreduced` are a sum. Other shardings give the layout that
+    `shardmath.from_holdings` finds. Raises ValueError, as JAX does, if a dimension does not divide evenly; LayoutError if
+    a dimension is `PartitionSpec.UNCONSTRAINED`; MeshError if two devices have the same rank.
+    """
+    sizes = tuple(shape)
+    # JAX's own refusal of sizes that do not divide evenly.
+    sharding.shard_shape(sizes)
+    if isinstance(sharding, NamedSharding):
+        return _read_named(sharding, sizes, dtype, rank_of)
+    ranks = _number(sharding.device_set, rank_of)
+    held = {
+        ranks[device]: [_read_slice(part, n) for part, n in zip(index, sizes, strict=True)]
+        for device, index in sharding.devices_indices_map(sizes).items()
+    }
+    found = sm.from_holdings(sizes, held, dtype=dtype)
+    if isinstance(found, tuple):
+        what = f"no single layout has what the devices of {sharding} hold"
+        raise LayoutError(f"{what} of shape {sizes}; move the array to a NamedSharding first")
+    return found
+
+
+def _read_named(
+    sharding: NamedSharding, sizes: tuple[int, ...], dtype: str, rank_of: RankOf
+) -> sm.Layout:
+    """The layout of a NamedSharding: the axes of its mesh, and the text of its PartitionSpec."""
+    spec = sharding.spec
+    devices = sharding.mesh.devices
+    axes = dict(zip(sharding.mesh.axis_names, devices.shape, strict=True))
+    ranks = _number(devices.flat, rank_of)
+    mesh = sm.Mesh(axes, ranks=[ranks[device] for device in devices.flat])
+    named = spec.partitions
+    entries = [*named, *[None] * (len(sizes) - len(named))]
+    words = []
+    for d, entry in enumerate(entries):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            what = f"dimension {d} of {spec} is unconstrained"
+            raise LayoutError(f"{what}; name the axes that divide it, or None")
+        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        # Names of parts that no axis of the mesh can have.
+        words.append(f"({'*'.join(names)} _{d})" if names else f"_{d}")
+    text = " ".join(words) or "..."
+    summed = " ".join(f"{{sum: {axis}}}" for axis in sorted(spec.unreduced))
+    return sm.Layout(sizes, mesh, f"{text} {summed}".strip(), dtype=dtype)
+
+
+def _number(devices: Iterable[Any], rank_of: RankOf) -> dict[Any, int]:
+    """The rank of each device. Raises MeshError if two have the same."""
+    ranks = {device: rank_of(device) for device in devices}
+    owner: dict[int, Any] = {}
+    for device, rank in ranks.items():
+        if owner.setdefault(rank, device) is not device:
+            what = f"rank_of gives rank {rank} to {owner[rank]} and to {device}"
+            raise MeshError(f"{what}; give each device its own, such as its id, or start one process per device")
+    return ranks
+
+
+def _read_slice(part: slice, n: int) -> sm.Runs:
+    """The positions that a device holds of a dimension of `n`."""
+    start, stop, _ = part.indices(n)
+    return from_ranges([(start, stop)])
+
+
+def to_sharding(
+    layout: sm.Layout,
+    devices: Mapping[int, Any] | None = None,
+    *,
+    memory_kind: str | None = None,
+) -> NamedSharding:
+    """Return the NamedSharding under which each device holds what its rank holds in `layout`.
+
+    `devices` maps ranks to devices; without it, a rank is the device with that id. Raises PlacementError for what JAX
+    cannot express (uneven, strided or padded parts, and reductions other than sums), and MeshError for a rank without a
+    device.
+    """
+    entries = [axes[0] if len(axes) == 1 else axes or None for axes in find_axes(layout)]
+    by_rank = {_by_id(device): device for device in jax.devices()} if devices is None else devices
+    missing = [rank for rank in layout.mesh.ranks if rank not in by_rank]
+    if missing:
+        what = f"rank {missing[0]} of {layout} has no device; there are {shown(sorted(by_rank))}"
+        raise MeshError(f"{what}; pass devices={{rank: device}}")
+    grid = np.empty(layout.mesh.size, object)
+    grid[:] = [by_rank[rank] for rank in layout.mesh.ranks]
+    axes = layout.mesh.shape or {"all": layout.mesh.size}
+    summed = frozenset(axis for axis, _ in layout.partial)
+    # JAX knows unreduced sums only along explicit axes.
+    types = tuple(AxisType.Explicit if axis in summed else AxisType.Auto for axis in axes)
+    mesh = Mesh(grid.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
+    spec = PartitionSpec(*entries, unreduced=summed)
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+
+
+def local_shards(array: jax.Array, *, rank_of: RankOf = _by_id) -> dict[int, jax.Array]:
+    """Return this process's shards of an array by rank, each an array on one device, without a copy.
+
+    `numpy.asarray(shard)` and `torch.from_dlpack(shard)` are views of its memory, if the device is a CPU.
+    """
+    ranks = _number(array.sharding.device_set, rank_of)
+    return {ranks[shard.device]: shard.data for shard in array.addressable_shards}
+
+
+def to_array(
+    sharding: Sharding,
+    shape: Sequence[int],
+    shards: Mapping[int, Any],
+    *,
+    rank_of: RankOf = _by_id,
+) -> jax.Array:
+    """Return the array of this `shape` under `sharding` whose shards on this process's devices are `shards`, by rank.
+
+    A shard is an array of JAX or numpy, or what speaks DLPack, such as a torch tensor. It is copied to its device unless
+    JAX can share its memory: do not write to it afterwards. Raises LayoutError if a shard is missing, or has another
+    shape.
+    """
+    sizes = tuple(shape)
+    expected = sharding.shard_shape(sizes)
+    ranks = _number(sharding.device_set, rank_of)
+    placed = []
+    for device in sorted(sharding.addressable_devices, key=ranks.__getitem__):
+        rank = ranks[device]
+        if rank not in shards:
+            what = f"shards has ranks {shown(sorted(shards))}, but not rank {rank}, {device}"
+            raise LayoutError(f"{what}; give one shard for each device of this process")
+        shard = _as_jax(shards[rank])
+        if shard.shape != expected:
+            what = f"the shard of rank {rank} has shape {tuple(shard.shape)}, but {sharding} gives {expected}"
+            raise LayoutError(f"{what} of {sizes}; give its local part")
+        placed.append(jax.device_put(shard, device))
+    return jax.make_array_from_single_device_arrays(sizes, sharding, placed)
+
+
+def _as_jax(shard: Any) -> Any:
+    """The shard as something that `jax.device_put` takes."""
+    if isinstance(shard, np.ndarray | jax.Array):
+        return shard
+    return jax.dlpack.from_dlpack(shard)
