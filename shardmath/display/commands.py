@@ -102,7 +102,8 @@ def _plan(argv: Sequence[str]) -> int:
             write_svg(given.svg, svg(planned, topology=topology))
         if facts is not None:
             sides = {"src": str(planned.src[""][0]), "dst": str(planned.dst[""][0])}
-            print_json("plan", sides | facts | {"cost": cost_facts(planned, topology)})
+            cost = {} if topology is None else cost_facts(planned, topology)
+            print_json("plan", sides | facts | {"cost": cost})
             return 0
         print(show(planned))
         if topology is not None:

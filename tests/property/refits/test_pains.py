@@ -1,7 +1,7 @@
 """What went wrong in other systems that move weights: the wrong result, computed plainly, and ours.
 
-Docstrings cite where it was seen. The table in docs/refit.md has these, and what is no planner's. What goes over the
-wire is in `test_pains_on_the_wire`.
+Docstrings cite where it was seen. The table in docs/refit.md has most of these, and what is no planner's. What goes
+over the wire is in `test_pains_on_the_wire`.
 """
 
 from __future__ import annotations

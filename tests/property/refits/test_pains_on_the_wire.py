@@ -1,6 +1,6 @@
 """What went wrong in other systems on the way: who sends, in which messages, and how long it took to find out.
 
-Docstrings cite where it was seen. The table in docs/refit.md has these, and what is no planner's.
+Docstrings cite where it was seen. The table in docs/refit.md has most of these, and what is no planner's.
 """
 
 from __future__ import annotations
