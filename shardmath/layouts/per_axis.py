@@ -171,9 +171,13 @@ def _find_order(layout: Layout, d: int) -> tuple[str, ...]:
     for axes in itertools.permutations(dim.axes):
         sizes = tuple(dim.axes[name] for name in axes)
         digit = Digit(Chunks(math.prod(sizes)), axes, sizes)
-        if not axes or holds_same(Dimension(dim.size, (Field(dim.size, ((digit,),)),)), dim, layout.mesh):
+        if not axes or holds_same(
+            Dimension(dim.size, (Field(dim.size, ((digit,),)),)), dim, layout.mesh
+        ):
             return axes
-    raise PlacementError(f"{what}: its parts are not consecutive; plan a move to a layout in which they are")
+    raise PlacementError(
+        f"{what}: its parts are not consecutive; plan a move to a layout in which they are"
+    )
 
 
 def _write_shard(d: int, factor: int) -> Spec:

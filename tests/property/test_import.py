@@ -82,10 +82,10 @@ print(*(name for name in found if name.startswith("shardmath")))
 @pytest.mark.parametrize(
     ("statement", "most", "without"),
     [
-        ("from shardmath.layouts.layout import Layout", 20, ("shardmath.plans",)),
+        ("from shardmath.layouts.layout import Layout", 21, ("shardmath.plans",)),
         (
             "from shardmath.plans.plan import plan",
-            41,
+            42,
             ("shardmath.values", "shardmath.plans.programs"),
         ),
         (

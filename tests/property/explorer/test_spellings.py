@@ -117,7 +117,7 @@ def test_what_has_no_spelling_says_why() -> None:
     fields = Layout((8, 4), mesh, "(4: tp n + 4: dp n) h")
     assert "DTensor cannot express dimension 0 so: no Shard" in spell(fields)[0].note
     notes = {
-        "(tp n)=10 h": "JAX has no padding",
+        "(tp n)=10 h": "JAX cannot express dimension 0: it has no padding",
         "n h {max: tp}": "a PartitionSpec has unreduced sums, but no max",
         "(tp dp n) h": "9 positions do not divide evenly into 4 parts",
     }
