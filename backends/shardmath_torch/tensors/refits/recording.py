@@ -24,7 +24,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -118,7 +118,6 @@ class _Recording:
         self.is_collective = False
         self.barriers = Barriers()
         self.deferred: StoreError | None = None
-        self._check_functions()
 
     def _check_functions(self) -> None:
         """Raise StoreError for a function of an unknown target, and for a function that is not a name."""
@@ -143,6 +142,10 @@ class _Recording:
         tensors; return this as a Recorded. `ways` permits runs on tensors without data ("views"), with data ("numbers")
         or, in this order, both.
         """
+        try:
+            self._check_functions()
+        except StoreError as error:
+            self._refuse(error, ways)
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
         is_watched = False
@@ -164,6 +167,16 @@ class _Recording:
         elif unexplained:
             raise StoreError(self._word_unexplained(min(unexplained), failure)) from failure
         return self._finish()
+
+    def _refuse(self, error: StoreError, ways: tuple[Ways, ...]) -> None:
+        """Raise this error of functions=, or keep it until the last run if the loader calls collectives: functions may
+        name a target that only some ranks have, and the others wait for this one."""
+        # Without data, the loader comes no further than to its first collective.
+        with suppress(Exception):
+            self._run_watched(spoiled=())
+        if not self.is_collective or "numbers" not in ways:
+            raise error
+        self.deferred = error
 
     def _check_idle(self, names: Collection[str], failure: Exception | None) -> None:
         """Raise StoreError for a loader that failed without data, and writes into none of these targets with data."""
@@ -648,9 +661,11 @@ class _Recording:
         """The error for a target that is computed, with the operations, and the `fault` that shows it."""
         by = f" by {self._list_operations(name)}" if self._has_made(name) else ""
         seen = f": {fault}" if fault else ""
+        # Functions are known from runs without data, which collectives end.
+        named = f"name the function: functions={{{name!r}: 'neg_exp'}} for -exp(x), or "
         return (
-            f"{name!r} is computed{by}, not copied{seen}; name the function: "
-            f"functions={{{name!r}: 'neg_exp'}} for -exp(x), or describe it by a row of sm.storage"
+            f"{name!r} is computed{by}, not copied{seen}; {'' if self.is_collective else named}"
+            f"describe it by a row of sm.storage"
         )
 
     def _finish(self) -> Recorded:
