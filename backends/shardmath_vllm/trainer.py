@@ -184,7 +184,9 @@ class Trainer:
         """
         check_kept(self._watched, self.source)
         natives = name_natives(self.source.tensors)
-        found = {native: (id(each), describe_safely(each)) for native, each in natives.items()}
+        found: dict[Native, object] = {}
+        for native, tensor in natives.items():
+            found[native] = id(tensor), describe_safely(tensor)
         # The rest goes by these alone, and takes several times as long.
         if found == self._fitting:
             return

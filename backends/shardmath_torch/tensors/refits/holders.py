@@ -42,7 +42,15 @@ from shardmath_torch.moves.exchange.overlaps import find_meeting_sides, shares_m
 from shardmath_torch.tensors import fsdp
 from shardmath_torch.tensors.refits.views import Given, Natives, describe, list_chunks, to_local
 
-__all__ = ["Watched", "describe_safely", "find_fault", "find_owners", "find_removed", "find_replaced", "watch"]
+__all__ = [
+    "Watched",
+    "describe_safely",
+    "find_fault",
+    "find_owners",
+    "find_removed",
+    "find_replaced",
+    "watch",
+]
 
 _MemoryLayout: TypeAlias = tuple[object, ...]
 
@@ -271,8 +279,8 @@ def _is_replaced(watched: Watched, place: _HeldAt) -> bool:
 
 
 def describe_safely(tensor: object) -> _MemoryLayout | None:
-    """Return the layout of a tensor in memory, as `describe`; None for a value that is no tensor, and for a tensor that
-    cannot be described, as one without storage."""
+    """Return the layout of a tensor in memory, as `describe`; None for a value that is not a tensor, and for a tensor
+    that cannot be described, as one without storage."""
     if not isinstance(tensor, Tensor):
         return None
     try:

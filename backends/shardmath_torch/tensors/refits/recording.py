@@ -137,15 +137,25 @@ class _Recording:
                     f"needed; write 'neg_exp', or a name that you pass to Refit.prepare(functions=)"
                 )
 
+    def _check_functions_together(self, ways: tuple[Ways, ...]) -> None:
+        """Raise StoreError for functions= that do not fit; if the loader calls collectives, in which other ranks wait
+        for this one, keep it until the last run."""
+        try:
+            self._check_functions()
+        except StoreError as error:
+            # Without data, the loader comes no further than to its first collective.
+            with suppress(Exception):
+                self._run_watched(spoiled=())
+            if not self.is_collective or "numbers" not in ways:
+                raise
+            self.deferred = error
+
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
         """Run the weight loader until it is known which checkpoint element it stores at each position of the model's
         tensors; return this as a Recorded. `ways` permits runs on tensors without data ("views"), with data ("numbers")
         or, in this order, both.
         """
-        try:
-            self._check_functions()
-        except StoreError as error:
-            self._refuse(error, ways)
+        self._check_functions_together(ways)
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
         is_watched = False
@@ -167,16 +177,6 @@ class _Recording:
         elif unexplained:
             raise StoreError(self._word_unexplained(min(unexplained), failure)) from failure
         return self._finish()
-
-    def _refuse(self, error: StoreError, ways: tuple[Ways, ...]) -> None:
-        """Raise this error of functions=, or keep it until the last run if the loader calls collectives: functions may
-        name a target that only some ranks have, and the others wait for this one."""
-        # Without data, the loader comes no further than to its first collective.
-        with suppress(Exception):
-            self._run_watched(spoiled=())
-        if not self.is_collective or "numbers" not in ways:
-            raise error
-        self.deferred = error
 
     def _check_idle(self, names: Collection[str], failure: Exception | None) -> None:
         """Raise StoreError for a loader that failed without data, and writes into none of these targets with data."""
