@@ -198,6 +198,10 @@ class Reading:
                 if guess.right[cell]
             ]
             return f"position {cell} may hold {' or '.join(names)}"
+        return self._explain(cell)
+
+    def _explain(self, cell: int) -> str:
+        """The error for a position whose values match no checkpoint element."""
         for guess in self.guesses:
             if guess.fault and guess.fault[0] == cell and self.is_wanted:
                 return guess.fault[1]
