@@ -20,10 +20,12 @@ from torch import Tensor
 import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, plural
+from shardmath.models.refits.coverage import Native
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_torch.moves.exchange.local import check_device
+from shardmath_torch.tensors.refits.holders import describe_safely
 from shardmath_torch.tensors.refits.views import bind_side, name_natives
 from shardmath_vllm.calls import GRACE_S, Calls
 from shardmath_vllm.clients import Client
@@ -74,6 +76,8 @@ class Trainer:
         self._calls = calls or Calls()
         self._update_count = 0
         self._watched = watch_modules(source)
+        # The tensors that `_check` has found to fit the plan last, and their layouts in memory.
+        self._fitting: dict[Native, object] = {}
 
     @classmethod
     @as_main()
@@ -179,13 +183,21 @@ class Trainer:
         It finds all that preparing and moving the portions would refuse, while engines still have all of their weights.
         """
         check_kept(self._watched, self.source)
+        natives = name_natives(self.source.tensors)
+        found: dict[Native, object] = {}
+        for native, tensor in natives.items():
+            found[native] = id(tensor), describe_safely(tensor)
+        # The rest goes by these alone, and takes several times as long.
+        if found == self._fitting:
+            return
         planned = self.link.planned
         place = self.link.place
         check_types(self.source, planned.trainer, place)
-        views = bind_side(planned, place, None, name_natives(self.source.tensors), (), {})
+        views = bind_side(planned, place, None, natives, (), {})
         device = compat.device_of(self.link.group)
         for name, tensor in views.tensors.items():
             check_device(repr(name), tensor, device)
+        self._fitting = found
 
     def _select(self, refit: smt.Refit) -> list[dict[str, Tensor]]:
         """This rank's tensors that `refit` moves, by name, for each virtual stage."""

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardmath as sm
 from shardmath import ExchangeError, StoreError
 from shardmath_torch.groups import compat
+from shardmath_torch.tensors.refits.views import bind_side
 from shardmath_vllm import Source, Trainer
 from tests.vllm import engine
 
@@ -73,6 +74,26 @@ def test_a_tensor_that_cannot_be_sent_is_found(
     tensors["second"] = change(tensors["second"])
     with pytest.raises((ExchangeError, StoreError), match=f"(?s){why}"):
         trainer._check()
+
+
+def test_tensors_that_stay_where_they_are_are_compared_with_the_plan_once(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+
+    def bind(*args: Any) -> Any:
+        calls.append(args)
+        return bind_side(*args)
+
+    monkeypatch.setattr("shardmath_vllm.trainer.bind_side", bind)
+    tensors: Any = trainer.source.tensors
+    trainer._check()
+    tensors["second"].to_local().add_(1)  # as an optimizer
+    trainer._check()
+    assert len(calls) == 1
+    tensors["second"] = divide([0, 1])
+    trainer._check()
+    assert len(calls) == 2
 
 
 def test_a_tensor_that_is_not_there_is_found(trainer: Trainer) -> None:

@@ -36,6 +36,29 @@ def test_an_error_of_one_rank_is_raised_after_the_last_run(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+def test_functions_of_other_ranks_targets_are_refused_after_the_last_run(
+    pool: Pool, ways: Any
+) -> None:
+    """All ranks may pass the same functions: one that is refused at once would leave the others waiting."""
+    found: list[Seen] = pool.run(broadcasts.load_by_broadcasts, "functions", ways)
+    for rank, (_, said) in enumerate(found):
+        names = f"names '1.w', but the tensors of into= are {rank}.w; "
+        assert said.startswith(f"functions= {names if rank != 1 else 'says '}")
+
+
+def test_a_cast_to_bool_between_collectives_is_named(pool: Pool) -> None:
+    """Runs that tell True from False would be twice as many."""
+    found: list[Seen] = pool.run(broadcasts.load_by_broadcasts, "bool", BOTH)
+    assert len({calls for calls, _ in found}) == 1
+    for rank, (_, said) in enumerate(found):
+        if rank % 2:
+            why = "float32 is not cast to bool in the recording of a loader with collectives"
+            assert said.endswith(f"{why}; describe it by a row of sm.storage")
+        else:
+            assert said.startswith(f"{rank}.w ")
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
 def test_barriers_are_skipped(pool: Pool, ways: Any) -> None:
     """Ranks that are recorded by views, and by numbers, call their loaders in different numbers."""
     found: list[Seen] = pool.run(broadcasts.load_with_barriers, ways)

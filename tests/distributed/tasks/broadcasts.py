@@ -21,7 +21,7 @@ Seen = tuple[int, str]
 """How often a rank's loader was called, and the recording or the error as text."""
 
 
-def _record(load: Any, own: dict[str, Tensor], ways: Any) -> Seen:
+def _record(load: Any, own: dict[str, Tensor], ways: Any, functions: Any = None) -> Seen:
     """Record a loader that takes pairs."""
     calls = 0
 
@@ -31,7 +31,10 @@ def _record(load: Any, own: dict[str, Tensor], ways: Any) -> Seen:
         load(given)
 
     try:
-        said = str(smt.record(load_counted, SHAPES, own, form="pairs", ways=ways))
+        recorded = smt.record(
+            load_counted, SHAPES, own, form="pairs", functions=functions, ways=ways
+        )
+        said = str(recorded)
     except sm.StoreError as error:
         said = str(error)
     return calls, said
@@ -42,6 +45,8 @@ def load_by_broadcasts(rank: int, case: str, ways: Any) -> Seen:
     own = {f"{rank}.w": torch.zeros(4, 3)}
     if case == "dtypes" and rank % 2:
         own[f"{rank}.w"] = own[f"{rank}.w"].to(torch.float8_e4m3fn)
+    if case == "bool" and rank % 2:
+        own[f"{rank}.w"] = own[f"{rank}.w"].bool()
     if case == "none" and not rank:
         own = {}
     if case == "map" and rank % 2:
@@ -56,7 +61,9 @@ def load_by_broadcasts(rank: int, case: str, ways: Any) -> Seen:
         if case == "removed" and rank == 1:
             del own["1.w"]
 
-    return _record(load, own, ways)
+    # As all ranks pass them, though only one has this target.
+    functions = {"1.w": "neg_exp"} if case == "functions" else None
+    return _record(load, own, ways, functions)
 
 
 def load_with_barriers(rank: int, ways: Any) -> Seen:

@@ -42,7 +42,15 @@ from shardmath_torch.moves.exchange.overlaps import find_meeting_sides, shares_m
 from shardmath_torch.tensors import fsdp
 from shardmath_torch.tensors.refits.views import Given, Natives, describe, list_chunks, to_local
 
-__all__ = ["Watched", "find_fault", "find_owners", "find_removed", "find_replaced", "watch"]
+__all__ = [
+    "Watched",
+    "describe_safely",
+    "find_fault",
+    "find_owners",
+    "find_removed",
+    "find_replaced",
+    "watch",
+]
 
 _MemoryLayout: TypeAlias = tuple[object, ...]
 
@@ -133,7 +141,7 @@ def _find_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The rank's own parts of those tensors that have memory."""
     parts = {}
     for key, tensor in tensors.items():
-        if _describe_safely(tensor) is not None:
+        if describe_safely(tensor) is not None:
             local = plain(to_local(tensor))
             if not missing_memory(local):
                 parts[key] = local
@@ -267,11 +275,12 @@ def _is_replaced(watched: Watched, place: _HeldAt) -> bool:
         return False
     if fsdp.has_gathered(place.keeper, place.tensor, now):
         return False
-    return _describe_safely(now) != place.memory_layout
+    return describe_safely(now) != place.memory_layout
 
 
-def _describe_safely(tensor: object) -> _MemoryLayout | None:
-    """The layout of a tensor in memory; None for other values, and for tensors that cannot be described."""
+def describe_safely(tensor: object) -> _MemoryLayout | None:
+    """Return the layout of a tensor in memory, as `describe`; None for a value that is not a tensor, and for a tensor
+    that cannot be described, as one without storage."""
     if not isinstance(tensor, Tensor):
         return None
     try:

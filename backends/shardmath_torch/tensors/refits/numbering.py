@@ -61,6 +61,7 @@ class Numbering:
         by_type: dict[torch.dtype, dict[str, tuple[int, ...]]] = {}
         for name, (shape, dtype) in shapes.items():
             by_type.setdefault(dtype_of(dtype), {})[name] = tuple(shape)
+        self.targets = frozenset(targets)
         wanted = tuple(sorted({real(dtype) for dtype in targets}, key=str))
         self.kinds = []
         for place, (kind, tensors) in enumerate(by_type.items()):
@@ -116,6 +117,8 @@ class Reading:
         self.digits = numbering.digits
         self.kinds = [kind for kind in numbering.kinds if kind.goes_to(dtype)]
         self.others = [kind.dtype for kind in numbering.kinds if kind not in self.kinds]
+        # Whether the runs were made for targets of this type: those that suit any target are not for bool.
+        self.is_wanted = dtype in numbering.targets
         # The positions that no run has changed, and those that were zero after every run: all, before the first.
         self.unwritten: _Truths = np.array(True)
         self.zero: _Truths = np.array(True)
@@ -195,12 +198,15 @@ class Reading:
                 if guess.right[cell]
             ]
             return f"position {cell} may hold {' or '.join(names)}"
+        return self._explain(cell)
+
+    def _explain(self, cell: int) -> str:
+        """The error for a position whose values match no checkpoint element."""
         for guess in self.guesses:
-            if guess.fault and guess.fault[0] == cell:
+            if guess.fault and guess.fault[0] == cell and self.is_wanted:
                 return guess.fault[1]
-        lacking_casts = [
-            f"; {other} is not cast to {self.dtype} by numbers" for other in self.others
-        ]
+        why = "by numbers" if self.is_wanted else "in the recording of a loader with collectives"
+        lacking_casts = [f"; {other} is not cast to {self.dtype} {why}" for other in self.others]
         what = f"position {cell} holds no element of a logical tensor"
         return "".join([what, *lacking_casts]).replace("torch.", "")
 

@@ -24,7 +24,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -118,7 +118,6 @@ class _Recording:
         self.is_collective = False
         self.barriers = Barriers()
         self.deferred: StoreError | None = None
-        self._check_functions()
 
     def _check_functions(self) -> None:
         """Raise StoreError for a function of an unknown target, and for a function that is not a name."""
@@ -138,11 +137,25 @@ class _Recording:
                     f"needed; write 'neg_exp', or a name that you pass to Refit.prepare(functions=)"
                 )
 
+    def _check_functions_together(self, ways: tuple[Ways, ...]) -> None:
+        """Raise StoreError for functions= that do not fit; if the loader calls collectives, in which other ranks wait
+        for this one, keep it until the last run."""
+        try:
+            self._check_functions()
+        except StoreError as error:
+            # Without data, the loader comes no further than to its first collective.
+            with suppress(Exception):
+                self._run_watched(spoiled=())
+            if not self.is_collective or "numbers" not in ways:
+                raise
+            self.deferred = error
+
     def record(self, ways: tuple[Ways, ...]) -> Recorded:
         """Run the weight loader until it is known which checkpoint element it stores at each position of the model's
         tensors; return this as a Recorded. `ways` permits runs on tensors without data ("views"), with data ("numbers")
         or, in this order, both.
         """
+        self._check_functions_together(ways)
         unexplained = set(self.kept_targets.targets)
         failure: Exception | None = None
         is_watched = False
@@ -648,9 +661,11 @@ class _Recording:
         """The error for a target that is computed, with the operations, and the `fault` that shows it."""
         by = f" by {self._list_operations(name)}" if self._has_made(name) else ""
         seen = f": {fault}" if fault else ""
+        # Functions are known from runs without data, which collectives end.
+        named = f"name the function: functions={{{name!r}: 'neg_exp'}} for -exp(x), or "
         return (
-            f"{name!r} is computed{by}, not copied{seen}; name the function: "
-            f"functions={{{name!r}: 'neg_exp'}} for -exp(x), or describe it by a row of sm.storage"
+            f"{name!r} is computed{by}, not copied{seen}; {'' if self.is_collective else named}"
+            f"describe it by a row of sm.storage"
         )
 
     def _finish(self) -> Recorded:
