@@ -15,13 +15,19 @@ import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "names.md"
 
+# This environment has no JAX, and only docstrings are read.
+for absent in ("jax", "jax.sharding"):
+    sys.modules.setdefault(absent, mock.MagicMock())
+
 MODULES = {
     "sm": "shardmath",
     "smt": "shardmath_torch",
+    "shardmath_jax": "shardmath_jax",
     "shardmath_vllm": "shardmath_vllm",
     "sm.buffers": "shardmath.buffers",
     "sm.content": "shardmath.content",
@@ -52,6 +58,7 @@ GROUPS = {
     "How systems store weights": "sm.rules.* sm.storage.*",
     "DTensors and modules": """smt.layout_of smt.from_dtensor smt.to_dtensor smt.Fused smt.set_device_mesh
         smt.checkpointable smt.digest smt.amax smt.sendable""",
+    "JAX": "shardmath_jax.*",
     "Checkpoints": """smt.save smt.load smt.save_state smt.load_state smt.state_of smt.load_weights smt.export
         smt.open_checkpoint smt.CheckpointError""",
     "Quantized formats": """smt.quantize smt.dequantize smt.quantized_parts smt.compile_quantize smt.Quantizer

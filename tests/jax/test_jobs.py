@@ -15,7 +15,7 @@ import pytest
 from tests.jax.job import EACH, SHAPES, STEPS, value
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "from-jax.md"
+PAGE = ROOT / "docs/from-jax.md"
 PROGRAM = re.compile(
     r"^```python\n# (\w+\.py), in \.venv-jax\n(.*?)^```$.*?^```text\n(.*?)^```$", re.M | re.S
 )
