@@ -26,6 +26,8 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, SupportsIndex, TypeVar, cast
 
+import numpy as np
+
 from shardmath.base.text import shown
 
 __all__ = ["as_integer", "instance", "known", "listed", "mapping", "text"]
@@ -95,7 +97,8 @@ def as_integer(value: object, what: str, error: type[ValueError]) -> int:
     """
     if type(value) is int and -MOST <= value <= MOST:
         return value
-    if type(value) is not bool:
+    # numpy 1 takes its own bool for an index.
+    if not isinstance(value, bool | np.bool_):
         try:
             index = operator.index(cast(SupportsIndex, value))
             number = int(index)  # index() keeps subclasses, such as IntEnum

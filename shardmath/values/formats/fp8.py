@@ -12,8 +12,8 @@
 
 >>> import numpy as np
 >>> data, scales = FP8Blocks((1, 128)).quantize(np.full((1, 256), 896, np.float32))
->>> data[0, 0], scales
-(np.uint8(126), array([[2., 2.]], dtype=float32))
+>>> data[0, 0].item(), scales
+(126, array([[2., 2.]], dtype=float32))
 """
 
 from __future__ import annotations
