@@ -54,9 +54,6 @@ PACKAGES := shardmath backends bench
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
 CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/jax --ignore=backends/shardmath_jax --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
-# What meets torch where its versions differ: DTensor, FSDP2, checkpoints, types and process groups.
-TORCH_TESTED := $(addprefix tests/distributed/,checkpoints dtensors exchange joint models states)
-
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm test-jax test-browser soak docs wheel bench bench-vllm mutate clean
 
@@ -170,7 +167,8 @@ $(TORCH_READY): $(INPUTS)
 	@touch $@
 
 test-torch: $(TORCH_READY)
-	@$(TORCH_VENV)/bin/python -m pytest $(SPREAD) -m "not slow" --durations=3 --doctest-modules backends/shardmath_torch $(TORCH_TESTED)
+	@$(TORCH_VENV)/bin/python -m pytest $(SPREAD) -m "not slow and not long" --durations=3 \
+	    --doctest-modules backends/shardmath_torch tests/distributed
 
 # An environment of its own: vLLM asks for older versions than constraints.txt has. What it brings for images and sound is
 # built for another torch, and transformers cannot be imported beside it.

@@ -35,6 +35,7 @@ __all__ = [
     "describe_only",
     "finish_at_once",
     "is_traceable_wrapper_subclass",
+    "keeps_order",
     "negate_view",
     "tensor_property",
     "without_dispatch_by_class",
@@ -143,6 +144,11 @@ def group_of(group: Group | None) -> Group:
     if dist.get_rank(found) < 0:
         raise _make_outside_error()
     return found
+
+
+def keeps_order(mesh: DeviceMesh) -> bool:
+    """Whether the groups of `mesh` have their ranks in its order (from torch 2.15 on), not sorted."""
+    return bool(getattr(mesh, "_preserve_rank_order", False))
 
 
 def is_alone() -> bool:

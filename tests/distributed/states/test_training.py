@@ -6,11 +6,13 @@ failing, that torch was mended: then they may go.
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardmath as sm
 from tests.distributed import pool as workers
@@ -216,6 +218,13 @@ def test_ranks_in_another_order(pool: Pool, tmp_path: Path) -> None:
             assert (
                 "'weight' is divided among ranks [1, 0, 2, 3, 4, 5, 6, 7] of a DeviceMesh" in text
             )
+
+
+@pytest.mark.skipif(
+    "preserve_rank_order" not in signature(DeviceMesh).parameters, reason="from torch 2.15 on"
+)
+def test_ranks_in_an_order_that_groups_keep(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(work.in_an_order_that_is_kept, str(tmp_path)) == [(True, True)] * 8
 
 
 def test_state_that_is_one_of_two_parameters(pool: Pool, tmp_path: Path) -> None:

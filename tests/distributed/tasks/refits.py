@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.utils.prune import l1_unstructured
@@ -443,6 +443,11 @@ def _shard_all(module: Any, mesh: DeviceMesh) -> None:
     fully_shard(module, mesh=mesh)
 
 
+def _keep_storage(module: Any, mesh: DeviceMesh) -> None:
+    fully_shard(module, mesh=mesh)
+    module.set_keep_unsharded_storage(True)
+
+
 def _round(module: Any, mesh: DeviceMesh) -> None:
     fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
@@ -472,6 +477,8 @@ SERVED: dict[str, tuple[int, Any, Any]] = {
     "replicas": (4, _shard_all, _forward),
 }
 """The rows of a weight, how FSDP2 divides an engine, and what happens between two moves."""
+if hasattr(FSDPModule, "set_keep_unsharded_storage"):  # from torch 2.15 on
+    SERVED["kept memory"] = (4, _keep_storage, _forward)
 
 
 def serve(rank: int, cases: list[str]) -> Any:

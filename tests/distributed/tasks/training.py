@@ -432,6 +432,26 @@ def in_another_order(rank: int, path: str) -> list[Any]:
     ]
 
 
+def in_an_order_that_is_kept(rank: int, path: str) -> tuple[bool, bool]:
+    """Whether a module whose mesh keeps another order is laid out as it lies, and is there again after a load."""
+    from torch.distributed.fsdp import fully_shard
+
+    order = [1, 0, *range(7, 1, -1)]
+    mesh = DeviceMesh("cpu", order, mesh_dim_names=NAMES[1], preserve_rank_order=True)
+    module = nn.Linear(2, 9, bias=False)
+    whole = torch.arange(18.0).reshape(9, 2)
+    with torch.no_grad():
+        module.weight.copy_(whole)
+    fully_shard(module, mesh=mesh)
+    held = module.weight.to_local().clone()
+    rows, _ = smt.layout_of(module)["weight"].indices(rank)
+    smt.save_state(path, module)
+    with torch.no_grad():
+        module.weight.to_local().zero_()
+    smt.load_state(path, module)
+    return held.equal(whole[rows]), module.weight.to_local().equal(held)
+
+
 def share_state(rank: int, path: str) -> tuple[bool, str]:
     """Whether the moment and the step of two DTensors are one each again on another mesh, and what is said where the
     DTensors are divided differently."""

@@ -77,7 +77,10 @@ def lay_out(
 
 
 def _check_ascending(name: str, dtensor: DTensor) -> None:
-    """Raise LayoutError for a parameter that is divided along a mesh axis whose ranks do not ascend."""
+    """Raise LayoutError for a parameter that is divided along a mesh axis whose ranks do not ascend, unless the
+    DeviceMesh keeps that order in its groups."""
+    if compat.keeps_order(dtensor.device_mesh):
+        return
     placements = enumerate(dtensor.placements)
     axes = [axis for axis, placement in placements if not placement.is_replicate()]
     line = find_unsorted(mesh_of(dtensor.device_mesh), axes)
@@ -88,7 +91,8 @@ def _check_ascending(name: str, dtensor: DTensor) -> None:
         why = (
             "but torch's groups, and so FSDP2 and full_tensor, have these ranks in ascending order"
         )
-        fix = "make the DeviceMesh with ranks that ascend along each dimension"
+        fix = "make the DeviceMesh with ranks that ascend along each dimension, or, from torch 2.15 on,"
+        fix += " with preserve_rank_order=True"
         raise LayoutError(f"{what}, {why}; {fix}")
 
 
