@@ -167,9 +167,13 @@ class Pool:
     ) -> list[Any]:
         """What each worker's task(rank, *args) returned, a Failure, or a Lost; `ranks` are those to wait for."""
         data = pickle.dumps((task, args))
+        # If a time limit of pytest's interrupts it here, the next task would get this one's answers.
+        was_broken, self.broken = self.broken, True
         for channel in self.channels:
             channel.send_bytes(data)
-        return self.gather(range(self.size) if ranks is None else ranks, timeout)
+        answers = self.gather(range(self.size) if ranks is None else ranks, timeout)
+        self.broken = was_broken
+        return answers
 
     def gather(self, ranks: Sequence[int], timeout: float) -> list[Any]:
         """An answer from each of these workers."""
