@@ -215,7 +215,8 @@ def load(
 
     `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote (also by its
     HuggingFaceStorageWriter with `save_distributed`), or safetensors files as Hugging Face keeps them.
-    `names` maps wanted names to stored ones, if they differ; several may be stored under one. A tuple of layouts gives
+    `names` maps wanted names to stored ones, if they differ; several may be stored under one. Each wanted name must be
+    in this rank's `layouts`. A tuple of layouts gives
     `name[0]`, `name[1]` and so on; a layout of None gives the bytes that this rank saved, as uint8, or if it saved
     none, the bytes of the lowest rank that did. A rank that is not on a layout's mesh gets no tensor for it, and ranks
     may ask for different layouts. `progress` is called with the bytes that this rank has read and will read.
@@ -261,6 +262,7 @@ def _prepare_load(
     """Check the arguments of a load and the checkpoint, allocate this rank's tensors, and plan what to read."""
     check_layouts(layouts)
     check_names(names)
+    _check_wanted(names or {}, layouts)
     _check_device(device)
     rank = compat.rank_or_0()
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -343,6 +345,19 @@ def check_names(names: object) -> None:
         if not isinstance(wanted, str) or not isinstance(stored, str):
             what = f"names= has {shown(wanted)}: {shown(stored)}, where both must be str"
             raise CheckpointError(f"{what}; give a mapping from {WANTED}")
+
+
+def _check_wanted(names: Mapping[str, str], layouts: Layouts) -> None:
+    """Raise CheckpointError for a key of `names` that is not a name in `layouts`."""
+    for wanted, stored in names.items():
+        if wanted not in layouts:
+            what = (
+                f"names= has {shown(wanted)}: {shown(stored)}, but layouts has no {shown(wanted)}"
+            )
+            fix = (
+                f"map names that layouts has, such as {shown(sorted(layouts)[:8])}, to stored ones"
+            )
+            raise CheckpointError(f"{what}; {fix}")
 
 
 def _check_device(device: torch.device | str) -> None:

@@ -872,6 +872,17 @@ def test_windows_called_like_another_tensor(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["wieght", "module.w", "average.w"])
+def test_names_that_no_layout_has(tmp_path: Path, name: str) -> None:
+    """A misspelled name is not ignored: `w` would be loaded from itself, which has other values."""
+    line = sm.Layout((2,), sm.Mesh(), "n")
+    stored = {"w": torch.zeros(2), "average.w": torch.ones(2)}
+    smt.save(tmp_path, stored, dict.fromkeys(stored, line))
+    said = rf"names= has '{name}': 'average.w', but layouts has no '{name}'; map .* \['w'\]"
+    with pytest.raises(CheckpointError, match=said):
+        smt.load(tmp_path, {"w": line}, names={name: "average.w"})
+
+
 @pytest.mark.parametrize("given", [b"own", torch.zeros(2, dtype=torch.uint8), torch.zeros(2)])
 def test_windows_called_like_bytes(tmp_path: Path, given: Any) -> None:
     """Refused by save as by load, before anything is written, whichever of the two is given."""
