@@ -468,6 +468,14 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         smt.save(tmp_path / "file" / "below", {"w": torch.zeros(6)}, {"w": LINE})
 
 
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("none")
+    with pytest.raises(CheckpointError, match="link is a link to none, which does not exist"):
+        smt.save(tmp_path / "link", {"w": torch.zeros(6)}, {"w": LINE})
+    with pytest.raises(CheckpointError, match="link is a link to none, which does not exist"):
+        smt.export(tmp_path / "link", {"w": torch.zeros(6)})
+
+
 # What is asked for, and what lies there
 
 
