@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -157,26 +156,35 @@ class _ErrorReporter:
 def _write(job: _SaveJob, group: Group | None) -> None:
     """Run torch's distributed save of `job`. Raises CheckpointError, or KeyboardInterrupt on the rank where it was
     pressed."""
+    if is_alone():
+        # Without a process group torch's function warns, and a filter of warnings would be for all threads.
+        on_all("save", functools.partial(_write_alone, job), group)
+        return
     # At most one error: after it torch calls neither the writer nor the planner again.
     raised: list[BaseException] = []
     writer: Any = _ErrorReporter(job.writer, raised)
     planner: Any = _ErrorReporter(job.planner, raised)
-    with warnings.catch_warnings():
-        # Without a process group torch warns that it saves in a single process, as intended here.
-        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
-        try:
-            with in_step(group):
-                dcp_save(job.tensors, storage_writer=writer, planner=planner, process_group=group)
-        except CheckpointException as error:
-            _raise_failure(error, raised, group)
-        except Exception as error:  # torch raises errors of all kinds if a message does not arrive
-            # Without a group no message can be lost, and `word_lost` needs one.
-            if is_alone():
-                raise
-            lost = step_lost("save", word_lost(error, group, "save"))
-            if raised and not isinstance(raised[-1], Exception):
-                raise raised[-1] from lost
-            raise lost from (raised[-1] if raised else error)
+    try:
+        with in_step(group):
+            dcp_save(job.tensors, storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        _raise_failure(error, raised, group)
+    except Exception as error:  # torch raises errors of all kinds if a message does not arrive
+        lost = step_lost("save", word_lost(error, group, "save"))
+        if raised and not isinstance(raised[-1], Exception):
+            raise raised[-1] from lost
+        raise lost from (raised[-1] if raised else error)
+
+
+def _write_alone(job: _SaveJob) -> None:
+    """Take the steps of torch's distributed save of `job` as the only process."""
+    _, planner, writer = job
+    planner.set_up_planner(job.tensors, writer.storage_meta(), is_coordinator=True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    (plan,) = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner)
+    writer.finish(metadata, [results.value()])
 
 
 def _raise_failure(

@@ -10,6 +10,7 @@ import json
 import multiprocessing as mp
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -474,6 +475,20 @@ def test_a_link_to_nothing(tmp_path: Path) -> None:
         smt.save(tmp_path / "link", {"w": torch.zeros(6)}, {"w": LINE})
     with pytest.raises(CheckpointError, match="link is a link to none, which does not exist"):
         smt.export(tmp_path / "link", {"w": torch.zeros(6)})
+
+
+def test_filters_of_warnings(tmp_path: Path) -> None:
+    """A save in one process never changes them: one in another thread that ends meanwhile would leave them changed."""
+    seen: list[Any] = []
+
+    def look(done: int, total: int) -> None:
+        seen.append(list(warnings.filters))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        filters = list(warnings.filters)
+        smt.save(tmp_path, {"w": torch.zeros(6)}, {"w": LINE}, progress=look)
+    assert seen and all(each == filters for each in seen)
 
 
 # What is asked for, and what lies there
