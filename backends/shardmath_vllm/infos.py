@@ -31,11 +31,11 @@ class TrainerInfo:
 
     `rank` is this process of `trainers`, and `workers` how many each engine has, in the order of its clients.
     `address`, "host:port", is where rank 0 serves a store that all reach. `timeout` is in seconds and ends every wait
-    for a rank; `max_inflight_bytes` bounds the bytes of a layer in flight, as in `smt.compile`. Engines get
-    parameters of type `dtype`, by default the trainer's own. `own` are globs of an engine's tensors that the trainer
-    does not have, besides vLLM's own tensors. `run`, a text for this start of the trainer that is equal on all ranks,
-    keeps out ranks that an earlier start has left; by default torchrun's id of the run, if torchrun drew one; "" keeps
-    nobody out. Raises ValueError for other values, LayoutError for an unknown `dtype`.
+    for a rank; `max_inflight_bytes` bounds the bytes of a layer in flight, as in `smt.compile` (None: 1 GiB). Engines
+    get parameters of type `dtype`, by default the trainer's own. `own` are globs of an engine's tensors that the
+    trainer does not have, besides vLLM's own tensors. `run`, a text for this start of the trainer that is equal on all
+    ranks, keeps out ranks that an earlier start has left; by default torchrun's id of the run, if torchrun drew one; ""
+    keeps nobody out. Raises ValueError for other values, LayoutError for an unknown `dtype`.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -156,14 +156,14 @@ def _read_workers(given: object) -> int | tuple[int, ...]:
 
 
 def _read_limit(given: object) -> int | None:
-    """A number of bytes, or None for no limit. Raises ValueError for anything else."""
+    """A number of bytes, or None for the default. Raises ValueError for anything else."""
     if given is None:
         return None
     limit = as_integer(given, "max_inflight_bytes", ValueError)
     if not 0 < limit < 1 << 63:
         raise ValueError(
             f"max_inflight_bytes={limit} is not a positive number of bytes; pass an integer from 1 "
-            f"on, or leave it out for no limit"
+            f"on, or leave it out for the default of smt.compile, 1 GiB"
         )
     return limit
 

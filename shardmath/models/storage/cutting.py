@@ -294,7 +294,8 @@ class _GroupLayer:
         """First and end of the range of blocks that the cuts leave of the component."""
         if grain < 1 or length % grain:
             what = f"{length} positions of '{leaf}' do not divide evenly into blocks of {grain}"
-            raise LayoutError(f"{what}; write numbers right of it whose product divides {length}")
+            fix = f"write numbers after '{leaf}' whose product divides {length}"
+            raise LayoutError(f"{what}; {fix}")
         start, stop = 0, length // grain
         for cut in cuts:
             start, stop = self._narrow(start, stop, cut, leaf)

@@ -157,7 +157,7 @@ CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mar
         (
             "(q hd)",
             "7 positions of 'q' do not divide evenly into blocks of 3; "
-            "write numbers right of it whose product divides 7",
+            "write numbers after 'q' whose product divides 7",
         ),
         (
             "(up q)",
