@@ -59,6 +59,7 @@ __all__ = ["check_layouts", "check_names", "check_ranks", "load", "save"]
 _T = TypeVar("_T")
 
 
+@compat.untraced
 def save(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Tensor | Bytes],
@@ -205,6 +206,7 @@ def _raise_failure(
     raise step_failed("save", failures, group) from (raised[-1] if raised else failed)
 
 
+@compat.untraced
 def load(
     path: str | os.PathLike[str] | Checkpoint,
     layouts: Layouts,
