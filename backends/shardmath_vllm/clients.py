@@ -47,7 +47,8 @@ class LLMClient:
     """A Client that connects a trainer to a `vllm.LLM` made in this process; its workers may be separate processes.
 
     It makes one call at a time, as a server does: two threads in an LLM take each other's answers. A call that was
-    interrupted by Ctrl-C continues, and the next one waits for it.
+    interrupted by Ctrl-C continues, and the next one waits for it. No other thread may use the LLM, as by `generate`,
+    during `trainer_init` and `send_weights`.
     """
 
     def __init__(self, llm: Any) -> None:

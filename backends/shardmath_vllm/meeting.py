@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 import shardmath as sm
 import shardmath_torch as smt
-from shardmath.base.errors import ExchangeError
+from shardmath.base.errors import ExchangeError, StoreError
 from shardmath.base.text import message_of
+from shardmath.models.storage.stored import Shapes
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.joint.connect import call_off
 from shardmath_vllm.infos import TrainerInfo
@@ -244,9 +245,37 @@ def _plan(told: Told, texts: list[tuple[int, str | None]]) -> sm.Refit:
             recorded = engines.setdefault(f"engine {engine}", {})
             recorded[place] = sm.storage.Recorded.from_json(text)
     sides = {name: sm.storage.RecordedSide(ranks) for name, ranks in engines.items()}
+    _check_loaded(sides, told.served)
     rules = told.rules or None
     # Without rules, weights are sent as they are, so engines hold the trainer's shapes and dtypes.
     served = told.served if rules else None
     planned = sm.refit(told.side, sides, told.shapes, served=served, rules=rules)
     sm.verify(planned.plan)
     return planned
+
+
+SHOWN = 5
+"""The most tensors of an engine that a message names."""
+
+
+def _check_loaded(engines: Mapping[str, sm.storage.RecordedSide], sent: Shapes) -> None:
+    """Raise StoreError for tensors in `sent` of which an engine's loader stores nothing on any of its ranks: it skips
+    what its model does not use, such as the head of a model that has tied it.
+    """
+    faults = []
+    for engine, side in engines.items():
+        loaded: set[str] = set()
+        for recorded in side.ranks.values():
+            for native in recorded.natives:
+                loaded.update(piece.tensor for piece in native.pieces)
+        skipped = [name for name in sent if name not in loaded]
+        if skipped:
+            more = f" and {len(skipped) - SHOWN} more" if len(skipped) > SHOWN else ""
+            listed = ", ".join(map(repr, skipped[:SHOWN]))
+            faults.append(f"{engine}: vLLM's loader skips {listed}{more}")
+    if faults:
+        listed = "\n".join(faults)
+        raise StoreError(
+            f"{listed}\nif the trainer's model is not the engine's, start both from one checkpoint; otherwise pass a "
+            f"Source whose tensors= and shapes= leave these out"
+        )

@@ -243,11 +243,6 @@ def _list_clients(given: Any) -> list[Any]:
 
 def _check_ranks(source: Source, info: TrainerInfo) -> None:
     """Raise ValueError if the source's ranks differ from TrainerInfo's."""
-    if source.rank is not None and info.trainers > 1 and source.rank != info.rank:
-        raise ValueError(
-            f"TrainerInfo has rank={info.rank}, but this process is rank {source.rank} of the ranks over which "
-            f"the model is divided; pass TrainerInfo rank={source.rank}"
-        )
     if isinstance(source.side, Mapping):
         meshes = {layout.mesh for layout in source.side.values()}
     else:
@@ -256,7 +251,13 @@ def _check_ranks(source: Source, info: TrainerInfo) -> None:
     if last >= info.trainers:
         raise ValueError(
             f"the model has tensors on rank {last}, but TrainerInfo has trainers={info.trainers}, from rank 0 on; "
-            f"pass trainers={last + 1}, and call trainer_init on all of them"
+            f"if ranks 0 to {last} all train this model, pass trainers={last + 1}, and call trainer_init on all of "
+            f"them; otherwise pass a Source, whose side= numbers the ranks that train it from 0 on"
+        )
+    if source.rank is not None and info.trainers > 1 and source.rank != info.rank:
+        raise ValueError(
+            f"TrainerInfo has rank={info.rank}, but this process is rank {source.rank} of the ranks over which "
+            f"the model is divided; pass TrainerInfo rank={source.rank}"
         )
 
 

@@ -34,7 +34,9 @@ def make_core(
     drop_caches()
     core: Any = kind.__new__(kind)
     core.scheduler = SimpleNamespace(kv_holding_waiting=[], connector=None, ec_connector=None)
-    core.model_executor = SimpleNamespace(collective_rpc=lambda what, *args: asked.append(what))
+    core.model_executor = SimpleNamespace(
+        collective_rpc=lambda what, *args: asked.append(what), sleeping_tags=set()
+    )
     core.vllm_config = SimpleNamespace(
         weight_transfer_config=SimpleNamespace(backend=backend),
         model_config=SimpleNamespace(is_multimodal_model=images, runner_type=runner),
@@ -108,6 +110,21 @@ def test_requests_that_wait_with_keys_keep_weights_out() -> None:
     assert not asked
 
 
+@pytest.mark.parametrize("tags", [{"weights", "kv_cache"}, {"weights"}, {"kv_cache"}, set()])
+def test_weights_that_sleep_are_not_written(tags: set[str]) -> None:
+    """They have no memory, or the old ones come back as the engine wakes up. The cache may sleep meanwhile."""
+    asked: list[Any] = []
+    core = make_core(asked)
+    core.model_executor.sleeping_tags = tags
+    if "weights" in tags:
+        with pytest.raises(ExchangeError, match=r"sleeps, .*POST /wake_up\?tags=weights first"):
+            core.collective_rpc("update_weights")
+        assert not asked
+    else:
+        core.collective_rpc("update_weights")
+        assert asked[-1] == "update_weights"
+
+
 def test_replicas_of_experts_take_weights_while_none_steps() -> None:
     """One within a step waits for the steps of the others, which would wait for it to take weights."""
     asked: list[Any] = []
@@ -131,10 +148,8 @@ def test_what_was_pooled_of_first_parts_of_prompts_goes() -> None:
     )
     asked: list[Any] = []
     core = make_core(asked, runner="pooling")
-    core.model_executor = SimpleNamespace(
-        collective_rpc=lambda what, *args: (
-            [what(SimpleNamespace(model_runner=runner))] if callable(what) else asked.append(what)
-        )
+    core.model_executor.collective_rpc = lambda what, *args: (
+        [what(SimpleNamespace(model_runner=runner))] if callable(what) else asked.append(what)
     )
     core.collective_rpc("update_weights")
     assert not states.hidden_states_cache and asked[-1] == "update_weights"
@@ -153,8 +168,8 @@ def test_queries_that_wait_for_documents_keep_weights_out(is_beside: bool) -> No
     asked: list[Any] = []
     core = make_core(asked, runner="pooling")
     worker = SimpleNamespace(model_runner=runner)
-    core.model_executor = SimpleNamespace(
-        collective_rpc=lambda what, *args: [what(worker)] if callable(what) else None
+    core.model_executor.collective_rpc = lambda what, *args: (
+        [what(worker)] if callable(what) else None
     )
     with pytest.raises(ExchangeError, match="a query of old weights waits for documents"):
         core.collective_rpc("update_weights")
@@ -265,7 +280,7 @@ def test_a_step_that_is_under_way_puts_nothing_into_a_store_after_it_was_cleared
         def ask(what: str, *args: object) -> None:
             worker.submit(lambda: what != "update_weights" or weights.append("new")).result()
 
-        core.model_executor = SimpleNamespace(collective_rpc=ask)
+        core.model_executor.collective_rpc = ask
 
         def step() -> None:
             time.sleep(0.2)

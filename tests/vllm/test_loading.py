@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from vllm.config import ParallelConfig
+from vllm.config import LoadConfig, ParallelConfig
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.offloader import PrefetchOffloader, UVAOffloader, set_offloader
 
 import shardmath as sm
 from shardmath import ExchangeError, StoreError
@@ -149,7 +150,13 @@ class Joining:
         return SimpleNamespace(place=1, planned=sm.refit(side, engines, shapes))
 
 
-def join(model: Model, monkeypatch: pytest.MonkeyPatch, moves: bool, device: str) -> None:
+def join(
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    moves: bool = False,
+    device: str = "cpu",
+    load: LoadConfig | None = None,
+) -> None:
     """Have a worker meet a trainer, over gloo."""
     monkeypatch.setattr(worker_module, "Meeting", Joining)
     engine: Any = object.__new__(WorkerEngine)
@@ -157,7 +164,11 @@ def join(model: Model, monkeypatch: pytest.MonkeyPatch, moves: bool, device: str
     engine.model, engine._link, engine._loading = model, None, Loading(model, config)
     engine.parallel_config = ParallelConfig()
     engine.parallel_config.enable_eplb = moves
-    engine.vllm_config = SimpleNamespace(quant_config=None)
+    engine.vllm_config = SimpleNamespace(
+        quant_config=None,
+        parallel_config=engine.parallel_config,
+        load_config=load or LoadConfig(),
+    )
     engine.device = torch.device(device)
     told = {"workers": 1, "own": ["part.*"], "meeting": "here", "transport": "gloo"}
     engine.init_transfer_engine(SimpleNamespace(**told, engine=0, first=1))
@@ -170,16 +181,46 @@ def test_an_engine_that_rebalances_experts_is_refused(
     """vLLM for CPUs starts none."""
     if moves:
         with pytest.raises(StoreError, match="start the engine without enable_eplb"):
-            join(model, monkeypatch, moves, "cpu")
+            join(model, monkeypatch, moves)
     else:
-        join(model, monkeypatch, moves, "cpu")
+        join(model, monkeypatch, moves)
+
+
+@pytest.mark.parametrize("kind", [PrefetchOffloader, UVAOffloader])
+def test_an_engine_whose_layers_share_memory_is_refused(
+    model: Model, kind: type[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM copies each layer there from where no update writes. It offloads nothing on CPUs."""
+    set_offloader(kind.__new__(kind))
+    try:
+        if kind is PrefetchOffloader:
+            with pytest.raises(StoreError, match=r"PrefetchOffloader copies .* lost; start the"):
+                join(model, monkeypatch)
+        else:
+            join(model, monkeypatch)
+    finally:
+        set_offloader(None)
+
+
+@pytest.mark.parametrize("mode", ["", "zero_copy", "copy"])
+def test_an_engine_that_maps_a_cache_of_weights_is_refused(
+    model: Model, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other engines map the same memory, unless each has a copy. vLLM has no such cache on CPUs."""
+    extra = {"mode": mode} if mode else {}
+    load = LoadConfig(load_format="ipc_cache", model_loader_extra_config=extra)
+    if mode == "copy":
+        join(model, monkeypatch, load=load)
+    else:
+        with pytest.raises(StoreError, match="load_format='ipc_cache' maps weights that other"):
+            join(model, monkeypatch, load=load)
 
 
 def test_an_engine_on_gpus_is_refused_over_gloo(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ExchangeError, match="runs on 'cuda'; pass transport='nccl'"):
-        join(model, monkeypatch, False, "cuda")
+        join(model, monkeypatch, device="cuda")
 
 
 @pytest.mark.parametrize("workers", [1, 3])

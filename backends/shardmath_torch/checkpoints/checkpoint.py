@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -60,6 +59,7 @@ __all__ = ["check_layouts", "check_names", "check_ranks", "load", "save"]
 _T = TypeVar("_T")
 
 
+@compat.untraced
 def save(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Tensor | Bytes],
@@ -157,26 +157,35 @@ class _ErrorReporter:
 def _write(job: _SaveJob, group: Group | None) -> None:
     """Run torch's distributed save of `job`. Raises CheckpointError, or KeyboardInterrupt on the rank where it was
     pressed."""
+    if is_alone():
+        # Without a process group torch's function warns, and a filter of warnings would be for all threads.
+        on_all("save", functools.partial(_write_alone, job), group)
+        return
     # At most one error: after it torch calls neither the writer nor the planner again.
     raised: list[BaseException] = []
     writer: Any = _ErrorReporter(job.writer, raised)
     planner: Any = _ErrorReporter(job.planner, raised)
-    with warnings.catch_warnings():
-        # Without a process group torch warns that it saves in a single process, as intended here.
-        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
-        try:
-            with in_step(group):
-                dcp_save(job.tensors, storage_writer=writer, planner=planner, process_group=group)
-        except CheckpointException as error:
-            _raise_failure(error, raised, group)
-        except Exception as error:  # torch raises errors of all kinds if a message does not arrive
-            # Without a group no message can be lost, and `word_lost` needs one.
-            if is_alone():
-                raise
-            lost = step_lost("save", word_lost(error, group, "save"))
-            if raised and not isinstance(raised[-1], Exception):
-                raise raised[-1] from lost
-            raise lost from (raised[-1] if raised else error)
+    try:
+        with in_step(group):
+            dcp_save(job.tensors, storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as error:
+        _raise_failure(error, raised, group)
+    except Exception as error:  # torch raises errors of all kinds if a message does not arrive
+        lost = step_lost("save", word_lost(error, group, "save"))
+        if raised and not isinstance(raised[-1], Exception):
+            raise raised[-1] from lost
+        raise lost from (raised[-1] if raised else error)
+
+
+def _write_alone(job: _SaveJob) -> None:
+    """Take the steps of torch's distributed save of `job` as the only process."""
+    _, planner, writer = job
+    planner.set_up_planner(job.tensors, writer.storage_meta(), is_coordinator=True)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    plans, metadata = planner.create_global_plan([plan])
+    (plan,) = writer.prepare_global_plan(plans)
+    results = writer.write_data(planner.finish_plan(plan), planner)
+    writer.finish(metadata, [results.value()])
 
 
 def _raise_failure(
@@ -197,6 +206,7 @@ def _raise_failure(
     raise step_failed("save", failures, group) from (raised[-1] if raised else failed)
 
 
+@compat.untraced
 def load(
     path: str | os.PathLike[str] | Checkpoint,
     layouts: Layouts,
@@ -215,7 +225,8 @@ def load(
 
     `path` is a folder, or the URL of one, that `save` or torch.distributed.checkpoint wrote (also by its
     HuggingFaceStorageWriter with `save_distributed`), or safetensors files as Hugging Face keeps them.
-    `names` maps wanted names to stored ones, if they differ; several may be stored under one. A tuple of layouts gives
+    `names` maps wanted names to stored ones, if they differ; several may be stored under one. Each wanted name must be
+    in this rank's `layouts`. A tuple of layouts gives
     `name[0]`, `name[1]` and so on; a layout of None gives the bytes that this rank saved, as uint8, or if it saved
     none, the bytes of the lowest rank that did. A rank that is not on a layout's mesh gets no tensor for it, and ranks
     may ask for different layouts. `progress` is called with the bytes that this rank has read and will read.
@@ -261,6 +272,7 @@ def _prepare_load(
     """Check the arguments of a load and the checkpoint, allocate this rank's tensors, and plan what to read."""
     check_layouts(layouts)
     check_names(names)
+    _check_wanted(names or {}, layouts)
     _check_device(device)
     rank = compat.rank_or_0()
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -343,6 +355,19 @@ def check_names(names: object) -> None:
         if not isinstance(wanted, str) or not isinstance(stored, str):
             what = f"names= has {shown(wanted)}: {shown(stored)}, where both must be str"
             raise CheckpointError(f"{what}; give a mapping from {WANTED}")
+
+
+def _check_wanted(names: Mapping[str, str], layouts: Layouts) -> None:
+    """Raise CheckpointError for a key of `names` that is not a name in `layouts`."""
+    for wanted, stored in names.items():
+        if wanted not in layouts:
+            what = (
+                f"names= has {shown(wanted)}: {shown(stored)}, but layouts has no {shown(wanted)}"
+            )
+            fix = (
+                f"map names that layouts has, such as {shown(sorted(layouts)[:8])}, to stored ones"
+            )
+            raise CheckpointError(f"{what}; {fix}")
 
 
 def _check_device(device: torch.device | str) -> None:

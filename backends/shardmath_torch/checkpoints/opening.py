@@ -39,6 +39,7 @@ from shardmath_torch.checkpoints.safetensors.weights import FILE as MODEL_FILE
 from shardmath_torch.checkpoints.safetensors.weights import INDEX as MODEL_INDEX
 from shardmath_torch.checkpoints.safetensors.weights import open_weights
 from shardmath_torch.checkpoints.stored import Checkpoint, StoredBox, StoredTensor
+from shardmath_torch.groups import compat
 
 __all__ = ["BLOBS", "check_one_model", "open_checkpoint"]
 
@@ -57,6 +58,7 @@ _DAMAGE = (
 """The errors that reading a malformed file may raise."""
 
 
+@compat.untraced
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open the checkpoint at `path`, and return a Checkpoint: the shapes, dtypes and places (file and bytes) of its
     tensors, without their data.

@@ -48,6 +48,7 @@ from shardmath_torch.checkpoints.files.places import (
     Place,
     Remote,
     content_of,
+    make_folder,
     place,
     put,
     sizes_of,
@@ -103,7 +104,7 @@ class Writer(storage.StorageWriter):
             raise CheckpointError(f"{what}; {fix}")
         with _raise_as_ours(self._folder, BEFORE):
             if not self._folder.is_dir():
-                self._folder.mkdir(parents=True, exist_ok=True)
+                make_folder(self._folder)
                 sync(self._folder.parent)
         return plan
 

@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from shardmath import ExchangeError, ShardError
 from shardmath.base.text import word_error
+from shardmath_torch.groups.agreement.threads import NAME
 from shardmath_torch.groups.compat import TCPStore
 
 __all__ = ["Progress", "Report", "Task", "run"]
@@ -320,7 +321,7 @@ def _run_child(order: _ChildOrder[A, R], rank: int, pipe: Connection) -> None:
     """The main function of a child: join the group, run the task, send the result or the failure."""
     # Ctrl-C reaches every process of a terminal; the caller of `run` ends the children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, name="shardmath", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name=NAME, daemon=True).start()
     torch.set_num_threads(1)
     try:
         _join_group(order, rank)

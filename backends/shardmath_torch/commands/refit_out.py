@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from shardmath import ShardError
 from shardmath_torch.checkpoints.files.locks import locked
-from shardmath_torch.checkpoints.files.places import Place, sync
+from shardmath_torch.checkpoints.files.places import Place, make_folder, sync
 from shardmath_torch.checkpoints.safetensors.weights import Weights
 
 __all__ = ["check_out", "finish", "reserved", "shard_file", "undo", "write_draft"]
@@ -52,7 +52,7 @@ def reserved(folder: Path) -> Iterator[None]:
     for example because another refit (move of weights) to it is running."""
     with contextlib.ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             stack.enter_context(locked(folder / LOCK, f"refit to {folder}"))
         except OSError as error:
             raise _unwritable(folder, error) from error

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple, TypeAlias
+from types import FunctionType
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, FakeWork, PrefixStore, Store, TCPStore
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -74,6 +76,7 @@ __all__ = [
     "storage_start",
     "store_of",
     "time_limit_of",
+    "untraced",
     "word_gone",
 ]
 
@@ -106,6 +109,28 @@ def finish_at_once() -> Any:
     """Return a Work that is done: torch's own, of its process groups without communication. Other kinds cannot be made
     in Python."""
     return FakeWork().boxed()
+
+
+UNTRACED = "ranks make this call together, and torch.compile cannot trace it"
+"""The reason that torch gives for a graph break."""
+
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+def untraced(function: _F) -> _F:
+    """Return `function` itself, marked so that `torch.compile` does not trace it: a compiled function's graph breaks at
+    a call of `function`, which then runs as it would without `torch.compile`, together with all that it calls.
+
+    `torch.compiler.disable` does the same, but imports Dynamo at once, and slows each call down.
+    """
+    plain = cast(FunctionType, function)
+    # For the caller's graph: Dynamo reads this before it would trace a call.
+    plain._torchdynamo_disable = True  # type: ignore[attr-defined]
+    plain._torchdynamo_disable_msg = UNTRACED  # type: ignore[attr-defined]
+    # For the call itself: Dynamo compiles no frame of `function`, nor one below.
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(plain.__code__, skip)
+    return function
 
 
 def is_inherited(group: Group) -> bool:

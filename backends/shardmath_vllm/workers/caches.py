@@ -15,6 +15,7 @@
    compute them again.
 8. Replicas of a mixture of experts compute each step together, including replicas without requests, so they take
    weights only while none of them steps.
+9. The weights of a sleeping engine have no memory, and those that vLLM keeps elsewhere come back as it wakes up.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def _drop_before(ask: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(ask)
     def collective_rpc(self: Any, method: Any, *args: Any, **named: Any) -> Any:
         if method == "update_weights" and _is_ours(self.vllm_config):
+            _check_awake(self.model_executor)
             _check_steps_alone(self)
             _check_can_drop(self.scheduler, self.vllm_config.parallel_config.world_size)
             # Workers do what they are asked in order, so they have ended all steps once they have done this. vLLM's
@@ -74,6 +76,15 @@ def _is_ours(config: Any) -> bool:
     """Whether the engine of this vLLM configuration receives weights through shardmath."""
     transfer = config.weight_transfer_config
     return transfer is not None and transfer.backend == BACKEND
+
+
+def _check_awake(executor: Any) -> None:
+    """Raise ExchangeError if the weights sleep. The KV cache may: nothing is left of it that is of old weights."""
+    if "weights" in executor.sleeping_tags:
+        raise ExchangeError(
+            "this engine sleeps, so its weights have no memory; POST /wake_up?tags=weights first, or call "
+            "llm.wake_up(tags=['weights'])"
+        )
 
 
 def _check_steps_alone(core: Any) -> None:

@@ -3,6 +3,8 @@
 1. Cells that nobody asks for are cells that nobody checks: each tensor of the model is written whole, except for vLLM's
    padding, or not at all, if it is vLLM's own or named in `own`.
 2. A loader is recorded once, when ranks connect. So an engine that moves experts between ranks raises StoreError.
+   Neither can an engine take weights if a parameter's memory is not its own, but is lent to one layer after another, or
+   mapped by other engines.
 3. Tensors arrive in the model's type, since nothing casts at this end. A loader of vLLM's would cast, so types are
    checked before weights are taken back for an update.
 """
@@ -14,9 +16,10 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import nn
-from vllm.config import ParallelConfig
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.offloader import NoopOffloader, UVAOffloader, get_offloader
 
 import shardmath as sm
 from shardmath.base.errors import StoreError
@@ -45,14 +48,31 @@ SHOWN = 5
 """Tensors that a message lists."""
 
 
-def check_stays(parallel: ParallelConfig) -> None:
-    """Raise StoreError if vLLM can move experts between ranks (`enable_eplb`). Its loader would still store the weights
-    of each expert on the rank where the expert was first.
+def check_stays(config: VllmConfig) -> None:
+    """Raise StoreError if the engine of this vLLM configuration runs weights that are not, or not only, where its
+    loader stores them: experts that vLLM moves between ranks, layers that it copies from elsewhere for each step, and
+    weights in the memory of another process.
     """
-    if parallel.enable_eplb:
+    if config.parallel_config.enable_eplb:
         raise StoreError(
             "enable_eplb=True lets vLLM move experts between ranks, but its loader still stores each on its "
             "first rank; start the engine without enable_eplb"
+        )
+    # A worker has one. UVAOffloader has the parameters themselves in the CPU's memory; PrefetchOffloader has copies of
+    # its own there, and every few layers share the memory of their parameters.
+    offloader = get_offloader()
+    if not isinstance(offloader, NoopOffloader | UVAOffloader):
+        raise StoreError(
+            f"{type(offloader).__name__} copies offloaded layers over their parameters in every step, so that new "
+            f"weights would be lost; start the engine with offload_backend='uva', or without offloading"
+        )
+    load = config.load_config
+    # The mode "copy" gives the engine memory of its own.
+    extra = load.model_loader_extra_config
+    if load.load_format == "ipc_cache" and extra.get("mode") != "copy":
+        raise StoreError(
+            "load_format='ipc_cache' maps weights that other engines run, too, so that these would get the new "
+            "weights; start the engine with another load_format, or with model_loader_extra_config={'mode': 'copy'}"
         )
 
 

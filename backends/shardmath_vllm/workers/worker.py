@@ -100,7 +100,7 @@ class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):
             )
 
         def record(told: Told) -> sm.storage.Recorded:
-            check_stays(parallel)
+            check_stays(self.vllm_config)
             _check_transport(init_info.transport, self.device)
             try:
                 return self._loading.record(told.served, told.checkpoint, check)

@@ -118,7 +118,7 @@ class _Worker:
         self._is_superseded = self._is_ended = self._has_failed = False
         self._complaint = ""
         for read in (self._read, self._read_errors):
-            threading.Thread(target=read, daemon=True, name="shardmath").start()
+            threading.Thread(target=read, daemon=True, name="shardmath explorer").start()
 
     @property
     def is_busy(self) -> bool:
@@ -252,7 +252,7 @@ def _work(questions: IO[str], out: IO[str], most_bytes: int) -> None:
         # The server has ended, however it did; an answer under way is for nobody.
         os._exit(0)
 
-    threading.Thread(target=read, daemon=True, name="shardmath").start()
+    threading.Thread(target=read, daemon=True, name="shardmath explorer").start()
     while True:
         answer: Answer = {"schema": SCHEMA, "faults": {}}
         is_full = False

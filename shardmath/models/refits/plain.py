@@ -47,8 +47,9 @@ class PlainSide:
             layout = self.layouts.get(name)
             if layout is None:
                 if not matches(name, unused):
-                    what = f"no layout is given for {name!r}"
-                    faults.append(f"{what}; add one, or name the tensor in unused=")
+                    fix = "add one, or leave the tensor out of the shapes"
+                    what = f"no layout is given for {name!r}; {fix}"
+                    faults.append(f"{what}; unused= may name it if only engines lack it")
             elif layout.shape != tuple(shape) or layout.dtype != dtype:
                 what = f"{name!r} is {dtype}{list(shape)}, and its layout is {layout}"
                 faults.append(

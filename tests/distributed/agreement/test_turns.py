@@ -130,6 +130,11 @@ def test_the_librarys_threads_are_not_counted_among_the_programs() -> None:
         assert int(after.removeprefix("Thread-")) == int(before.removeprefix("Thread-")) + 1
 
 
+def test_a_thread_may_be_called_shardmath(pool: Pool) -> None:
+    """The library's own threads, which live as long as the group, have another name."""
+    assert pool.run(breaks.named_shardmath) == [[""]] * 8
+
+
 def test_an_error_of_a_handler_is_not_the_networks() -> None:
     """It is this rank's failure, in its own words, also where it is of the kind that torch raises."""
     (mine,), (others,) = alone(2, breaks.handled)

@@ -10,6 +10,7 @@ import json
 import multiprocessing as mp
 import os
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -468,6 +469,28 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         smt.save(tmp_path / "file" / "below", {"w": torch.zeros(6)}, {"w": LINE})
 
 
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("none")
+    with pytest.raises(CheckpointError, match="link is a link to none, which does not exist"):
+        smt.save(tmp_path / "link", {"w": torch.zeros(6)}, {"w": LINE})
+    with pytest.raises(CheckpointError, match="link is a link to none, which does not exist"):
+        smt.export(tmp_path / "link", {"w": torch.zeros(6)})
+
+
+def test_filters_of_warnings(tmp_path: Path) -> None:
+    """A save in one process never changes them: one in another thread that ends meanwhile would leave them changed."""
+    seen: list[Any] = []
+
+    def look(done: int, total: int) -> None:
+        seen.append(list(warnings.filters))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        filters = list(warnings.filters)
+        smt.save(tmp_path, {"w": torch.zeros(6)}, {"w": LINE}, progress=look)
+    assert seen and all(each == filters for each in seen)
+
+
 # What is asked for, and what lies there
 
 
@@ -870,6 +893,17 @@ def test_windows_called_like_another_tensor(tmp_path: Path) -> None:
         "w[1]": [0.0, 0.0, 2.0, 3.0],
         "v": [7.0, 8.0],
     }
+
+
+@pytest.mark.parametrize("name", ["wieght", "module.w", "average.w"])
+def test_names_that_no_layout_has(tmp_path: Path, name: str) -> None:
+    """A misspelled name is not ignored: `w` would be loaded from itself, which has other values."""
+    line = sm.Layout((2,), sm.Mesh(), "n")
+    stored = {"w": torch.zeros(2), "average.w": torch.ones(2)}
+    smt.save(tmp_path, stored, dict.fromkeys(stored, line))
+    said = rf"names= has '{name}': 'average.w', but layouts has no '{name}'; map .* \['w'\]"
+    with pytest.raises(CheckpointError, match=said):
+        smt.load(tmp_path, {"w": line}, names={name: "average.w"})
 
 
 @pytest.mark.parametrize("given", [b"own", torch.zeros(2, dtype=torch.uint8), torch.zeros(2)])

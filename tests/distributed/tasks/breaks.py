@@ -267,6 +267,15 @@ def threads(rank: int, kind: str) -> dict[str, list[Said]]:
     return said
 
 
+def named_shardmath(rank: int) -> list[Said]:
+    """A move by a thread that the program calls "shardmath"."""
+    rows = Rows(rank, 8, 16)
+    move = smt.compile(rows.plan, timeout=20.0)
+    said: list[Said] = []
+    _in_threads({"shardmath": lambda: said.append(ends(lambda: move(rows.src, out=rows.out)))})
+    return said
+
+
 def numbered(rank: int) -> list[str]:
     """Default names of threads made before and after moves with a timeout, a move in the background, and a group."""
     rows, group = Rows(rank, 2, 64), dist.new_group()

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 import shardmath as sm
+import shardmath_torch as smt
 import shardmath_vllm as sv
 from shardmath import ExchangeError
 from shardmath_torch.groups import compat
 from shardmath_vllm.calls import GRACE_S, Calls
 from shardmath_vllm.meeting import _check_alike
+from shardmath_vllm.source import Told
 from shardmath_vllm.trainer import _check_ranks
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.tasks import gathered_sources, transfers
@@ -555,11 +557,45 @@ def test_ranks_that_sources_name() -> None:
     layouts = {"w": sm.Layout((8,), sm.Mesh(dp=2, ranks=[3, 4]), "(dp n)")}
     shapes = {"w": ((8,), "float32")}
     source = sv.Source({"w": torch.zeros(4)}, layouts, shapes)
-    with pytest.raises(ValueError, match="tensors on rank 4, but TrainerInfo has trainers=1"):
+    said = r"tensors on rank 4, but TrainerInfo has trainers=1, .* if ranks 0 to 4 all train"
+    with pytest.raises(ValueError, match=said):
         sv.Trainer.trainer_init(tell(), client=PlainEngine(make_module()), source=source)
-    own = sv.Source({}, {}, {}, rank=1)
     info = sv.TrainerInfo("127.0.0.1:1", 2, workers=1, rank=0)
+    # No TrainerInfo of two ranks could have the rank of this process.
+    with pytest.raises(ValueError, match=r"tensors on rank 4, .* otherwise pass a Source, whose"):
+        _check_ranks(dataclasses.replace(source, rank=3), info)
+    layouts = {"w": sm.Layout((8,), sm.Mesh(dp=2), "(dp n)")}
     with pytest.raises(
         ValueError, match="TrainerInfo has rank=0, but this process is rank 1 of the ranks"
     ):
-        _check_ranks(own, info)
+        _check_ranks(sv.Source({}, layouts, shapes, rank=1), info)
+
+
+class Skipping(PlainEngine):
+    """As vLLM's loaders, which skip a tensor that their model does not use."""
+
+    def _record(self, told: Told) -> sm.storage.Recorded:
+        used = dict(self.module.named_parameters())
+        served = {name: entry for name, entry in told.served.items() if name in used}
+        return super()._record(dataclasses.replace(told, served=served))
+
+
+def test_a_tensor_that_an_engine_skips() -> None:
+    """Is refused, and what is said to help does."""
+    tied, engine = make_module(), Skipping(make_module())
+    tied.head = nn.Linear(2, 2, bias=False)
+    with pytest.raises(
+        ExchangeError, match=r"loader skips 'head.weight'\n.*Source whose tensors= and"
+    ):
+        sv.Trainer.trainer_init(tell(), client=engine, source=tied)
+    tensors = dict(tied.named_parameters())
+    del tensors["head.weight"]
+    side = smt.layout_of(tied)
+    shapes = {name: (side[name].shape, side[name].dtype) for name in tensors}
+    source = sv.Source(tensors, side, shapes)
+    sender = sv.Trainer.trainer_init(tell(), client=engine, source=source)
+    sender.send_weights()
+    assert torch.equal(engine.module.get_parameter("0.weight"), tensors["0.weight"])
+    sender.shutdown()
+    assert engine.link is not None
+    engine.link.leave()

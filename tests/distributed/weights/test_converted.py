@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import shardmath_torch as smt
 from shardmath import formats
@@ -70,6 +72,60 @@ def test_experts_that_are_saved_whole_under_another_name(tmp_path: Path) -> None
     assert {"kept.gate_up_proj", "kept.down_proj"} <= set(smt.open_checkpoint(tmp_path))
     back = type(model).from_pretrained(tmp_path).state_dict()
     assert all(full.equal(model.state_dict()[name]) for name, full in back.items())
+
+
+def make_nested() -> Any:
+    """A multimodal model, in which a model with experts is a submodule."""
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 1}
+    vision = CLIPVisionConfig(
+        hidden_size=8, intermediate_size=8, image_size=4, patch_size=2, **heads
+    )
+    text = work.make_model("Qwen3Moe").config
+    return LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
+
+
+def wrap_inner(model: Any, wrap: Callable[[nn.Module], Any]) -> Any:
+    """The model, with a wrapper around its language model."""
+    model.model.language_model = wrap(model.model.language_model)
+    return model
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def checkpointed(module: nn.Module) -> Any:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return checkpoint_wrapper(module)  # type: ignore[no-untyped-call]
+
+
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "compiled": compiled,
+    "checkpointed": checkpointed,
+    "both": lambda model: compiled(checkpointed(model)),
+    "its language model is compiled": lambda model: wrap_inner(model, compiled),
+    "its language model is checkpointed": lambda model: wrap_inner(model, checkpointed),
+    "both are compiled": lambda model: compiled(wrap_inner(model, compiled)),
+}
+
+
+@pytest.mark.parametrize("how", WRAPS)
+def test_models_in_wrappers(tmp_path: Path, how: str) -> None:
+    """They are filled and exported as without: transformers' conversions were found neither for a wrapped model, nor
+    for tensors of one inside another."""
+    plain = make_nested()
+    plain.save_pretrained(tmp_path / "saved")
+    wanted = list(plain.state_dict().values())
+    other = make_nested()
+    wrapped = WRAPS[how](other)
+    smt.load_weights(tmp_path / "saved", wrapped)
+    assert all(map(torch.equal, other.state_dict().values(), wanted))
+    smt.export(tmp_path / "exported", wrapped)
+    saved = smt.open_checkpoint(tmp_path / "saved")
+    assert smt.open_checkpoint(tmp_path / "exported").shapes == saved.shapes
 
 
 def test_experts_with_scales(tmp_path: Path) -> None:

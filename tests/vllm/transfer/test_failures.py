@@ -66,7 +66,7 @@ def test_refitted_engines_are_as_those_started_on_the_checkpoint(pair: Pair) -> 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (trainers.take_other_model, "no recorded rank stores model.layers.0.self_attn.q_proj.bias"),
+        (trainers.take_other_model, "vLLM's loader skips 'model.layers.0.self_attn.q_proj.bias'"),
         (trainers.take_other_sizes, "could not record its loader"),
         (trainers.leave_out, "no tensor of the trainer's is written to"),
         (trainers.differ, "have different shapes or dtypes of 'model.norm.weight'"),

@@ -86,6 +86,7 @@ class _ExportTask(NamedTuple):
     """Whether this rank takes the lock, and renames the files."""
 
 
+@compat.untraced
 def export(
     path: str | os.PathLike[str],
     source: nn.Module | Mapping[str, Tensor],

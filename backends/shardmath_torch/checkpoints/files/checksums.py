@@ -13,6 +13,8 @@ from typing import BinaryIO
 
 from xxhash import xxh3_64
 
+from shardmath_torch.groups.agreement.threads import NAME
+
 __all__ = ["CHUNK", "DIGITS", "count_checksums", "is_same", "write"]
 
 CHUNK = 4 << 20
@@ -43,7 +45,7 @@ def write(stream: BinaryIO, data: memoryview, wrote: Callable[[int], object]) ->
         wrote(len(data))
         return "".join(map(_hash_chunk, chunks))
     # A pool with a name is not counted among the pools of the program.
-    with ThreadPoolExecutor(1, thread_name_prefix="shardmath") as hasher:
+    with ThreadPoolExecutor(1, thread_name_prefix=NAME) as hasher:
         sums = hasher.map(_hash_chunk, chunks)
         for chunk in chunks:
             stream.write(chunk)

@@ -32,6 +32,7 @@ __all__ = [
     "content_of",
     "length_of",
     "local_folder",
+    "make_folder",
     "opened",
     "place",
     "put",
@@ -346,6 +347,22 @@ def check_length(
         return
     what = f"{file} has {size} bytes, {fault}"
     raise CheckpointError(f"{what}; it or the index is damaged: fetch the checkpoint again")
+
+
+def make_folder(folder: Place) -> None:
+    """Make `folder`, and the folders above it, unless they exist. Raises OSError if that fails; if a file or a link to
+    nothing has the name of one, the error says so."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        if isinstance(folder, Remote):
+            raise
+        # The system says only that the name exists.
+        taken = Path(error.filename)
+        why = f"{taken} is not a folder"
+        if taken.is_symlink() and not taken.exists():
+            why = f"{taken} is a link to {os.readlink(taken)}, which does not exist"
+        raise FileExistsError(error.errno, why, error.filename) from error
 
 
 def put(file: Place, draft: Place, text: bytes) -> None:

@@ -28,7 +28,13 @@ from typing import BinaryIO
 from torch import Tensor
 
 from shardmath_torch.checkpoints.files import locks
-from shardmath_torch.checkpoints.files.places import CheckpointError, content_of, sync, synced
+from shardmath_torch.checkpoints.files.places import (
+    CheckpointError,
+    content_of,
+    make_folder,
+    sync,
+    synced,
+)
 from shardmath_torch.checkpoints.safetensors.archive import memory_of
 from shardmath_torch.checkpoints.safetensors.headers import (
     NAMES,
@@ -159,7 +165,7 @@ def check_folder(folder: Path) -> None:
     """Make `folder` unless it exists. Raises CheckpointError if that fails, or if the folder has files that `export`
     did not write: safetensors files, or their index."""
     with told(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for file in sorted(folder.glob("*.safetensors")):
             if not NAME.fullmatch(file.name) or not _is_export_file(file):
                 why = "which `export` did not write, and readers would load as part of this model"

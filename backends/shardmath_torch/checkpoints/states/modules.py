@@ -41,6 +41,7 @@ from shardmath_torch.checkpoints.states.memory import (
 from shardmath_torch.checkpoints.states.values import Extra, pack_extra
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.compat import Group, rank_or_0, ranks_of
+from shardmath_torch.tensors.conversions.unwrapped import WRAPPERS, is_wrapper, strip_wrappers
 from shardmath_torch.tensors.dtensors.devicemesh import mesh_of
 from shardmath_torch.tensors.dtensors.dtensor import Ask, local_of
 from shardmath_torch.tensors.dtensors.modules import lay_out
@@ -67,9 +68,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-
-WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Parts of dotted names that wrappers add."""
 
 
 class ModuleSlot(NamedTuple):
@@ -174,18 +172,13 @@ def _unwrap(named: Iterable[tuple[str, _T]]) -> dict[str, _T]:
     """The values by names without wrappers' parts. Raises CheckpointError if two names become one."""
     unwrapped: dict[str, _T] = {}
     for name, value in named:
-        stripped = _strip_wrappers(name)
+        stripped = strip_wrappers(name)
         if stripped in unwrapped:
             what = f"{name!r} and another tensor of the module are both {stripped!r}"
             without = f"without {' and '.join(WRAPPERS)}, which are left out of saved names"
             raise CheckpointError(f"{what} {without}; rename one of the modules")
         unwrapped[stripped] = value
     return unwrapped
-
-
-def _strip_wrappers(name: str) -> str:
-    parts = name.split(".")
-    return ".".join(part for part in parts if part not in WRAPPERS)
 
 
 def _find_owner(module: nn.Module, name: str) -> nn.Module:
@@ -196,16 +189,12 @@ def _find_owner(module: nn.Module, name: str) -> nn.Module:
         parts: Iterable[tuple[str, nn.Module]] = module.named_modules(remove_duplicate=False)
         for part_path, part in parts:
             # Stripped of wrappers, a wrapper and the module inside it have the same path. The module is meant.
-            if _strip_wrappers(part_path) == path and not _is_wrapper(part):
+            if strip_wrappers(part_path) == path and not is_wrapper(part):
                 return part
     what = (
         f"the module's state dict has {name!r}, not a parameter, a buffer or an extra state of it"
     )
     raise CheckpointError(f"{what}; remove the state_dict hook that adds it")
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return not module._modules.keys().isdisjoint(WRAPPERS)
 
 
 # Layouts
@@ -242,8 +231,8 @@ def model_of(
     module, parameters, buffers, extra, names, first_names = described
     mesh = mesh or _mesh_of_group(module, group)
     # `lay_out` names parameters as the module does, `described` without the wrappers' parts of names.
-    laid_out = lay_out(module, mesh, _ask_renamed(ask, _strip_wrappers))
-    layouts = {_strip_wrappers(name): layout for name, layout in laid_out.items()}
+    laid_out = lay_out(module, mesh, _ask_renamed(ask, strip_wrappers))
+    layouts = {strip_wrappers(name): layout for name, layout in laid_out.items()}
     layouts |= _lay_out_buffers(buffers, layouts.values(), mesh, ask)
     tensors = parameters | buffers
     _check_on_mesh(tensors, layouts)

@@ -79,7 +79,7 @@ from shardmath_torch.checkpoints.states.telling import (
 )
 from shardmath_torch.checkpoints.stored import Checkpoint
 from shardmath_torch.groups.agreement.gather import shared
-from shardmath_torch.groups.compat import Group, rank_or_0
+from shardmath_torch.groups.compat import Group, rank_or_0, untraced
 from shardmath_torch.moves.observing.bars import Progress
 
 __all__ = ["Optimizers", "Unmatched", "load_state", "save_state", "state_of"]
@@ -88,6 +88,7 @@ __all__ = ["Optimizers", "Unmatched", "load_state", "save_state", "state_of"]
 # Saving
 
 
+@untraced
 def state_of(
     module: nn.Module,
     optimizer: Optimizers = None,
@@ -180,6 +181,7 @@ def _make_index(model: Model, state: OptimizerState) -> Index:
     return Index(saved_names, kinds, state.groups, state.entries)
 
 
+@untraced
 def save_state(
     path: str | os.PathLike[str],
     module: nn.Module,
@@ -239,6 +241,7 @@ class _Restoration(NamedTuple):
     """The names of the optimizers' parameters; None without an optimizer."""
 
 
+@untraced
 def load_state(
     path: str | os.PathLike[str],
     module: nn.Module,

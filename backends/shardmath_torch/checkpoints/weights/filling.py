@@ -44,7 +44,7 @@ from shardmath_torch.checkpoints.weights.quantized import (
     say_scaled,
 )
 from shardmath_torch.groups.agreement.gather import shared
-from shardmath_torch.groups.compat import Group, rank_or_0
+from shardmath_torch.groups.compat import Group, rank_or_0, untraced
 from shardmath_torch.moves.observing.bars import Progress
 
 __all__ = ["load_weights"]
@@ -69,6 +69,7 @@ class _Weights(NamedTuple):
         self.stored[read.key] = read.stored_scales
 
 
+@untraced
 def load_weights(
     path: str | os.PathLike[str],
     module: nn.Module,

@@ -31,8 +31,9 @@ from typing import TypeVar
 
 __all__ = ["NAME", "Errand", "Late", "CallThread", "make_bell", "start", "within"]
 
-NAME = "shardmath"
-"""Name of all threads that this library starts."""
+NAME = "shardmath background"
+"""Name of all threads that this library starts: not one that a program would give to a thread of its own, which could
+then not move (`Turns.check_name`)."""
 
 LAST_SECONDS = 3.0
 """Time for all threads together at exit, enough for a call that a broken connection ends."""

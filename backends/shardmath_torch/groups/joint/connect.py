@@ -62,6 +62,7 @@ TRIED, FAILED = "tried", "failed"
 TOKEN_BYTES = 8
 
 
+@compat.untraced
 def connect(
     where: str | Store,
     rank: int,
@@ -251,6 +252,7 @@ def _leave(store: Store, met: Met, rank: int, size: int) -> None:
     threads.start(act).join(LEAVING_S)
 
 
+@compat.untraced
 def disconnect(group: dist.ProcessGroup) -> None:
     """End a process group that `connect` returned: close its connections and release its store. Objects that still
     refer to the group cannot use it any longer.

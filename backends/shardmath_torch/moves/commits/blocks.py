@@ -179,6 +179,7 @@ def block_of(group: compat.Group) -> CommitBlock | None:
 
 
 @contextmanager
+@compat.untraced
 def commit(*what: HasMember | compat.Group, timeout: float | None = None) -> Iterator[None]:
     """Commit all moves in the `with` block together: at its end, put all results in place, on all ranks or on none.
     Collective. Pass either the process group or all Movers that move in the block, compiled with commit="all";

@@ -81,6 +81,7 @@ def make_whole(task: Task, engine: Engine, shadows: Shadows | None) -> Whole:
     return Whole(task.part, engine, shadows)
 
 
+@compat.untraced
 def compile(
     plan: Plan | Transposed | Program,
     *,

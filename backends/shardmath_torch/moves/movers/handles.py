@@ -70,10 +70,12 @@ class Handle:
             what = "a move failed that was made with async_op=True, and nobody waited for it"
             warnings.warn(f"{what}: {message_of(error)}", RuntimeWarning, stacklevel=2)
 
+    @compat.untraced
     def done(self) -> bool:
         """Whether the move has ended, successfully or not."""
         return self._errand.is_over
 
+    @compat.untraced
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the move has ended on this rank; raises as the call without `async_op` would, each time.
 

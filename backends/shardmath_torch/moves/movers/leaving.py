@@ -37,6 +37,7 @@ class Leaves(ABC):
     def _part(self, why: str) -> None:
         """Close, and send the reason to the others."""
 
+    @compat.untraced
     def close(self) -> None:
         """Close this object on this rank, report that to the other ranks, and release memory. Not collective.
 
@@ -51,6 +52,7 @@ class Leaves(ABC):
     def __enter__(self) -> Self:
         return self
 
+    @compat.untraced
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
@@ -94,6 +96,7 @@ class Leaving(Leaves):
         for stage in self._stages:
             stage.let_go()
 
+    @compat.untraced
     def let_go(self, besides: Callable[[], None] = lambda: None) -> None:
         """Release the mover's tensors and extra memory, which the next move allocates again, and call `besides`, which
         drops the caller's other references. Not collective.

@@ -159,6 +159,7 @@ class Mover(Leaving):
         """The mover's name in claims and errors."""
         return f"{self._ready.name} (mover {self._party.key})"
 
+    @compat.untraced
     def __call__(
         self,
         src: Local,
@@ -188,6 +189,7 @@ class Mover(Leaving):
         call = Call(src, out, timeout, acknowledge, label, check, progress)
         return move_by(self, call, async_op)
 
+    @compat.untraced
     def replan(
         self,
         plan: Plan | Transposed | Program,

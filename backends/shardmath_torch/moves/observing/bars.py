@@ -24,6 +24,7 @@ from torch import Tensor
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown
 from shardmath.plans.programs.messages import Message
+from shardmath_torch.groups import compat
 from shardmath_torch.moves.observing.laps import AGREED, ARRIVED, LEFT
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def _split(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @contextmanager
+@compat.untraced
 def progress_bar(
     description: str = "moving", *, console: Console | None = None
 ) -> Iterator[Progress]:

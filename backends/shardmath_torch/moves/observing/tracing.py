@@ -38,6 +38,7 @@ MACHINE = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextmanager
+@compat.untraced
 def trace(
     path: str | os.PathLike[str], *, topology: Topology | None = None, model: bool = True
 ) -> Iterator[None]:

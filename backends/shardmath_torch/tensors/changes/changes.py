@@ -84,6 +84,7 @@ class Changes(Mover):
         """
         return How(None, whole)
 
+    @compat.untraced
     def __call__(  # type: ignore[override]
         self,
         src: Local,
@@ -112,6 +113,7 @@ class Changes(Mover):
         return self.last
 
 
+@compat.untraced
 def compile_changes(
     plan: Plan,
     *,

@@ -50,6 +50,7 @@ def digest(
     group: compat.Group | None = None,
     seed: int = 0,
 ) -> dict[str, int]: ...
+@compat.untraced
 def digest(
     held: Held, tensors: Local, *, group: compat.Group | None = None, seed: int = 0
 ) -> int | dict[str, int]:

@@ -2,5 +2,6 @@
 
 In reading order:
 
+- `unwrapped`: a module without wrappers such as torch.compile's;
 - `saved`: what transformers saves of a module's tensors.
 """

@@ -28,6 +28,7 @@ from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native, Recorded
 from shardmath.models.storage.stored import Shapes
 from shardmath_torch.groups.dtypes import dtype_of
+from shardmath_torch.tensors.conversions.unwrapped import Unwrapped, unwrap
 from shardmath_torch.tensors.refits.recording import record
 
 __all__ = ["SavedPart", "find_parts", "record_conversion"]
@@ -75,12 +76,16 @@ def record_conversion(module: nn.Module, shapes: Shapes) -> Recorded | None:
 
 def _find_converter(module: nn.Module) -> Any:
     """transformers' conversion of a module's tensors to saved ones; None if the module is not one of its models."""
-    if not any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+    kinds = type(unwrap(module)).__mro__
+    if not any(kind.__module__.startswith("transformers.") for kind in kinds):
         return None
     from transformers.core_model_loading import revert_weight_conversion
 
+    # Conversions of a model inside another are for names that begin with its own, which tensors have without wrappers.
+    model: Any = Unwrapped(module)
+
     def revert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        saved: dict[str, Tensor] = revert_weight_conversion(module, tensors)
+        saved: dict[str, Tensor] = revert_weight_conversion(model, tensors)
         return saved
 
     return revert

@@ -60,6 +60,7 @@ MAKE_ANEW = "make the DTensor with the shape and the placements that its local t
 # DTensor -> Layout
 
 
+@compat.untraced
 def from_dtensor(tensor: DTensor, *, reading: Reading | None = None) -> Layout:
     """Return the layout of a DTensor: the elements that each rank of its mesh holds. If `_StridedShard` placements are
     ambiguous, mesh dimensions split the tensor from left to right with reading="placement", in FSDP2's order with
@@ -284,6 +285,7 @@ def _gather_along(mine: _T, groups: Sequence[dist.ProcessGroup | None]) -> dict[
 # Layout -> DTensor
 
 
+@compat.untraced
 def to_dtensor(
     local: Tensor,
     layout: Layout,

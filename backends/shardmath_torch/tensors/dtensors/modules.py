@@ -32,6 +32,7 @@ SHAPELESS = "has no shape yet; run its lazy module once"
 """The words of an error about a parameter or buffer of a lazy module, after its name."""
 
 
+@compat.untraced
 def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layout]:
     """Return a dict with the layout of every parameter of `module`, by the names of `named_parameters`; plain
     parameters are replicated over `mesh`.

@@ -49,6 +49,7 @@ Target: TypeAlias = Layout | str | Sequence[Placement]
 Meshes: TypeAlias = tuple[DeviceMesh | None, DeviceMesh | None]
 
 
+@compat.untraced
 def redistribute(
     tensor: Tensor,
     target: Target,
@@ -265,6 +266,7 @@ class _Redistribution(torch.autograd.Function):
         return to_dtensor(moved, route.dst, device_mesh=form.mesh, placements=form.placements)
 
     @staticmethod
+    @compat.untraced
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor, None]:
         if ctx.is_made_again:
             # Unpacks what `forward` saved, so that all ranks recompute the forward.

@@ -24,6 +24,7 @@ from shardmath_torch.tensors.dtensors.placed import Placed, layout_where, placed
 __all__ = ["amax"]
 
 
+@compat.untraced
 def amax(module: nn.Module) -> dict[str, Tensor]:
     """Return a dict from name to the largest absolute value, a float32 scalar, of each whole parameter that
     `set_device_mesh` has divided or replicated.

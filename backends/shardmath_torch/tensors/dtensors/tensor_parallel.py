@@ -54,6 +54,7 @@ from shardmath_torch.tensors.dtensors.styles import (
 __all__ = ["set_device_mesh"]
 
 
+@compat.untraced
 def set_device_mesh(
     module: nn.Module,
     tp_mesh: DeviceMesh,

@@ -39,6 +39,7 @@ from shardmath.base.text import word_error
 from shardmath.models.recordings.pieces import Piece
 from shardmath.models.recordings.recorded import Native, Recorded
 from shardmath.models.storage.stored import Shapes, Vocabulary
+from shardmath_torch.groups import compat
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
 from shardmath_torch.tensors.refits.before import describe, key_of
@@ -62,6 +63,7 @@ SHOWN = 8
 """The most targets that an error lists."""
 
 
+@compat.untraced
 def record(
     load: Load,
     shapes: Shapes,

@@ -123,6 +123,7 @@ class Refit(Leaves):
     differently.
     """
 
+    @compat.untraced
     def __init__(
         self,
         planned: Planned,
@@ -197,6 +198,7 @@ class Refit(Leaves):
 
         agree_again(transforms, rank, plan, group, settings, self._replanned)
 
+    @compat.untraced
     def replan(
         self,
         planned: Planned,
@@ -308,6 +310,7 @@ class Refit(Leaves):
         """The handle through which `smt.commit` commits this refit's moves together with others."""
         return self._mover.member
 
+    @compat.untraced
     def prepare(
         self,
         src: Given | None = None,
@@ -352,6 +355,7 @@ class Refit(Leaves):
 
         retake(lambda: self._party, take)
 
+    @compat.untraced
     def release(self) -> None:
         """Release the bound tensors and free extra memory, like `Mover.let_go`; call prepare() before the next move."""
         self._mover.let_go(self._drop)
@@ -462,6 +466,7 @@ class Refit(Leaves):
             )
         return dict.fromkeys(own_engines, dst)  # type: ignore[arg-type]
 
+    @compat.untraced
     def __call__(
         self,
         *,

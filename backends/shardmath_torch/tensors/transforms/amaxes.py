@@ -227,6 +227,7 @@ class Quantizer:
         """The report of the latest successful call on this rank: bytes, messages and seconds; None before the first."""
         return self._mover.last
 
+    @compat.untraced
     def __call__(
         self,
         tensor: Tensor | None,
@@ -247,6 +248,7 @@ class Quantizer:
         return outputs
 
 
+@compat.untraced
 def compile_quantize(
     format: Format,
     layout: Layout,

@@ -323,6 +323,7 @@ def _make_wanted(t: Transformed, side: str, rank: int, parts: Iterable[_PartWork
     return Wanted(side, rank, tensors, single)
 
 
+@compat.untraced
 def compile_transformed(
     transforms: Transformed,
     plan: Plan | Program | None = None,
