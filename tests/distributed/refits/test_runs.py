@@ -409,8 +409,8 @@ def test_a_thread_that_stays_keeps_no_memory() -> None:
             made.submit(into["a"].copy_, given["q"]).result()
 
         record(load, into, ways=("views",))
-        (mode,) = made.submit(_get_current_dispatch_mode_stack).result()
-        assert not mode._watch._alive and not mode._watch._contents
+        *_, mode = made.submit(_get_current_dispatch_mode_stack).result()
+        assert not mode.mode._alive and not mode.mode._contents
 
 
 # Classes of logical tensors
@@ -828,6 +828,19 @@ def test_a_map_without_data_is_named_if_a_loader_fails_on_it() -> None:
         record(load, into)
 
 
+def test_a_target_without_data_that_a_new_thread_reads() -> None:
+    into = {"flag": torch.zeros(1, device="meta"), "a": torch.empty(4, 3, device="meta")}
+
+    def load(given: Given) -> None:
+        with ThreadPoolExecutor(2) as made:
+            if made.submit(lambda: into["flag"].view(1, 1).numpy().any()).result():
+                return
+            made.submit(lambda: into["a"].copy_(mix(given))).result()
+
+    with pytest.raises(sm.StoreError, match="'flag' is read by the loader, and has no data"):
+        record(load, into, ways=("numbers",))
+
+
 def test_memory_that_a_target_gives_up_is_not_taken_for_it() -> None:
     into = {"flag": torch.ones(4)}
     with Reads(into) as reads:
@@ -884,7 +897,7 @@ def test_others_replace_the_start_of_threads_too(monkeypatch: pytest.MonkeyPatch
     begun: list[str] = []
 
     def follow() -> Followed:
-        return Followed(lambda: True, lambda: begun.append("begun"))
+        return Followed(lambda: begun.append("begun"))
 
     def run() -> None:
         thread = threading.Thread(target=begun.append, args=("target",))

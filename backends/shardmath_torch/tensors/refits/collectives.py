@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmath_torch.tensors.refits.threads import FollowingMode
 
 __all__ = ["Barriers", "Collectives", "is_barrier", "is_collective"]
 
@@ -56,11 +57,11 @@ def _skip() -> Any:
     return FakeWork().boxed()
 
 
-class Collectives(TorchDispatchMode):
-    """A torch mode that hands barriers of this thread to `barriers`. `called` is whether it has seen a collective."""
+class Collectives(FollowingMode):
+    """A torch mode that hands barriers to `barriers`. `called` is whether it has seen a collective."""
 
     def __init__(self, barriers: Barriers) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.called = False
         self._barriers = barriers
 

@@ -87,7 +87,9 @@ def record(
     _check_words("form", form, FORMS)
     _check_words("ways", ways, WAYS)
     recording = _Recording(load, plain, into, form, dict(functions or {}))
-    return recording.record(ways)
+    # Not for each run: a thread that the loader starts in one of them may call barriers in the next.
+    with recording.collectives.followed:
+        return recording.record(ways)
 
 
 AGAIN = "record a loader that writes the same positions each time it is called"
@@ -114,9 +116,10 @@ class _Recording:
         self.filled: set[str] = set()
         # By target, a mask of the cells that were written in the first runs on numbers.
         self.touched: dict[str, NDArray[np.bool_]] = {}
-        # Whether the loader calls collectives; its barriers; and the first error, if others have to make their runs.
+        # Whether the loader calls collectives; what sees these; and the first error, if others have to make their runs.
         self.is_collective = False
         self.barriers = Barriers()
+        self.collectives = Collectives(self.barriers)
         self.deferred: StoreError | None = None
 
     def _check_functions(self) -> None:
@@ -540,7 +543,7 @@ class _Recording:
             if read is not None:
                 self._call_reading(tensors, read)
             else:
-                with Collectives(self.barriers) if self.barriers.met else nullcontext():
+                with self.collectives if self.barriers.met else nullcontext():
                     self._call(tensors)
         except StoreError:
             raise
@@ -555,16 +558,15 @@ class _Recording:
         present = self.kept_targets.find()
         replaced = {n: target for n, target in self.kept_targets.targets.items() if target.is_meta}
         reads = Reads({name: present[name] for name in replaced}, replaced)
-        collectives = Collectives(self.barriers)
         try:
-            with collectives, reads:
+            with self.collectives, reads:
                 self._call(tensors)
         except Exception as error:
             if reads.names:
                 raise StoreError(f"{word_error(error)}; {_show_read(min(reads.names))}") from error
             raise
         finally:
-            self.is_collective = self.is_collective or collectives.called
+            self.is_collective = self.is_collective or self.collectives.called
         if reads.lost:
             raise StoreError(
                 f"{min(reads.lost)!r} is written in a tensor that the loader has kept, and has no data "
