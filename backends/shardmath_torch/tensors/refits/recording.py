@@ -41,7 +41,7 @@ from shardmath.models.recordings.recorded import Native, Recorded
 from shardmath.models.storage.stored import Shapes, Vocabulary
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
-from shardmath_torch.tensors.refits.before import describe, key_of
+from shardmath_torch.tensors.refits.before import describe, is_plain, key_of
 from shardmath_torch.tensors.refits.collectives import Barriers, Collectives
 from shardmath_torch.tensors.refits.numbering import ANY, Found, Numbering, Reading, is_left
 from shardmath_torch.tensors.refits.reads import Reads
@@ -89,7 +89,10 @@ def record(
     recording = _Recording(load, plain, into, form, dict(functions or {}))
     # Not for each run: a thread that the loader starts in one of them may call barriers in the next.
     with recording.collectives.followed:
-        return recording.record(ways)
+        try:
+            return recording.record(ways)
+        finally:
+            recording.kept_targets.before.check()
 
 
 AGAIN = "record a loader that writes the same positions each time it is called"
@@ -629,6 +632,11 @@ class _Recording:
                     f"the loader removed {name!r} from into=; record a loader that keeps it there"
                 )
             loaded = now[name]
+            if not is_plain(loaded):
+                raise _Unrecordable(
+                    f"the loader made {name!r} a {type(loaded).__name__} with layout {loaded.layout}, "
+                    f"where a plain tensor is needed; record a loader that copies into the tensor"
+                )
             if loaded.shape != target.shape:
                 raise _Unrecordable(
                     f"the loader changed the shape of {name!r} from {list(target.shape)} to "
