@@ -10,6 +10,7 @@ In reading order:
 - `watching`: a run of a loader without data;
 - `reads`: the tensors without data that a loader reads;
 - `numbering`: runs of a loader on element numbers;
+- `functions`: the functions of the built-in systems, and whether a loader computes them;
 - `targets`: the tensors into which a loader loads;
 - `recording`: a rank's storage, recorded by either;
 - `divided`: comparison of DTensors with a plan;

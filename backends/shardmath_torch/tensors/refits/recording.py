@@ -43,6 +43,7 @@ from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
 from shardmath_torch.tensors.refits.before import describe, is_plain, key_of
 from shardmath_torch.tensors.refits.collectives import Barriers, Collectives
+from shardmath_torch.tensors.refits.functions import FUNCTIONS, find_difference, spread
 from shardmath_torch.tensors.refits.numbering import ANY, Found, Numbering, Reading, is_left
 from shardmath_torch.tensors.refits.reads import Reads
 from shardmath_torch.tensors.refits.targets import Into, KeptTargets
@@ -74,7 +75,8 @@ def record(
     """Call the weight loader `load`, and return where in the tensors of `into` it stores each element of the checkpoint
     tensors in `shapes`. `load` takes a mapping, or pairs of name and tensor (`form`); `ways` permits calls with tensors
     without data ("views") and with data ("numbers"). `functions` maps the name of each tensor that `load` computes,
-    instead of copying it, to a function's name, such as "neg_exp".
+    instead of copying it, to a function's name, such as "neg_exp". With data, it is checked that the loader computes
+    what a built-in function does.
 
     With both ways, data are used only for tensors that are still unknown. The tensors in `into` are restored after each
     run. `shapes` are global shape and dtype by logical name. `into` is the module, or mutable mapping from name to
@@ -182,6 +184,8 @@ class _Recording:
                 self._check_idle(unexplained, failure)
         elif unexplained:
             raise StoreError(self._word_unexplained(min(unexplained), failure)) from failure
+        if "numbers" in ways:
+            self._check_computed()
         return self._finish()
 
     def _check_idle(self, names: Collection[str], failure: Exception | None) -> None:
@@ -520,13 +524,19 @@ class _Recording:
         run: Run,
         untouched: Collection[str],
         read: set[str] | None = None,
+        given: Mapping[str, Tensor] | None = None,
     ) -> Iterator[tuple[Mapping[str, Found], Mapping[str, Tensor]]]:
-        """Run the loader on the values of a run; yield, by name, what each target held before, and the target after.
+        """Run the loader on the values of a run, or on those that are `given`; yield, by name, what each target held
+        before, and the target after.
 
         Adds to `read` the targets without data that the loader reads before it writes them.
         """
         kept_targets = self.kept_targets
-        tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
+        tensors: dict[str, Callable[[], Tensor]] = {}
+        for name in self.shapes:
+            tensors[name] = partial(numbering.make, name, run)
+        for name, tensor in (given or {}).items():
+            tensors[name] = tensor.clone
         try:
             found = kept_targets.occupy(run, untouched)
             self._call_on_data(tensors, read)
@@ -590,6 +600,39 @@ class _Recording:
             if fault:
                 raise StoreError(
                     f"{name!r} is loaded differently in two runs of the loader: {fault}; {AGAIN}"
+                )
+
+    def _check_computed(self) -> None:
+        """Run the loader on data, and raise StoreError if a target of a built-in function has other values."""
+        names = [n for n, function in self.functions.items() if function in FUNCTIONS]
+        given = {}
+        for name in names:
+            for tensor in {piece.tensor for piece in self.pieces.get(name, ())}:
+                given[tensor] = spread(*self.shapes[tensor])
+        if not given:
+            return
+        numbering = Numbering(
+            self.shapes, [self.kept_targets.targets[name].dtype for name in names]
+        )
+        # It keeps what targets had, such as maps of experts, which the loader may read.
+        (run, *_) = (run for run in numbering.runs if run.keeps)
+        with self._run_on(numbering, run, (), given=given) as (found, now):
+            for name in names:
+                # A loader that has kept tensors without data does not write into those with data.
+                if not is_left(found[name], now[name]).all():
+                    self._check_values(name, given, now[name])
+
+    def _check_values(self, name: str, given: Mapping[str, Tensor], after: Tensor) -> None:
+        """Raise StoreError if a target, `after` a run on tensors that are `given`, differs from its function of these."""
+        function = self.functions[name]
+        for piece in self.pieces[name]:
+            values = given[piece.tensor].flatten()[torch.from_numpy(piece.elements)]
+            stored = after.detach().flatten()[torch.from_numpy(piece.cells)]
+            fault = find_difference(function, values, stored)
+            if fault:
+                raise StoreError(
+                    f"{name!r} is not computed by {function!r}: {fault}; give the function another name, "
+                    f"and pass it to Refit.prepare(functions=)"
                 )
 
     def _find_difference(
