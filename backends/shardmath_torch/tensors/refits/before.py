@@ -58,12 +58,9 @@ class Before:
     def __init__(self, holders: Sequence[nn.Module | MutableMapping[str, Tensor]]) -> None:
         # Each container with a shallow copy of it, and each module with its class.
         self._containers: list[tuple[_Container, Any]] = []
-        self._classes: list[tuple[nn.Module, type]] = []
+        self._classes = list(_list_classes(holders))
         self._tensors: list[_TensorBefore] = []
         known: set[int] = set()
-        for holder in holders:
-            if isinstance(holder, nn.Module):
-                self._classes += [(module, type(module)) for module in holder.modules()]
         for chunk, start, container in _list_containers(holders):
             self._containers.append((container, _copy(container)))
             for key, value in _list_items(container):
@@ -229,6 +226,13 @@ def _view_bytes(tensor: Tensor) -> Tensor:
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     with torch.no_grad():
         return view.set_(tensor.untyped_storage())
+
+
+def _list_classes(holders: Iterable[object]) -> Iterator[tuple[nn.Module, type]]:
+    """(module, its class) for each module in the holders."""
+    for holder in holders:
+        if isinstance(holder, nn.Module):
+            yield from ((module, type(module)) for module in holder.modules())
 
 
 def _list_containers(

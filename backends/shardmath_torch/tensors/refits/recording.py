@@ -623,7 +623,7 @@ class _Recording:
                     self._check_values(name, given, now[name])
 
     def _check_values(self, name: str, given: Mapping[str, Tensor], after: Tensor) -> None:
-        """Raise StoreError if a target, `after` a run on tensors that are `given`, differs from its function of these."""
+        """Raise StoreError if a target, `after` a run on tensors that are `given`, is another function of these."""
         function = self.functions[name]
         for piece in self.pieces[name]:
             values = given[piece.tensor].flatten()[torch.from_numpy(piece.elements)]
