@@ -26,6 +26,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -604,23 +605,25 @@ class _Recording:
 
     def _check_computed(self) -> None:
         """Run the loader on data, and raise StoreError if a target of a built-in function has other values."""
-        names = [n for n, function in self.functions.items() if function in FUNCTIONS]
-        given = {}
-        for name in names:
-            for tensor in {piece.tensor for piece in self.pieces.get(name, ())}:
-                given[tensor] = spread(*self.shapes[tensor])
+        names = list(filter(self._is_built_in, self.functions))
+        pieces = chain.from_iterable(self.pieces.get(name, ()) for name in names)
+        given = {piece.tensor: spread(*self.shapes[piece.tensor]) for piece in pieces}
         if not given:
             return
         numbering = Numbering(
             self.shapes, [self.kept_targets.targets[name].dtype for name in names]
         )
         # It keeps what targets had, such as maps of experts, which the loader may read.
-        (run, *_) = (run for run in numbering.runs if run.keeps)
+        run = next(run for run in numbering.runs if run.keeps)
         with self._run_on(numbering, run, (), given=given) as (found, now):
             for name in names:
                 # A loader that has kept tensors without data does not write into those with data.
                 if not is_left(found[name], now[name]).all():
                     self._check_values(name, given, now[name])
+
+    def _is_built_in(self, name: str) -> bool:
+        """Whether the function of this target is built in."""
+        return self.functions[name] in FUNCTIONS
 
     def _check_values(self, name: str, given: Mapping[str, Tensor], after: Tensor) -> None:
         """Raise StoreError if a target, `after` a run on tensors that are `given`, is another function of these."""
