@@ -15,7 +15,7 @@ BOTH = "views", "numbers"
 
 
 @pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
-@pytest.mark.parametrize("case", ["dtypes", "none", "map"])
+@pytest.mark.parametrize("case", ["dtypes", "none", "map", "thread"])
 def test_ranks_call_a_loader_with_collectives_equally_often(
     pool: Pool, case: str, ways: Any
 ) -> None:
@@ -23,7 +23,7 @@ def test_ranks_call_a_loader_with_collectives_equally_often(
     found: list[Seen] = pool.run(broadcasts.load_by_broadcasts, case, ways)
     assert len({calls for calls, _ in found}) == 1
     for rank, (_, said) in enumerate(found):
-        if case == "none" and not rank:
+        if case in ("none", "thread") and not rank:
             assert not said
         else:
             assert said.startswith(f"{rank}.w ") and f"by numbers: {rank}.w" in said
@@ -59,9 +59,10 @@ def test_a_cast_to_bool_between_collectives_is_named(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
-def test_barriers_are_skipped(pool: Pool, ways: Any) -> None:
+@pytest.mark.parametrize("in_pool", [False, True])
+def test_barriers_are_skipped(pool: Pool, in_pool: bool, ways: Any) -> None:
     """Ranks that are recorded by views, and by numbers, call their loaders in different numbers."""
-    found: list[Seen] = pool.run(broadcasts.load_with_barriers, ways)
+    found: list[Seen] = pool.run(broadcasts.load_with_barriers, in_pool, ways)
     assert (len({calls for calls, _ in found}) == 1) == (ways != BOTH)
     for rank, (_, said) in enumerate(found):
         assert said.startswith(f"{rank}.w ") and "unwritten" not in said

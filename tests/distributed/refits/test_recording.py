@@ -579,6 +579,34 @@ def test_a_function_that_is_none() -> None:
         record(lambda given: into["a"].copy_(given["q"]), into, functions={"b": "neg_exp"})
 
 
+OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in bfloat16": lambda w: -torch.exp(w),
+    "of another sign": lambda w: torch.exp(-w),
+    "another function": lambda w: w + 1,
+    "through float16": lambda w: -torch.exp(w.float()).half().float(),
+}
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_built_in_function_that_the_loader_does_not_compute(device: str, others: str) -> None:
+    into = {"A": torch.zeros(2, 3, device=device)}
+    shapes = {"A_log": ((2, 6), "bfloat16")}
+
+    def record_with(function: Callable[[Tensor], Tensor], name: str) -> sm.storage.Recorded:
+        def load(given: dict[str, Tensor]) -> None:
+            into["A"].copy_(function(given["A_log"].narrow(1, 2, 3)))
+
+        return smt.record(load, shapes, into, functions={"A": name})
+
+    with pytest.raises(
+        sm.StoreError, match=r"'A' is not computed by 'neg_exp': neg_exp\(.*\) is .*; give the"
+    ):
+        record_with(OTHERS[others], "neg_exp")
+    assert record_with(OTHERS[others], "own").natives[0].function == "own"
+    assert record_with(lambda w: -torch.exp(w.float()), "neg_exp").natives[0].function == "neg_exp"
+
+
 def test_a_single_bit_is_recorded_over_several_runs() -> None:
     into = {"a": torch.zeros(4, dtype=torch.bool)}
     shapes = {"q": ((4,), "bool")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath_torch.tensors.refits.before import _TensorBefore
 from shardmath_torch.tensors.refits.reads import Reads
 from shardmath_torch.tensors.refits.threads import Followed
 
@@ -409,8 +412,8 @@ def test_a_thread_that_stays_keeps_no_memory() -> None:
             made.submit(into["a"].copy_, given["q"]).result()
 
         record(load, into, ways=("views",))
-        (mode,) = made.submit(_get_current_dispatch_mode_stack).result()
-        assert not mode._watch._alive and not mode._watch._contents
+        *_, mode = made.submit(_get_current_dispatch_mode_stack).result()
+        assert not mode.mode._alive and not mode.mode._contents
 
 
 # Classes of logical tensors
@@ -515,12 +518,15 @@ CHANGES: dict[str, Callable[[Model, Given], object]] = {
     "another class": lambda m, given: setattr(
         m.weight, "__class__", type("X", (nn.Parameter,), {})
     ),
+    "another class of the module": lambda m, given: setattr(
+        m, "__class__", type("Y", (Model,), {})
+    ),
 }
 
 
 def describe(model: Model) -> tuple[Any, ...]:
-    own = {key: str(value) for key, value in vars(model).items()}
-    tensors = []
+    own = {key: str(value) for key, value in vars(model).items()} | {"class": type(model)}
+    tensors: list[Any] = []
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         what = type(tensor), tensor.requires_grad, tensor.grad, tensor.stride(), vars(tensor).copy()
         tensors.append((name, id(tensor), tensor.data_ptr(), tensor.tolist(), what))
@@ -545,6 +551,66 @@ def test_a_module_is_as_before(change: str, fails: bool, ways: Any) -> None:
             record(load, model, ways=ways)
     else:
         assert set(record(load, model, ways=ways).unwritten) == {"inner.weight", "inner.bias"}
+    assert describe(model) == before
+
+
+SWAPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sparse": lambda loaded: loaded.to_sparse(),
+    "wrapper": lambda loaded: TwoTensor(loaded, loaded),
+}
+
+
+def _swap(weight: Tensor, given: Given, kind: str) -> None:
+    loaded = given["q"].as_subclass(Tensor).clone()
+    torch.utils.swap_tensors(weight, nn.Parameter(SWAPPED[kind](loaded)))
+
+
+@pytest.mark.parametrize("ways", [BOTH, ("numbers",)])
+@pytest.mark.parametrize("kind", SWAPPED)
+def test_a_tensor_of_another_kind_is_swapped_back(kind: str, ways: Any) -> None:
+    model = Model()
+    before = describe(model)
+    with pytest.raises(sm.StoreError, match=r"made 'weight' a .*, where a plain tensor is needed"):
+        record(lambda given: _swap(model.weight, given, kind), model, ways=ways)
+    assert describe(model) == before
+
+
+def test_all_is_restored_but_what_cannot_be() -> None:
+    """A tensor with a weak reference to it is not swapped."""
+    model = Model()
+    held: list[Any] = []
+
+    def load(given: Given) -> None:
+        model.inner.weight.data.zero_()
+        model.loaded.add("q")
+        _swap(model.weight, given, "sparse")
+        held.append(weakref.ref(model.weight))
+
+    before = model.inner.weight.detach().clone()
+    what = r"what the loader did to 'weight' \(RuntimeError: .*weakref.*\) cannot be undone; build"
+    with pytest.raises(sm.StoreError, match=what):
+        record(load, model)
+    assert torch.equal(model.inner.weight, before) and not model.loaded
+
+
+@pytest.mark.parametrize("ways", [("views",), ("numbers",)])
+def test_an_interrupt_while_all_is_restored(ways: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    before = describe(model)
+    put_back = _TensorBefore.put_back
+    calls = 0
+
+    def interrupted(tensor: _TensorBefore) -> None:
+        nonlocal calls
+        calls += 1
+        # Twice, as by a user who has no patience.
+        if calls in (2, 3):
+            raise KeyboardInterrupt
+        put_back(tensor)
+
+    monkeypatch.setattr(_TensorBefore, "put_back", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        record(lambda given: model.weight.data.zero_(), model, ways=ways)
     assert describe(model) == before
 
 
@@ -828,6 +894,19 @@ def test_a_map_without_data_is_named_if_a_loader_fails_on_it() -> None:
         record(load, into)
 
 
+def test_a_target_without_data_that_a_new_thread_reads() -> None:
+    into = {"flag": torch.zeros(1, device="meta"), "a": torch.empty(4, 3, device="meta")}
+
+    def load(given: Given) -> None:
+        with ThreadPoolExecutor(2) as made:
+            if made.submit(lambda: into["flag"].view(1, 1).numpy().any()).result():
+                return
+            made.submit(lambda: into["a"].copy_(mix(given))).result()
+
+    with pytest.raises(sm.StoreError, match="'flag' is read by the loader, and has no data"):
+        record(load, into, ways=("numbers",))
+
+
 def test_memory_that_a_target_gives_up_is_not_taken_for_it() -> None:
     into = {"flag": torch.ones(4)}
     with Reads(into) as reads:
@@ -884,7 +963,7 @@ def test_others_replace_the_start_of_threads_too(monkeypatch: pytest.MonkeyPatch
     begun: list[str] = []
 
     def follow() -> Followed:
-        return Followed(lambda: True, lambda: begun.append("begun"))
+        return Followed(lambda: begun.append("begun"))
 
     def run() -> None:
         thread = threading.Thread(target=begun.append, args=("target",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def load_by_broadcasts(rank: int, case: str, ways: Any) -> Seen:
         own[f"{rank}.w"] = own[f"{rank}.w"].to(torch.float8_e4m3fn)
     if case == "bool" and rank % 2:
         own[f"{rank}.w"] = own[f"{rank}.w"].bool()
-    if case == "none" and not rank:
+    if case in ("none", "thread") and not rank:
         own = {}
     if case == "map" and rank % 2:
         own["map"] = torch.arange(4)
@@ -55,7 +56,11 @@ def load_by_broadcasts(rank: int, case: str, ways: Any) -> Seen:
     def load(given: Pairs) -> None:
         for name, tensor in given:
             received = tensor.contiguous()
-            dist.broadcast(received, 0)
+            if case == "thread":
+                with ThreadPoolExecutor(1) as made:
+                    made.submit(dist.broadcast, received, 0).result()
+            else:
+                dist.broadcast(received, 0)
             if name in own:
                 own[name].copy_(received)
         if case == "removed" and rank == 1:
@@ -66,18 +71,30 @@ def load_by_broadcasts(rank: int, case: str, ways: Any) -> Seen:
     return _record(load, own, ways, functions)
 
 
-def load_with_barriers(rank: int, ways: Any) -> Seen:
-    """Views explain the loaders of even ranks."""
+def load_with_barriers(rank: int, in_pool: bool, ways: Any) -> Seen:
+    """Views explain the loaders of even ranks. If `in_pool`, a thread that the first call starts waits for the others,
+    in all calls."""
     own = {f"{rank}.w": torch.zeros(4, 3)}
+    made: list[ThreadPoolExecutor] = []
+
+    def wait() -> None:
+        dist.barrier()
+        dist.barrier(async_op=True).wait()
 
     def load(given: Pairs) -> None:
         for name, tensor in given:
             if name in own:
                 own[name].copy_(torch.cat([tensor[2:], tensor[:2]]) if rank % 2 else tensor)
-        dist.barrier()
-        dist.barrier(async_op=True).wait()
+        if in_pool and not made:
+            made.append(ThreadPoolExecutor(1))
+        if made:
+            made[0].submit(wait).result()
+        else:
+            wait()
 
     found = _record(load, own, ways)
+    for pool in made:
+        pool.shutdown()
     dist.barrier()
     return found
 

@@ -1,10 +1,11 @@
 """Before: a snapshot of modules and mappings before a loader runs, to restore them afterwards.
 
 1. It has the names, their order and their values: in mappings, in modules and their submodules, and in dicts, lists and
-   sets that are attributes of these.
+   sets that are attributes of these; and the modules' classes.
 2. For each tensor there it has the memory, shape, strides, class, gradient and attributes.
 3. It has the bytes of whole memory, as other tensors may lie in it: of CPU tensors from the start, since only their
    memory can be written without torch, and of other tensors before they are written.
+4. All is restored, even if one tensor cannot be, or Ctrl-C interrupts.
 
 >>> held = {"a": torch.zeros(2, 3)}
 >>> before = Before([held])
@@ -19,15 +20,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from shardmath.base.errors import StoreError
+from shardmath.base.text import word_error
+from shardmath.models.recordings.recorded import label
 from shardmath_torch.groups import compat
 
-__all__ = ["Before", "describe", "key_of", "storage_of"]
+__all__ = ["Before", "describe", "is_plain", "key_of", "storage_of"]
 
 _Container: TypeAlias = MutableMapping[Any, Any] | list[Any] | set[Any]
 
@@ -51,18 +56,21 @@ class Before:
     """
 
     def __init__(self, holders: Sequence[nn.Module | MutableMapping[str, Tensor]]) -> None:
-        # Each container with a shallow copy of it.
+        # Each container with a shallow copy of it, and each module with its class.
         self._containers: list[tuple[_Container, Any]] = []
+        self._classes = list(_list_classes(holders))
         self._tensors: list[_TensorBefore] = []
         known: set[int] = set()
-        for container in _list_containers(holders):
+        for chunk, start, container in _list_containers(holders):
             self._containers.append((container, _copy(container)))
-            for value in _list_values(container):
+            for key, value in _list_items(container):
                 if isinstance(value, Tensor) and id(value) not in known:
                     known.add(id(value))
-                    self._tensors.append(_TensorBefore(value))
+                    self._tensors.append(_TensorBefore(label(chunk, f"{start}{key}"), value))
                     for attributes in _list_attributes(value):
                         self._containers.append((attributes, _copy(attributes)))
+        # What the last `put_back` could not restore, with why.
+        self._faults: list[str] = []
         # By key of memory, its bytes and a copy of them.
         self._bytes: dict[int, tuple[Tensor, Tensor]] = {}
         # The bytes of memory when a loader began, if these are not the bytes to restore.
@@ -112,41 +120,72 @@ class Before:
 
     def put_back(self) -> None:
         """Restore the modules, mappings and tensors of the snapshot, and the memory whose bytes `keep_bytes` has
-        copied.
+        copied. A KeyboardInterrupt is raised after that; `check` raises for what cannot be restored.
         """
+        try:
+            self._put_back()
+        except KeyboardInterrupt:
+            # From the start, since the step that it interrupted may be half done.
+            self.put_back()
+            raise
+
+    def _put_back(self) -> None:
+        """Restore everything that can be restored, and keep why the rest cannot."""
         self._spoiled.clear()
+        self._faults = []
         for tensor in self._tensors:
-            tensor.put_back()
+            self._try(repr(tensor.name), tensor.put_back)
         for live, saved in self._bytes.values():
-            live.copy_(saved)
+            # Memory that could not be given its size again is too small for its bytes.
+            if live.untyped_storage().nbytes() >= saved.numel():
+                live.copy_(saved)
+        for module, kind in self._classes:
+            if type(module) is not kind:
+                module.__class__ = kind
         for container, before in self._containers:
-            _restore(container, before)
+            self._try(f"a {type(container).__name__}", partial(_restore, container, before))
+
+    def _try(self, name: str, step: Callable[[], None]) -> None:
+        """Make a step of `put_back`; if it fails, keep why, so that all others are made."""
+        try:
+            step()
+        except Exception as error:
+            self._faults.append(f"{name} ({word_error(error)})")
+
+    def check(self) -> None:
+        """Raise StoreError if the last `put_back` could not restore something."""
+        if self._faults:
+            raise StoreError(
+                f"what the loader did to {', '.join(self._faults)} cannot be undone; build the module "
+                f"again, and record a loader that copies into its tensors"
+            )
 
 
 class _TensorBefore:
-    """A snapshot of one tensor, without its bytes."""
+    """A snapshot of one tensor, without its bytes. `name` is for messages."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name = name
         self.tensor = tensor
         self.kind = type(tensor)
         # The dict itself: what is in it is restored with the other containers.
         self.attributes = vars(tensor)
         self.grad = tensor.grad if tensor.is_leaf else None
         self.requires_grad = tensor.requires_grad
-        is_plain = tensor.layout == torch.strided and not compat.is_traceable_wrapper_subclass(
-            tensor
-        )
         # `data` is an alias with a separate shape and strides, which a loader cannot change.
-        self.memory = tensor.data if is_plain else None
+        self.memory = tensor.data if is_plain(tensor) else None
         self.size = self.memory.untyped_storage().nbytes() if self.memory is not None else 0
 
     def put_back(self) -> None:
         """Restore the tensor's class, storage, shape, attributes and gradient. Its values are not restored."""
         tensor = self.tensor
+        if self.memory is not None:
+            self._resize(self.memory)
+            self._take_kind(self.memory)
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind
-        if self.memory is not None:
-            self._take_memory(self.memory)
+        if self.memory is not None and describe(tensor) != describe(self.memory):
+            tensor.data = self.memory
         if vars(tensor) is not self.attributes:
             tensor.__dict__ = self.attributes
         if not tensor.is_leaf:
@@ -156,19 +195,24 @@ class _TensorBefore:
         if tensor.grad is not self.grad:
             tensor.grad = self.grad
 
-    def _take_memory(self, memory: Tensor) -> None:
-        """Give the tensor back this memory, in the size that it had at the snapshot, with its shape and strides."""
+    def _resize(self, memory: Tensor) -> None:
+        """Give the memory the size that it had at the snapshot."""
         storage = memory.untyped_storage()
         growth = storage.nbytes() - self.size
         # Memory that numpy has seen keeps its size, which may be more than before.
         if growth < 0 or (growth and storage.resizable()):
             storage.resize_(self.size)
-        if describe(self.tensor) == describe(memory):
-            return
-        if self.tensor.device != memory.device:
-            # The loader has swapped in a tensor without data, as torch's load_state_dict may.
+
+    def _take_kind(self, memory: Tensor) -> None:
+        """Swap in a plain tensor, if the loader has swapped in one that cannot be given this memory: on another device,
+        as torch's load_state_dict may, or a sparse or quantized one."""
+        if self.tensor.device != memory.device or not is_plain(self.tensor):
             torch.utils.swap_tensors(self.tensor, torch.empty_like(memory).as_subclass(self.kind))
-        self.tensor.data = memory
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor has one memory, with strides, and does not wrap others."""
+    return tensor.layout == torch.strided and not compat.is_traceable_wrapper_subclass(tensor)
 
 
 def describe(tensor: Tensor) -> tuple[object, ...]:
@@ -184,19 +228,30 @@ def _view_bytes(tensor: Tensor) -> Tensor:
         return view.set_(tensor.untyped_storage())
 
 
+def _list_classes(holders: Iterable[object]) -> Iterator[tuple[nn.Module, type]]:
+    """(module, its class) for each module in the holders."""
+    for holder in holders:
+        if isinstance(holder, nn.Module):
+            yield from ((module, type(module)) for module in holder.modules())
+
+
 def _list_containers(
     holders: Iterable[nn.Module | MutableMapping[str, Tensor]],
-) -> Iterator[_Container]:
-    """Each mapping, list or set in the holders, once."""
+) -> Iterator[tuple[int, str, _Container]]:
+    """(chunk, start of its tensors' names, container) for each mapping, list or set in the holders, once."""
     known: set[int] = set()
-    for holder in holders:
-        containers: list[_Container] = [holder] if not isinstance(holder, nn.Module) else []
-        for module in holder.modules() if isinstance(holder, nn.Module) else ():
-            containers += _list_attributes(module)
-        for container in containers:
+    for number, holder in enumerate(holders):
+        containers: list[tuple[str, _Container]] = []
+        if isinstance(holder, nn.Module):
+            for prefix, module in holder.named_modules():
+                start = f"{prefix}." if prefix else ""
+                containers += [(start, container) for container in _list_attributes(module)]
+        else:
+            containers.append(("", holder))
+        for start, container in containers:
             if id(container) not in known:
                 known.add(id(container))
-                yield container
+                yield number, start, container
 
 
 def _list_attributes(owner: object) -> list[_Container]:
@@ -205,13 +260,13 @@ def _list_attributes(owner: object) -> list[_Container]:
     return [attributes, *(v for v in attributes.values() if isinstance(v, dict | list | set))]
 
 
-def _list_values(container: _Container) -> Iterator[Any]:
-    """The values of a mapping, or the members of a list or set."""
+def _list_items(container: _Container) -> Iterator[tuple[str, Any]]:
+    """The keys and values of a mapping, or the members of a list or set, with their numbers."""
     if isinstance(container, Mapping):
         # A mapping that is not a dict may have names without values.
-        yield from (container[name] for name in list(container))
+        yield from ((str(name), container[name]) for name in list(container))
     else:
-        yield from container
+        yield from ((str(number), value) for number, value in enumerate(container))
 
 
 def _copy(container: _Container) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardmath_torch.groups import compat
+from shardmath_torch.tensors.refits.threads import FollowingMode
 
 __all__ = ["Barriers", "Collectives", "is_barrier", "is_collective"]
 
@@ -54,11 +55,11 @@ def _skip() -> Any:
     return compat.finish_at_once()
 
 
-class Collectives(compat.TorchDispatchMode):
-    """A torch mode that hands barriers of this thread to `barriers`. `called` is whether it has seen a collective."""
+class Collectives(FollowingMode):
+    """A torch mode that hands barriers to `barriers`. `called` is whether it has seen a collective."""
 
     def __init__(self, barriers: Barriers) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.called = False
         self._barriers = barriers
 

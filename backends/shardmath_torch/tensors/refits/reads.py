@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from shardmath_torch.groups import compat
 from shardmath_torch.tensors.refits.before import key_of
 from shardmath_torch.tensors.refits.operations import (
     CALLS_PYTHON,
@@ -33,13 +32,14 @@ from shardmath_torch.tensors.refits.operations import (
     list_tensors,
     makes_views,
 )
+from shardmath_torch.tensors.refits.threads import FollowingMode
 
 __all__ = ["Reads"]
 
 
-class Reads(compat.TorchDispatchMode):
-    """A torch mode that notes each given tensor that an operation of this thread reads before any operation writes to
-    it. The tensors' names are collected in `names`.
+class Reads(FollowingMode):
+    """A torch mode that notes each given tensor that an operation reads before any operation writes to it, in this
+    thread and in those that it starts. The tensors' names are collected in `names`.
 
     `lost` has the names of the tensors without data, among those `replaced`, into which an operation writes.
     """
@@ -47,7 +47,7 @@ class Reads(compat.TorchDispatchMode):
     def __init__(
         self, tensors: Mapping[str, Tensor], replaced: Mapping[str, Tensor] | None = None
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: set[str] = set()
         self.lost: set[str] = set()
         self._written: set[str] = set()
@@ -58,15 +58,23 @@ class Reads(compat.TorchDispatchMode):
         self._memory = _Memory(self)
 
     def __enter__(self) -> Reads:
-        """Note what this thread reads."""
+        """Note what this thread reads, and those that it starts."""
+        self.followed.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._memory.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Stop."""
+        """Stop, and give up the tensors: threads that outlive the loader keep their modes, and these keep this one."""
+        self.followed.__exit__()
         self._memory.__exit__(*raised)  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._tensors.clear()
+
+    def enter_thread(self) -> None:
+        """Note what this thread reads, which a thread with this mode has started."""
+        super().enter_thread()
+        _Memory(self).__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

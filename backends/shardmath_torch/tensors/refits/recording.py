@@ -26,6 +26,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -42,8 +43,9 @@ from shardmath.models.storage.stored import Shapes, Vocabulary
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.probes.drawing import SPECIAL, Run
-from shardmath_torch.tensors.refits.before import describe, key_of
+from shardmath_torch.tensors.refits.before import describe, is_plain, key_of
 from shardmath_torch.tensors.refits.collectives import Barriers, Collectives
+from shardmath_torch.tensors.refits.functions import FUNCTIONS, find_difference, spread
 from shardmath_torch.tensors.refits.numbering import ANY, Found, Numbering, Reading, is_left
 from shardmath_torch.tensors.refits.reads import Reads
 from shardmath_torch.tensors.refits.targets import Into, KeptTargets
@@ -76,7 +78,8 @@ def record(
     """Call the weight loader `load`, and return where in the tensors of `into` it stores each element of the checkpoint
     tensors in `shapes`. `load` takes a mapping, or pairs of name and tensor (`form`); `ways` permits calls with tensors
     without data ("views") and with data ("numbers"). `functions` maps the name of each tensor that `load` computes,
-    instead of copying it, to a function's name, such as "neg_exp".
+    instead of copying it, to a function's name, such as "neg_exp". With data, it is checked that the loader computes
+    what a built-in function does.
 
     With both ways, data are used only for tensors that are still unknown. The tensors in `into` are restored after each
     run. `shapes` are global shape and dtype by logical name. `into` is the module, or mutable mapping from name to
@@ -89,7 +92,12 @@ def record(
     _check_words("form", form, FORMS)
     _check_words("ways", ways, WAYS)
     recording = _Recording(load, plain, into, form, dict(functions or {}))
-    return recording.record(ways)
+    # Not for each run: a thread that the loader starts in one of them may call barriers in the next.
+    with recording.collectives.followed:
+        try:
+            return recording.record(ways)
+        finally:
+            recording.kept_targets.before.check()
 
 
 AGAIN = "record a loader that writes the same positions each time it is called"
@@ -116,9 +124,10 @@ class _Recording:
         self.filled: set[str] = set()
         # By target, a mask of the cells that were written in the first runs on numbers.
         self.touched: dict[str, NDArray[np.bool_]] = {}
-        # Whether the loader calls collectives; its barriers; and the first error, if others have to make their runs.
+        # Whether the loader calls collectives; what sees these; and the first error, if others have to make their runs.
         self.is_collective = False
         self.barriers = Barriers()
+        self.collectives = Collectives(self.barriers)
         self.deferred: StoreError | None = None
 
     def _check_functions(self) -> None:
@@ -178,6 +187,8 @@ class _Recording:
                 self._check_idle(unexplained, failure)
         elif unexplained:
             raise StoreError(self._word_unexplained(min(unexplained), failure)) from failure
+        if "numbers" in ways:
+            self._check_computed()
         return self._finish()
 
     def _check_idle(self, names: Collection[str], failure: Exception | None) -> None:
@@ -516,13 +527,19 @@ class _Recording:
         run: Run,
         untouched: Collection[str],
         read: set[str] | None = None,
+        given: Mapping[str, Tensor] | None = None,
     ) -> Iterator[tuple[Mapping[str, Found], Mapping[str, Tensor]]]:
-        """Run the loader on the values of a run; yield, by name, what each target held before, and the target after.
+        """Run the loader on the values of a run, or on those that are `given`; yield, by name, what each target held
+        before, and the target after.
 
         Adds to `read` the targets without data that the loader reads before it writes them.
         """
         kept_targets = self.kept_targets
-        tensors = {name: partial(numbering.make, name, run) for name in self.shapes}
+        tensors: dict[str, Callable[[], Tensor]] = {}
+        for name in self.shapes:
+            tensors[name] = partial(numbering.make, name, run)
+        for name, tensor in (given or {}).items():
+            tensors[name] = tensor.clone
         try:
             found = kept_targets.occupy(run, untouched)
             self._call_on_data(tensors, read)
@@ -542,7 +559,7 @@ class _Recording:
             if read is not None:
                 self._call_reading(tensors, read)
             else:
-                with Collectives(self.barriers) if self.barriers.met else nullcontext():
+                with self.collectives if self.barriers.met else nullcontext():
                     self._call(tensors)
         except StoreError:
             raise
@@ -557,16 +574,15 @@ class _Recording:
         present = self.kept_targets.find()
         replaced = {n: target for n, target in self.kept_targets.targets.items() if target.is_meta}
         reads = Reads({name: present[name] for name in replaced}, replaced)
-        collectives = Collectives(self.barriers)
         try:
-            with collectives, reads:
+            with self.collectives, reads:
                 self._call(tensors)
         except Exception as error:
             if reads.names:
                 raise StoreError(f"{word_error(error)}; {_show_read(min(reads.names))}") from error
             raise
         finally:
-            self.is_collective = self.is_collective or collectives.called
+            self.is_collective = self.is_collective or self.collectives.called
         if reads.lost:
             raise StoreError(
                 f"{min(reads.lost)!r} is written in a tensor that the loader has kept, and has no data "
@@ -587,6 +603,41 @@ class _Recording:
             if fault:
                 raise StoreError(
                     f"{name!r} is loaded differently in two runs of the loader: {fault}; {AGAIN}"
+                )
+
+    def _check_computed(self) -> None:
+        """Run the loader on data, and raise StoreError if a target of a built-in function has other values."""
+        names = list(filter(self._is_built_in, self.functions))
+        pieces = chain.from_iterable(self.pieces.get(name, ()) for name in names)
+        given = {piece.tensor: spread(*self.shapes[piece.tensor]) for piece in pieces}
+        if not given:
+            return
+        numbering = Numbering(
+            self.shapes, [self.kept_targets.targets[name].dtype for name in names]
+        )
+        # It keeps what targets had, such as maps of experts, which the loader may read.
+        run = next(run for run in numbering.runs if run.keeps)
+        with self._run_on(numbering, run, (), given=given) as (found, now):
+            for name in names:
+                # A loader that has kept tensors without data does not write into those with data.
+                if not is_left(found[name], now[name]).all():
+                    self._check_values(name, given, now[name])
+
+    def _is_built_in(self, name: str) -> bool:
+        """Whether the function of this target is built in."""
+        return self.functions[name] in FUNCTIONS
+
+    def _check_values(self, name: str, given: Mapping[str, Tensor], after: Tensor) -> None:
+        """Raise StoreError if a target, `after` a run on tensors that are `given`, is another function of these."""
+        function = self.functions[name]
+        for piece in self.pieces[name]:
+            values = given[piece.tensor].flatten()[torch.from_numpy(piece.elements)]
+            stored = after.detach().flatten()[torch.from_numpy(piece.cells)]
+            fault = find_difference(function, values, stored)
+            if fault:
+                raise StoreError(
+                    f"{name!r} is not computed by {function!r}: {fault}; give the function another name, "
+                    f"and pass it to Refit.prepare(functions=)"
                 )
 
     def _find_difference(
@@ -629,6 +680,11 @@ class _Recording:
                     f"the loader removed {name!r} from into=; record a loader that keeps it there"
                 )
             loaded = now[name]
+            if not is_plain(loaded):
+                raise _Unrecordable(
+                    f"the loader made {name!r} a {type(loaded).__name__} with layout {loaded.layout}, "
+                    f"where a plain tensor is needed; record a loader that copies into the tensor"
+                )
             if loaded.shape != target.shape:
                 raise _Unrecordable(
                     f"the loader changed the shape of {name!r} from {list(target.shape)} to "

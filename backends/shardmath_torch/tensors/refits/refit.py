@@ -43,11 +43,11 @@ from shardmath_torch.moves.movers.settings import DEFAULT_TIMEOUT_S, DIRECT, Set
 from shardmath_torch.moves.movers.stages import Stage
 from shardmath_torch.moves.observing.bars import Progress
 from shardmath_torch.moves.observing.moved import Moved
+from shardmath_torch.tensors.refits.functions import Function
 from shardmath_torch.tensors.refits.gathered import check_not_gathered, find_groups, give_back
 from shardmath_torch.tensors.refits.holders import Watched, find_fault, find_owners, watch
 from shardmath_torch.tensors.refits.views import (
     Computed,
-    Function,
     Given,
     Natives,
     Views,

@@ -12,7 +12,7 @@ torch.Size([3, 1])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -32,11 +32,10 @@ from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.moves.exchange.local import check_memory
 from shardmath_torch.moves.exchange.memory import plain
 from shardmath_torch.tensors.refits.divided import find_contradictions
+from shardmath_torch.tensors.refits.functions import FUNCTIONS, Function
 
 __all__ = [
-    "FUNCTIONS",
     "Computed",
-    "Function",
     "Given",
     "Natives",
     "Views",
@@ -59,10 +58,6 @@ __all__ = [
 Natives: TypeAlias = dict[Native, Tensor]
 Given: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 """A rank's tensors by their stored names, or a mapping per chunk."""
-Function: TypeAlias = Callable[[Tensor], Tensor]
-
-FUNCTIONS: dict[str, Function] = {"neg_exp": lambda tensor: -torch.exp(tensor.float())}
-"""The functions that rows of the built-in systems name."""
 
 
 class Computed(NamedTuple):

@@ -37,7 +37,7 @@ from shardmath_torch.tensors.refits.operations import (
     list_tensors,
     makes_views,
 )
-from shardmath_torch.tensors.refits.threads import Followed
+from shardmath_torch.tensors.refits.threads import FollowingMode, OtherThread
 
 __all__ = ["Watch", "Write"]
 
@@ -78,7 +78,7 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Watch(compat.TorchDispatchMode):
+class Watch(FollowingMode):
     """A torch mode that records which elements of `sources` a weight loader copies where in `targets`. `sources` are on
     the meta device, and nothing is written into `targets`.
     """
@@ -86,7 +86,7 @@ class Watch(compat.TorchDispatchMode):
     def __init__(
         self, sources: Mapping[str, Tensor], targets: Sequence[Tensor], barriers: Barriers
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._barriers = barriers
         self.writes: dict[int, list[Write]] = {key_of(target): [] for target in targets}
         self.noted: set[int] = set()
@@ -100,10 +100,6 @@ class Watch(compat.TorchDispatchMode):
         self.unread: set[int] = set()
         self._class = _make_class(self)
         self._reads = _ReadMode(self)
-        self.thread: int | None = None
-        # Says in each thread whether it has entered a mode of this watch.
-        self.entered = threading.local()
-        self._followed = Followed(self.is_here, self._enter_thread)
         self._lock = threading.RLock()
         # A key identifies memory only while it lives, so all known memory is kept alive. A tensor does not keep its
         # memory: a loader may give it other memory.
@@ -122,17 +118,14 @@ class Watch(compat.TorchDispatchMode):
 
     def __enter__(self) -> Watch:
         """Watch this thread, those that it starts, and other threads' operations on logical tensors."""
-        self.thread = threading.get_ident()
-        self.entered.here = True
-        self._followed.__enter__()
+        self.followed.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         self._reads.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: object) -> None:
         """Stop watching."""
-        self._followed.__exit__()
-        self.thread = None
+        self.followed.__exit__()
         self._reads.__exit__(*raised)  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
@@ -145,17 +138,9 @@ class Watch(compat.TorchDispatchMode):
             self._operations.clear()
             self._dtypes.clear()
 
-    def is_here(self) -> bool:
-        """Return whether this thread has entered a mode of this watch."""
-        return getattr(self.entered, "here", False)
-
-    def _enter_thread(self) -> None:
+    def enter_thread(self) -> None:
         """Watch this thread, which a watched thread has started."""
-        if self.thread is None:
-            return
-        self.entered.here = True
-        # Never left: the modes end with the thread, and do nothing once the watch has ended.
-        _OtherThread(self).__enter__()  # type: ignore[no-untyped-call]
+        super().enter_thread()
         _ReadMode(self).__enter__()  # type: ignore[no-untyped-call]
 
     def give(self, source: Tensor) -> Tensor:
@@ -240,7 +225,7 @@ class Watch(compat.TorchDispatchMode):
     def check_function(self, func: Any, args: Sequence[Any]) -> None:
         """Raise StoreError for a function of torch that a loader may not call with these arguments while it is
         watched."""
-        if self.thread is None:
+        if not self.followed.is_on:
             return
         if func in ADDRESSES:
             self.check_address(args[0])
@@ -491,10 +476,10 @@ def _make_class(watch: Watch) -> type[Tensor]:
         ) -> Any:
             try:
                 watch.check_function(func, args)
-                # Without a watched thread nothing is watched; where a mode is entered, it sees the operation already.
-                if watch.thread is None or watch.is_here():
+                # Once the watch has ended nothing is watched; a followed thread's mode sees the operation already.
+                if not watch.followed.is_on or watch.followed.is_here():
                     return _call_as(cls, func, args, kwargs)
-                with _OtherThread(watch):
+                with OtherThread(watch):
                     return _call_as(cls, func, args, kwargs)
             except Exception as error:
                 watch.failure = error
@@ -516,26 +501,6 @@ def _call_as(kind: type[Tensor], func: Any, args: Any, kwargs: dict[str, Any] | 
     return result_type(one.as_subclass(kind) if type(one) is Tensor else one for one in result)
 
 
-class _OtherThread(compat.TorchDispatchMode):
-    """The mode that passes another thread's operations to the watch."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Note the operation, as in the watched thread; run it once the watch has ended."""
-        if self._watch.thread is None:
-            return func(*args, **(kwargs or {}))
-        return self._watch.__torch_dispatch__(func, types, args, kwargs)
-
-
 class _ReadMode(TorchFunctionMode):
     """The mode that checks functions that read memory, change it, or say where it is, outside of operations."""
 
@@ -549,12 +514,12 @@ class _ReadMode(TorchFunctionMode):
         """Call the function. Raises StoreError if it needs memory into which something was really written."""
         watch = self._watch
         watch.check_function(func, args)
-        if func in GIVES_MEMORY and watch.thread is not None:
+        if func in GIVES_MEMORY and watch.followed.is_on:
             watch.check_values(args[:1])
         result = func(*args, **(kwargs or {}))
         # Functions of torch.nn.init skip tensors on the meta device, and so would leave elements that they change.
         if func == IS_META and result and _is_asked_by(torch.nn.init.__name__):
-            return watch.thread is None or not watch.has_elements(args[0])
+            return not watch.followed.is_on or not watch.has_elements(args[0])
         return result
 
 
