@@ -92,7 +92,7 @@ class Trainer:
         over the trainer's ranks.
 
         Call it again to recover after a failure. `source` is a module, plain or under FSDP2, HSDP or tensor
-        parallelism, vLLM's ModuleSource of one, or a Source. Raises ExchangeError on all ranks if one does not come, or
+        parallelism, a WeightSource of vLLM, or a Source. Raises ExchangeError on all ranks if one does not come, or
         if its arguments or its tensors do not fit the others'; a trainer of one rank raises ValueError or TypeError for
         its own arguments.
         """
@@ -140,6 +140,8 @@ class Trainer:
             if life.update.phase is Phase.TORN:
                 raise ExchangeError(f"{message_of(error)}\n{TORN_FIX}") from error
             raise
+        finally:
+            self._release()
 
     def _send(self, life: Life) -> None:
         """Run all steps of an update: start it in the engines, move, take the engines' answers, and end it there."""
@@ -182,6 +184,7 @@ class Trainer:
 
         It finds all that preparing and moving the portions would refuse, while engines still have all of their weights.
         """
+        self.source = self.source.renewed()
         check_kept(self._watched, self.source)
         natives = name_natives(self.source.tensors)
         found: dict[Native, object] = {}
@@ -199,6 +202,13 @@ class Trainer:
             check_device(repr(name), tensor, device)
         self._fitting = found
 
+    def _release(self) -> None:
+        """Free the tensors that were made for one update."""
+        if self.source.renew is not None:
+            self.source = self.source.released()
+            # Another tensor may get the identity of one that is freed.
+            self._fitting = {}
+
     def _select(self, refit: smt.Refit) -> list[dict[str, Tensor]]:
         """This rank's tensors that `refit` moves, by name, for each virtual stage."""
         tensors = _list_chunks(self.source.tensors)
@@ -210,7 +220,7 @@ class Trainer:
 
 def _read(given: Any, info: TrainerInfo) -> Source:
     """The Source of `given`. Raises ValueError if its ranks are not the trainer's."""
-    source = read_source(given, info.dtype)
+    source = read_source(given, info.dtype, rank=info.rank, trainers=info.trainers)
     _check_ranks(source, info)
     return source
 
