@@ -23,7 +23,7 @@ import shardmath_torch as smt
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import StoreError
 from shardmath.layouts.placement import Spec
-from shardmath.models.refits.coverage import show_native
+from shardmath.models.refits.coverage import Native, show_native
 from shardmath.models.storage.stored import KnownSide, Shapes, Stored
 from shardmath.values.transforms.pointwise import Cast
 from shardmath_torch.groups import compat
@@ -38,7 +38,16 @@ from shardmath_torch.tensors.refits.holders import (
 )
 from shardmath_torch.tensors.refits.views import name_natives
 
-__all__ = ["Chunks", "Source", "Told", "check_kept", "check_types", "read_source", "watch_modules"]
+__all__ = [
+    "Chunks",
+    "Source",
+    "Told",
+    "check_kept",
+    "check_types",
+    "read_layout",
+    "read_source",
+    "watch_modules",
+]
 
 Chunks: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 """Tensors by name, or those of each virtual stage."""
@@ -73,6 +82,20 @@ class Source:
     def released(self) -> Source:
         """Return this Source without the tensors that `renew` returned; without `renew`, the Source itself."""
         return self if self.renew is None else replace(self, tensors={})
+
+    def list_chunks(self) -> list[Mapping[str, Tensor]]:
+        """Return the mapping from name to tensor of each virtual stage, as a list."""
+        return [self.tensors] if isinstance(self.tensors, Mapping) else list(self.tensors)
+
+    def select(self, natives: Iterable[Native]) -> list[dict[str, Tensor]]:
+        """Return the tensors that `natives` names by virtual stage and stored name, and that are there: a dict for each
+        virtual stage."""
+        chunks = self.list_chunks()
+        selected: list[dict[str, Tensor]] = [{} for _ in chunks]
+        for number, name in natives:
+            if name in chunks[number]:
+                selected[number][name] = chunks[number][name]
+        return selected
 
     def tell(self) -> Told:
         """Return a Told, the facts that ranks need to plan: how all of the trainer's ranks store its tensors, with
@@ -197,7 +220,7 @@ def _read_weights(given: Any, dtype: str | None, rank: int, trainers: int) -> So
     for meta in declared:
         if meta.name in side:
             raise ValueError(f"source= declares {meta.name!r} twice; declare each name once")
-        layout = _read_layout(meta, trainers)
+        layout = read_layout(meta, trainers)
         ranks = layout.mesh.ranks
         if rank in ranks:
             owned.append(meta.name)
@@ -231,7 +254,7 @@ def _find_iteration(given: Any) -> tuple[Callable[[], Iterable[tuple[str, Tensor
     return given.__iter__, False
 
 
-def _read_layout(meta: Any, trainers: int) -> sm.Layout:
+def read_layout(meta: Any, trainers: int) -> sm.Layout:
     """The layout that a ParamMeta declares. Each `Shard` splits what earlier axes of the mesh have left. One of vLLM
     0.32 declares none: each of `trainers` ranks has the whole tensor.
     """
@@ -268,12 +291,10 @@ def _collect(
         names.append(name)
         if name in kept:
             tensors[name] = tensor
-    for name, expected in zip_longest(names, owned):
+    for name, expected in zip_longest(names, owned, fillvalue="nothing"):
         if name != expected:
-            what = f"source= yields {name or 'nothing'!r} where this rank owns {expected or 'nothing'!r} by its metadata"
-            raise StoreError(
-                f"{what}; yield the tensors that a rank owns, in the order of metadata"
-            )
+            what = f"source= yields {name!r} where this rank owns {expected!r} by its metadata"
+            raise StoreError(f"{what}; yield the tensors that a rank owns in metadata's order")
     return tensors
 
 

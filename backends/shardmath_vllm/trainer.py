@@ -15,9 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, plural
 from shardmath.models.refits.coverage import Native
@@ -33,7 +30,6 @@ from shardmath_vllm.infos import TrainerInfo, Updating
 from shardmath_vllm.link import Life, Link, together
 from shardmath_vllm.meeting import Given, Meeting, among_trainers
 from shardmath_vllm.source import (
-    Chunks,
     Source,
     check_kept,
     check_types,
@@ -170,7 +166,8 @@ class Trainer:
     def _move(self) -> None:
         """Send this rank's tensors, one refit of the link after the other."""
         for refit in self.link.refits:
-            refit.prepare(src=self._select(refit), modules=self.source.modules)
+            src = self.source.select(refit.planned.trainer.natives(self.link.place))
+            refit.prepare(src=src, modules=self.source.modules)
             refit(acknowledge=self.link.acknowledges)
             refit.release()
 
@@ -208,14 +205,6 @@ class Trainer:
             self.source = self.source.released()
             # Another tensor may get the identity of one that is freed.
             self._fitting = {}
-
-    def _select(self, refit: smt.Refit) -> list[dict[str, Tensor]]:
-        """This rank's tensors that `refit` moves, by name, for each virtual stage."""
-        tensors = _list_chunks(self.source.tensors)
-        selected: list[dict[str, Tensor]] = [{} for _ in tensors]
-        for number, name in refit.planned.trainer.natives(self.link.place):
-            selected[number][name] = tensors[number][name]
-        return selected
 
 
 def _read(given: Any, info: TrainerInfo) -> Source:
@@ -281,8 +270,3 @@ def _start(client: Client) -> None:
         except Exception:
             raise error from None
         client.start_weight_update()
-
-
-def _list_chunks(tensors: Chunks) -> list[Mapping[str, Tensor]]:
-    """The mapping from name to tensor of each virtual stage."""
-    return [tensors] if isinstance(tensors, Mapping) else list(tensors)
