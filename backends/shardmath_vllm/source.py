@@ -244,7 +244,7 @@ def _find_iteration(given: Any) -> tuple[Callable[[], Iterable[tuple[str, Tensor
         return (
             (given.iter_local, True) if given.implements_iter_local() else (given.iter_full, False)
         )
-    if not hasattr(given, "__iter__"):
+    if not callable(getattr(given, "__iter__", None)):
         raise TypeError(
             f"source= is {kind}, which has metadata but no iter_local; pass a WeightSource of vLLM"
         )
