@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import shardmath as sm
+from shardmath import ExchangeError
 from tests.distributed.pool import free_port
 from tests.vllm.contract import wheel
 
@@ -81,9 +82,11 @@ def check(rank: int) -> Iterator[tuple[str, Any]]:
     yield "owned", [len(ShardSource(model, each).owned_names(rank)) for each in BACKENDS]
     yield "cast", {str(x.dtype) for _, x in ShardSource(model, "ipc", dtype="bfloat16").iter_full()}
     yield "m2n", _take_for_m2n(ShardSource(model, "nccl_m2n"), rank)
-    yield "nccl", _take_for_nccl(ShardSource(model, "nccl"), rank)
+    yield "refused", _list_refused(model)
+    yield "broadcast", _take_for_nccl(ShardSource(model, "nccl"), rank)
     yield "rows", _take_rows(rank)
-    yield "sent", _send(model, whole, rank)
+    yield "sent", _send(rank)
+    yield "differs", _send_by_other_metadata(model, rank)
 
 
 def _compare(source: Any, whole: dict[str, Tensor], rank: int) -> Iterator[str]:
@@ -116,6 +119,20 @@ def _take_for_m2n(source: Any, rank: int) -> dict[str, Any]:
     return {"fits": found == shapes, "replicas": [n for n, each in declared.items() if not each]}
 
 
+def _list_refused(model: Model) -> list[str]:
+    """The tensors whose layout that backend refuses if vLLM's own source declares it."""
+    from vllm.distributed.weight_transfer import ModuleSource
+    from vllm.distributed.weight_transfer.m2n_common import expected_local_shape, m2n_param_meta
+
+    refused = []
+    for meta in ModuleSource(model).metadata:
+        try:
+            expected_local_shape(m2n_param_meta(meta, RANKS))
+        except ValueError:
+            refused.append(meta.name)
+    return refused
+
+
 def _take_for_nccl(source: Any, rank: int) -> Any:
     """How many tensors rank 0 would broadcast, by vLLM's own check of each."""
     from vllm.distributed.weight_transfer.base import layerwise_groups
@@ -143,30 +160,55 @@ def _take_rows(rank: int) -> bool:
     return all(torch.equal(tensor, whole[name]) for name, tensor in source.iter_full())
 
 
-def _send(model: Model, whole: dict[str, Tensor], rank: int) -> bool:
-    """Whether an engine gets what a WeightSource of vLLM's, of which some pieces are gathered, declares and yields."""
+def _make_same(model: nn.Module) -> Any:
+    """A WeightSource that is read by what it declares and yields, as it is not vLLM's own class."""
     from vllm.distributed.weight_transfer import ModuleSource
-
-    import shardmath_vllm as sv
-    from tests.distributed.transfer.plain_engine import PlainEngine
 
     class Same(ModuleSource):
         def iter_local(self) -> Any:
             return super().iter_local()
 
+    return Same(model)
+
+
+def _meet(source: Any, rank: int, module: nn.Module) -> tuple[Any, Any]:
+    """A trainer that sends the source to an engine on rank 0, and the engine."""
+    import shardmath_vllm as sv
+    from tests.distributed.transfer.plain_engine import PlainEngine
+
     port = [free_port()]
     dist.broadcast_object_list(port)
-    engine = PlainEngine(Model())
+    engine = PlainEngine(module)
     info = sv.TrainerInfo(f"127.0.0.1:{port[0]}", RANKS, 1, rank=rank, timeout=TIMEOUT_S)
     clients = [engine] if rank == 0 else []
-    trainer = sv.Trainer.trainer_init(info, client=clients, source=Same(model))
+    return sv.Trainer.trainer_init(info, client=clients, source=source), engine
+
+
+def _send(rank: int) -> bool:
+    """Whether an engine gets what vLLM's own classes declare and yield: pieces, and strided ones that they gather."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 11), nn.Linear(11, 6))
+    whole = {name: each.detach().clone() for name, each in model.named_parameters()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    held = nn.Sequential(nn.Linear(6, 11), nn.Linear(11, 6))
+    trainer, engine = _meet(_make_same(model), rank, held)
     trainer.send_weights()
     trainer.shutdown()
     if rank > 0:
         return True
-    assert engine.link is not None
     engine.link.leave()
-    return all(torch.equal(each, whole[n]) for n, each in engine.module.named_parameters())
+    return all(torch.equal(each, whole[name]) for name, each in held.named_parameters())
+
+
+def _send_by_other_metadata(model: nn.Module, rank: int) -> str:
+    """What is said where ranks declare other owners, as vLLM's ModuleSource does of what FSDP alone divides."""
+    try:
+        _meet(_make_same(model), rank, Model())
+    except ExchangeError as error:
+        return str(error)
+    return ""
 
 
 def main(rank: int, port: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -43,13 +44,16 @@ def test_each_rank_gets_what_the_backend_asks_for(ranks: list[dict[str, Any]]) -
     owned = sorted(found["owned"] for found in ranks)
     every = [PARAMETERS] * 3
     assert owned == [[0, *every]] * 3 + [[PARAMETERS, *every]]
-    assert {found["nccl"] for found in ranks} == {0, PARAMETERS}
+    assert {found["broadcast"] for found in ranks} == {0, PARAMETERS}
 
 
 def test_pieces_are_such_as_m2n_takes(ranks: list[dict[str, Any]]) -> None:
     """All but two vectors of a prime length are divided."""
     biases = ["layers.0.up.bias", "layers.1.up.bias"]
     assert [found["m2n"] for found in ranks] == [{"fits": True, "replicas": biases}] * 4
+    for found in ranks:
+        # As vLLM's own source declares them: owned by some ranks alone, or of rows that do not divide.
+        assert {"embed.weight", "head.weight", "layers.0.down.weight"} <= set(found["refused"])
 
 
 def test_dtypes_rows_and_the_way_back(ranks: list[dict[str, Any]]) -> None:
@@ -58,3 +62,11 @@ def test_dtypes_rows_and_the_way_back(ranks: list[dict[str, Any]]) -> None:
         assert found["cast"] == ["torch.bfloat16"]
         assert found["rows"]
         assert found["sent"]
+
+
+def test_ranks_that_declare_other_owners_are_told(ranks: list[dict[str, Any]]) -> None:
+    """As vLLM's ModuleSource does on each line of a mesh of two dimensions, and our reading of modules does not."""
+    for found in ranks:
+        assert re.search(
+            "different layouts of 'embed.weight', .*ranks.* the same metadata", found["differs"]
+        )
