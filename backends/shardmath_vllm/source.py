@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -212,27 +213,35 @@ def _read_weights(given: Any, dtype: str | None, rank: int, trainers: int) -> So
     """
     # A method in vLLM 0.32, an attribute since.
     metadata = given.metadata
-    declared = list(metadata() if callable(metadata) else metadata)
+    layouts = _read_layouts(metadata() if callable(metadata) else metadata, trainers)
     iterate, is_local = _find_iteration(given)
-    side: dict[str, sm.Layout] = {}
-    owned = []
-    loads = dict.fromkeys(range(trainers), 0)
-    for meta in declared:
-        if meta.name in side:
-            raise ValueError(f"source= declares {meta.name!r} twice; declare each name once")
-        layout = read_layout(meta, trainers)
-        ranks = layout.mesh.ranks
-        if rank in ranks:
-            owned.append(meta.name)
-        if not is_local:
-            owner = min(ranks, key=lambda each: loads.get(each, 0))
-            loads[owner] = loads.get(owner, 0) + layout.itemsize * math.prod(layout.shape)
-            layout = sm.Layout(layout.shape, sm.Mesh(ranks=[owner]), {}, dtype=layout.dtype)
-        side[meta.name] = layout
+    side = layouts if is_local else _deal(layouts)
     shapes = {name: (layout.shape, layout.dtype) for name, layout in side.items()}
     served = {name: (shape, dtype or own) for name, (shape, own) in shapes.items()}
-    kept = {name for name, layout in side.items() if rank in layout.mesh.ranks}
+    owned = [name for name, layout in layouts.items() if rank in layout.mesh.ranks]
+    kept = {name for name in owned if rank in side[name].mesh.ranks}
     return Source({}, side, shapes, served, renew=partial(_collect, iterate, owned, kept))
+
+
+def _read_layouts(declared: Iterable[Any], trainers: int) -> dict[str, sm.Layout]:
+    """The layouts that a WeightSource's metadata declares, by name, in its order."""
+    layouts: dict[str, sm.Layout] = {}
+    for meta in declared:
+        if meta.name in layouts:
+            raise ValueError(f"source= declares {meta.name!r} twice; declare each name once")
+        layouts[meta.name] = read_layout(meta, trainers)
+    return layouts
+
+
+def _deal(layouts: Mapping[str, sm.Layout]) -> dict[str, sm.Layout]:
+    """The layouts in which one rank of each has the whole tensor: the rank that has the fewest bytes so far."""
+    loads: Counter[int] = Counter()
+    side = {}
+    for name, layout in layouts.items():
+        owner = min(layout.mesh.ranks, key=loads.__getitem__)
+        loads[owner] += layout.itemsize * math.prod(layout.shape)
+        side[name] = sm.Layout(layout.shape, sm.Mesh(ranks=[owner]), {}, dtype=layout.dtype)
+    return side
 
 
 def _find_iteration(given: Any) -> tuple[Callable[[], Iterable[tuple[str, Tensor]]], bool]:

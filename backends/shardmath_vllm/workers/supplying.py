@@ -9,10 +9,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,13 +34,17 @@ from shardmath.models.storage.stored import Stored
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.dtypes import dtype_of
 from shardmath_torch.tensors.refits.views import to_local
-from shardmath_vllm.source import Source, check_kept, read_layout, read_source, watch_modules
+from shardmath_vllm.source import Source, Told, check_kept, read_layout, read_source, watch_modules
 
 __all__ = ["BACKENDS", "ShardSource"]
 
 BACKENDS = ("nccl", "nccl_m2n", "ipc", "sharded_rdt")
 VLLM = "vllm"
 """The side of the plan to which tensors move."""
+MOST_AXES = 2
+"""What "nccl_m2n" takes as a mesh."""
+
+_T = TypeVar("_T")
 
 
 class ShardSource(WeightSource):
@@ -71,11 +76,11 @@ class ShardSource(WeightSource):
     def metadata(self) -> list[ParamMeta]:
         """Every tensor, a layer after the other, with the ranks that get it and the pieces in which they do."""
         names = [name for group in layerwise_groups(list(self._source.shapes)) for name in group]
-        return [self._declare(name) for name in names]
+        served = self._source.tell().served
+        return [self._declare(name, *served[name]) for name in names]
 
-    def _declare(self, name: str) -> ParamMeta:
+    def _declare(self, name: str, shape: tuple[int, ...], dtype: str) -> ParamMeta:
         """The metadata of a tensor, with the owners that the backend asks for."""
-        shape, dtype = self._source.tell().served[name]
         meta = ParamMeta(name, dtype_of(dtype), shape)
         if self._backend == "nccl":
             return replace(meta, owners=(0,))
@@ -105,6 +110,8 @@ class ShardSource(WeightSource):
         targets, refits = self._moves[is_whole]
         source = self._source.renewed()
         check_kept(self._watched, source)
+        # A side of rows may have more of these, and then all tensors move.
+        held = source.list_chunks()[0]
         arrived: dict[str, Tensor] = {}
         done = set()
         # All ranks come to each refit, whether or not they own what it moves.
@@ -114,14 +121,10 @@ class ShardSource(WeightSource):
                 done.add(refit)
                 arrived |= _move(refit, source, self._rank)
             if self._rank in target.mesh.ranks:
-                yield (
-                    name,
-                    to_local(source.list_chunks()[0][name]) if refit is None else arrived.pop(name),
-                )
+                yield name, to_local(held[name]).detach() if refit is None else arrived.pop(name)
 
     def _plan(self, is_whole: bool) -> _Moves:
-        """The layouts in which tensors are given, and the refits that move those to it that lie in another one.
-        Collective."""
+        """The layouts in which tensors are given, and the refits to these. Collective."""
         targets = {}
         for meta in self.metadata:
             layout = read_layout(meta, self._size)
@@ -131,26 +134,36 @@ class ShardSource(WeightSource):
         told = self._source.tell()
         side = told.side
         if not isinstance(side, Stored):
-            side = {
-                name: held for name, held in side.items() if not sm.equivalent(held, targets[name])
-            }
-            if not side:
-                return _Moves(targets, {})
-        names = [name for name in targets if isinstance(side, Stored) or name in side]
-        rules = {name: rule for name, rule in told.rules.items() if name in names} or None
-        planned = sm.refit(
-            side,
-            {VLLM: {name: targets[name] for name in names}},
-            {name: told.shapes[name] for name in names},
-            served={name: told.served[name] for name in names} if rules else None,
-            rules=rules,
-        )
-        sm.verify(planned.plan)
-        refits = {}
-        for portion in sm.divide(planned, layerwise_groups(names)):
-            refit = smt.Refit(portion, agree="once")
-            refits.update(dict.fromkeys(portion.moved, refit))
-        return _Moves(targets, refits)
+            side = _select(
+                side, [name for name in side if not sm.equivalent(side[name], targets[name])]
+            )
+        moved = _select(targets, targets if isinstance(side, Stored) else side)
+        return _Moves(targets, _plan_refits(told, side, moved) if moved else {})
+
+
+def _plan_refits(
+    told: Told, side: Stored | Mapping[str, sm.Layout], moved: Mapping[str, sm.Layout]
+) -> dict[str, smt.Refit]:
+    """The refit of each tensor that moves from `side` to the layouts `moved`: one refit for each layer. Collective."""
+    rules = _select(told.rules, moved)
+    planned = sm.refit(
+        side,
+        {VLLM: moved},
+        _select(told.shapes, moved),
+        served=_select(told.served, moved) if rules else None,
+        rules=rules or None,
+    )
+    sm.verify(planned.plan)
+    refits = {}
+    for portion in sm.divide(planned, layerwise_groups(list(moved))):
+        refit = smt.Refit(portion, agree="once")
+        refits.update(dict.fromkeys(portion.moved, refit))
+    return refits
+
+
+def _select(named: Mapping[str, _T], names: Container[str]) -> dict[str, _T]:
+    """The entries with these names."""
+    return {name: value for name, value in named.items() if name in names}
 
 
 class _Moves(NamedTuple):
@@ -184,20 +197,22 @@ def _find_pieces(meta: ParamMeta, held: sm.Layout, size: int) -> ParamMeta:
     """The metadata with pieces that "nccl_m2n" takes: equal ones along one axis of a mesh of one or two. These are the
     pieces that the trainer holds, if it can be said so; else parts of the first dimension that divides, or replicas.
     """
-    owners = tuple(range(size))
-    replicas = replace(meta, owners=owners)
-    divided = []
-    meshes: list[tuple[int, ...]] = [(size,)]
-    if len(held.mesh.shape) == 2 and held.mesh.size == size:
-        meshes.append(tuple(held.mesh.shape.values()))
+    replicas = replace(meta, owners=tuple(range(size)))
+    meshes = [(size,), tuple(held.mesh.shape.values())]
+    divided: list[ParamMeta] = []
     for mesh in meshes:
-        for axis, dim in itertools.product(range(len(mesh)), range(len(meta.shape))):
-            if meta.shape[dim] % mesh[axis] == 0:
-                placements = [
-                    Shard(dim) if each == axis else Replicate() for each in range(len(mesh))
-                ]
-                divided.append(replace(replicas, mesh_shape=mesh, placements=tuple(placements)))
+        if len(mesh) <= MOST_AXES and math.prod(mesh) == size:
+            divided += _list_divided(replicas, mesh)
     for pieces in (replicas, *divided):
         if sm.equivalent(read_layout(pieces, size), held):
             return pieces
     return divided[0] if divided else replicas
+
+
+def _list_divided(meta: ParamMeta, mesh: tuple[int, ...]) -> Iterator[ParamMeta]:
+    """The metadata with equal parts of each dimension along each axis of the mesh."""
+    for axis, dim in itertools.product(range(len(mesh)), range(len(meta.shape))):
+        if meta.shape[dim] % mesh[axis] == 0:
+            placements: list[Replicate | Shard] = [Replicate()] * len(mesh)
+            placements[axis] = Shard(dim)
+            yield replace(meta, mesh_shape=mesh, placements=tuple(placements))
