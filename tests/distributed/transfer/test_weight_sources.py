@@ -11,7 +11,9 @@ from torch import nn
 
 import shardmath as sm
 from shardmath import ExchangeError, StoreError
+from shardmath_vllm import Trainer, TrainerInfo
 from shardmath_vllm.source import read_layout, read_source
+from shardmath_vllm.trainer import _read
 from tests.distributed.pool import Pool, free_port
 from tests.distributed.tasks.weight_sources import (
     METAS,
@@ -24,6 +26,7 @@ from tests.distributed.tasks.weight_sources import (
     Whole,
     send,
 )
+from tests.distributed.transfer.plain_engine import PlainEngine
 
 WHOLE = {meta.name: torch.zeros(meta.shape) for meta in METAS}
 
@@ -114,6 +117,36 @@ def test_what_is_yielded_is_what_is_declared(make: Callable[..., Any], why: str)
         source.renewed()
 
 
+class _Failing(Pieces):
+    """Fails once."""
+
+    fails = True
+
+    def iter_local(self) -> Any:
+        if self.fails:
+            raise OSError("no such shard")
+        return super().iter_local()
+
+
+def test_a_source_that_fails_leaves_engines_as_they_are() -> None:
+    whole = {"w": torch.ones(4)}
+    source = _Failing(0, [Meta("w", (4,), (0,))], whole)
+    module = nn.Module()
+    module.register_parameter("w", nn.Parameter(torch.zeros(4), requires_grad=False))
+    engine = PlainEngine(module)
+    info = TrainerInfo(f"127.0.0.1:{free_port()}", 1, 1, rank=0, timeout=20.0)
+    trainer = Trainer.trainer_init(info, client=engine, source=source)
+    with pytest.raises(ExchangeError, match="OSError: no such shard"):
+        trainer.send_weights()
+    assert not module.get_parameter("w").any()
+    source.fails = False
+    trainer.send_weights()
+    assert torch.equal(module.get_parameter("w"), whole["w"])
+    trainer.shutdown()
+    assert engine.link is not None
+    engine.link.leave()
+
+
 class _Divided(Old):
     """Of which each rank has some layers."""
 
@@ -169,9 +202,6 @@ def test_replicas_need_no_placements() -> None:
 
 
 def test_a_rank_that_is_not_there_is_an_error() -> None:
-    from shardmath_vllm import TrainerInfo
-    from shardmath_vllm.trainer import _read
-
     made = Pieces(0, [Meta("w", (4,), (0, 5))], WHOLE)
     with pytest.raises(
         (ValueError, ExchangeError), match="on rank 5, but TrainerInfo has trainers=2"
