@@ -160,7 +160,8 @@ def _find_module(given: Any) -> nn.Module | None:
         return given
     module = getattr(given, "_module", None)
     # A subclass that declares or yields other tensors is read by what it declares.
-    is_plain = all(_is_inherited(type(given), name) for name in CONTRACT)
+    is_source = hasattr(type(given), "metadata")
+    is_plain = not is_source or all(_is_inherited(type(given), name) for name in CONTRACT)
     return module if isinstance(module, nn.Module) and is_plain else None
 
 
