@@ -215,18 +215,21 @@ def _find_told(by_place: list[Told | None]) -> Told:
                 difference = _show_difference(first, other, field)
                 raise ExchangeError(
                     f"trainer ranks 0 and {place} have different {noun}{difference}; pass the same model and "
-                    f"dtype to trainer_init on all of them"
+                    f"dtype, or a source with the same metadata, to trainer_init on all of them"
                 )
     return first
 
 
-def _show_difference(one: Told, other: Told, what: str) -> str:
+def _show_difference(one: Told, two: Told, what: str) -> str:
     """The first tensor of which two trainer ranks differ, and both values, for messages; "" if it is not one tensor."""
-    first_values, other_values = getattr(one, what), getattr(other, what)
+    first_values, other_values = getattr(one, what), getattr(two, what)
     if isinstance(first_values, Mapping) and isinstance(other_values, Mapping):
         for name in [*first_values, *other_values]:
-            if first_values.get(name) != other_values.get(name):
-                return f" of {name!r}, {first_values.get(name)} and {other_values.get(name)}"
+            first, other = first_values.get(name), other_values.get(name)
+            if first != other:
+                # Layouts on other ranks are one text, but for their repr.
+                show = repr if str(first) == str(other) else str
+                return f" of {name!r}, {show(first)} and {show(other)}"
     return ""
 
 

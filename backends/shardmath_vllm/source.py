@@ -3,13 +3,18 @@
 1. A module, plain or under FSDP2, HSDP or tensor parallelism, is read. Tensors are sent by its names. If its
    checkpoints have other tensors, as for transformers' experts, vLLM's loaders get those.
 2. A trainer that stores its tensors in another way declares how, by rows (`shardmath.storage`), which have the names.
-3. The parameters that a module trains are sent. It is an error if a module has got another parameter since.
+3. A WeightSource of vLLM declares layouts, too. Its tensors are asked for at each update, in pieces where it has them.
+4. The parameters that a module trains are sent. It is an error if a module has got another parameter since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -18,7 +23,8 @@ import shardmath as sm
 import shardmath_torch as smt
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import StoreError
-from shardmath.models.refits.coverage import show_native
+from shardmath.layouts.placement import Spec
+from shardmath.models.refits.coverage import Native, show_native
 from shardmath.models.storage.stored import KnownSide, Shapes, Stored
 from shardmath.values.transforms.pointwise import Cast
 from shardmath_torch.groups import compat
@@ -33,7 +39,16 @@ from shardmath_torch.tensors.refits.holders import (
 )
 from shardmath_torch.tensors.refits.views import name_natives
 
-__all__ = ["Chunks", "Source", "Told", "check_kept", "check_types", "read_source", "watch_modules"]
+__all__ = [
+    "Chunks",
+    "Source",
+    "Told",
+    "check_kept",
+    "check_types",
+    "read_layout",
+    "read_source",
+    "watch_modules",
+]
 
 Chunks: TypeAlias = Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]]
 """Tensors by name, or those of each virtual stage."""
@@ -48,7 +63,8 @@ class Source:
     vLLM's loader knows, or that `checkpoint` has; `served` has the same as engines get them, if they get another type.
     `checkpoint` says how vLLM's loader gets these tensors, if it does not get the tensors themselves (`converting`). It
     is an error if a parameter of `modules` was replaced by another one. `rank` is this process's rank in `side`, if it
-    is known; if there are several trainers it must be TrainerInfo's.
+    is known; if there are several trainers it must be TrainerInfo's. If `renew` is given, each update calls it for the
+    tensors, and keeps them until its end; `tensors` may then be {}.
     """
 
     tensors: Chunks
@@ -58,6 +74,29 @@ class Source:
     checkpoint: sm.storage.Recorded | None = None
     modules: tuple[nn.Module, ...] = ()
     rank: int | None = None
+    renew: Callable[[], Chunks] | None = None
+
+    def renewed(self) -> Source:
+        """Return this Source with the tensors that `renew` returns now; without `renew`, the Source itself."""
+        return self if self.renew is None else replace(self, tensors=self.renew())
+
+    def released(self) -> Source:
+        """Return this Source without the tensors that `renew` returned; without `renew`, the Source itself."""
+        return self if self.renew is None else replace(self, tensors={})
+
+    def list_chunks(self) -> list[Mapping[str, Tensor]]:
+        """Return the mapping from name to tensor of each virtual stage, as a list."""
+        return [self.tensors] if isinstance(self.tensors, Mapping) else list(self.tensors)
+
+    def select(self, natives: Iterable[Native]) -> list[dict[str, Tensor]]:
+        """Return the tensors that `natives` names by virtual stage and stored name, and that are there: a dict for each
+        virtual stage."""
+        chunks = self.list_chunks()
+        selected: list[dict[str, Tensor]] = [{} for _ in chunks]
+        for number, name in natives:
+            if name in chunks[number]:
+                selected[number][name] = chunks[number][name]
+        return selected
 
     def tell(self) -> Told:
         """Return a Told, the facts that ranks need to plan: how all of the trainer's ranks store its tensors, with
@@ -86,13 +125,16 @@ class Told:
         return rules
 
 
-def read_source(given: Any, dtype: str | None = None) -> Source:
+def read_source(
+    given: Any, dtype: str | None = None, *, rank: int = 0, trainers: int = 1
+) -> Source:
     """Return `given` if it is a Source; if it is a torch.nn.Module, or vLLM's ModuleSource around one, return a Source
-    made from the module. Engines get the module's parameters in `dtype`, by default the module's.
+    made from the module; if it is another WeightSource of vLLM, return a Source that asks it for tensors at each
+    update. Engines get the module's parameters, or the WeightSource's tensors, in `dtype`, by default the trainer's.
 
-    Buffers always stay as they are. Collective over the trainer's ranks for a module. Raises ValueError for a source
-    and a dtype, or a module without parameters, ExchangeError for one whose parameters FSDP2 has gathered, TypeError
-    for anything else.
+    `rank` of `trainers` is this process; only a WeightSource needs it. Buffers of modules always stay as they are.
+    Collective over the trainer's ranks for a module. Raises ValueError for a source and a dtype, or a module without
+    parameters, ExchangeError for one whose parameters FSDP2 has gathered, TypeError for anything else.
     """
     if isinstance(given, Source):
         if dtype is not None:
@@ -101,13 +143,36 @@ def read_source(given: Any, dtype: str | None = None) -> Source:
                 f"leave dtype= out, and pass Source(served=) instead"
             )
         return given
-    module = getattr(given, "_module", given)
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"source= is {type(given).__name__}, where a model is needed; pass a torch.nn.Module, vLLM's "
-            f"ModuleSource, or a Source"
-        )
-    return _read_module(module, dtype)
+    module = _find_module(given)
+    if module is not None:
+        return _read_module(module, dtype)
+    if hasattr(type(given), "metadata"):
+        return _read_weights(given, dtype, rank, trainers)
+    raise TypeError(
+        f"source= is {type(given).__name__}, where a model is needed; pass a torch.nn.Module, a WeightSource of "
+        f"vLLM, or a Source"
+    )
+
+
+def _find_module(given: Any) -> nn.Module | None:
+    """The module that is given, or of which vLLM's own ModuleSource is given; None for anything else."""
+    if isinstance(given, nn.Module):
+        return given
+    module = getattr(given, "_module", None)
+    # A subclass that declares or yields other tensors is read by what it declares.
+    is_source = hasattr(type(given), "metadata")
+    is_plain = not is_source or all(_is_inherited(type(given), name) for name in CONTRACT)
+    return module if isinstance(module, nn.Module) and is_plain else None
+
+
+CONTRACT = ("metadata", "owned_names", "held_names", "iter_full", "iter_local", "__iter__")
+"""What subclasses of WeightSource may define, in vLLM 0.32 or 0.33."""
+
+
+def _is_inherited(cls: type, name: str) -> bool:
+    """Whether no class but vLLM's own defines this method for `cls`."""
+    definers = [base for base in cls.__mro__ if name in vars(base)]
+    return not definers or definers[0].__module__.startswith("vllm.")
 
 
 def _read_module(module: nn.Module, dtype: str | None) -> Source:
@@ -140,6 +205,107 @@ def _find_buffers(module: nn.Module) -> dict[str, Tensor]:
     """The persistent buffers, which checkpoints have, such as a router's correction, by name."""
     persistent = module.state_dict(keep_vars=True)
     return {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+
+
+def _read_weights(given: Any, dtype: str | None, rank: int, trainers: int) -> Source:
+    """The Source of a WeightSource, with the layouts that its metadata declares; no tensor is asked for yet.
+
+    Without `iter_local` its tensors are whole: one owner of each sends it, and no rank keeps the others' share.
+    """
+    # A method in vLLM 0.32, an attribute since.
+    metadata = given.metadata
+    layouts = _read_layouts(metadata() if callable(metadata) else metadata, trainers)
+    iterate, is_local = _find_iteration(given)
+    side = layouts if is_local else _deal(layouts)
+    shapes = {name: (layout.shape, layout.dtype) for name, layout in side.items()}
+    served = {name: (shape, dtype or own) for name, (shape, own) in shapes.items()}
+    owned = [name for name, layout in layouts.items() if rank in layout.mesh.ranks]
+    kept = {name for name in owned if rank in side[name].mesh.ranks}
+    return Source({}, side, shapes, served, renew=partial(_collect, iterate, owned, kept))
+
+
+def _read_layouts(declared: Iterable[Any], trainers: int) -> dict[str, sm.Layout]:
+    """The layouts that a WeightSource's metadata declares, by name, in its order."""
+    layouts: dict[str, sm.Layout] = {}
+    for meta in declared:
+        if meta.name in layouts:
+            raise ValueError(f"source= declares {meta.name!r} twice; declare each name once")
+        layouts[meta.name] = read_layout(meta, trainers)
+    return layouts
+
+
+def _deal(layouts: Mapping[str, sm.Layout]) -> dict[str, sm.Layout]:
+    """The layouts in which one rank of each has the whole tensor: the rank that has the fewest bytes so far."""
+    loads: Counter[int] = Counter()
+    side = {}
+    for name, layout in layouts.items():
+        owner = min(layout.mesh.ranks, key=loads.__getitem__)
+        loads[owner] += layout.itemsize * math.prod(layout.shape)
+        side[name] = sm.Layout(layout.shape, sm.Mesh(ranks=[owner]), {}, dtype=layout.dtype)
+    return side
+
+
+def _find_iteration(given: Any) -> tuple[Callable[[], Iterable[tuple[str, Tensor]]], bool]:
+    """The method by which a WeightSource yields tensors, and whether these are only the rank's own pieces. Raises
+    TypeError for a WeightSource of vLLM 0.32 that does not yield whole tensors on all ranks.
+    """
+    kind = type(given).__name__
+    if hasattr(given, "implements_iter_local"):
+        return (
+            (given.iter_local, True) if given.implements_iter_local() else (given.iter_full, False)
+        )
+    if not callable(getattr(given, "__iter__", None)):
+        raise TypeError(
+            f"source= is {kind}, which has metadata but no iter_local; pass a WeightSource of vLLM"
+        )
+    if hasattr(given, "mesh") or getattr(given, "held_names", lambda: None)() is not None:
+        what = f"source= is {kind}, a WeightSource of vLLM 0.32 that is divided over ranks"
+        raise TypeError(f"{what}; pass the module, a WeightSource of vLLM 0.33, or a Source")
+    return given.__iter__, False
+
+
+def read_layout(meta: Any, trainers: int) -> sm.Layout:
+    """The layout that a ParamMeta declares. Each `Shard` splits what earlier axes of the mesh have left. One of vLLM
+    0.32 declares none: each of `trainers` ranks has the whole tensor.
+    """
+    owners = getattr(meta, "owners", None) or range(trainers)
+    sizes = getattr(meta, "mesh_shape", None) or (len(owners),)
+    mesh = sm.Mesh({f"d{axis}": size for axis, size in enumerate(sizes)}, ranks=owners)
+    placements = getattr(meta, "placements", None) or (None,) * len(sizes)
+    spec = tuple(_translate(placement, meta.name) for placement in placements)
+    return sm.Layout(tuple(meta.shape), mesh, spec, dtype=canonical(meta.dtype))
+
+
+def _translate(placement: Any, name: str) -> Spec:
+    """The shardmath placement for one of vLLM's, or of torch's by the same names. None is vLLM's for a replica."""
+    match type(placement).__name__:
+        case "NoneType" | "Replicate":
+            return sm.Replicate()
+        case "Shard":
+            return sm.Shard(placement.dim)
+    raise TypeError(
+        f"source= declares {name!r} with the placement {placement}, where Shard and Replicate are known; for tensor "
+        f"parallelism that FSDP divides further, list owners with the axis of tensor parallelism first"
+    )
+
+
+def _collect(
+    iterate: Callable[[], Iterable[tuple[str, Tensor]]], owned: Sequence[str], kept: Set[str]
+) -> dict[str, Tensor]:
+    """The tensors whose names are in `kept`, of those that a WeightSource yields. Raises StoreError unless these are
+    the `owned` ones in the order of metadata.
+    """
+    tensors = {}
+    names = []
+    for name, tensor in iterate():
+        names.append(name)
+        if name in kept:
+            tensors[name] = tensor
+    for name, expected in zip_longest(names, owned, fillvalue="nothing"):
+        if name != expected:
+            what = f"source= yields {name!r} where this rank owns {expected!r} by its metadata"
+            raise StoreError(f"{what}; yield the tensors that a rank owns in metadata's order")
+    return tensors
 
 
 def watch_modules(source: Source) -> list[Watched]:

@@ -15,9 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of, plural
 from shardmath.models.refits.coverage import Native
@@ -33,7 +30,6 @@ from shardmath_vllm.infos import TrainerInfo, Updating
 from shardmath_vllm.link import Life, Link, together
 from shardmath_vllm.meeting import Given, Meeting, among_trainers
 from shardmath_vllm.source import (
-    Chunks,
     Source,
     check_kept,
     check_types,
@@ -92,7 +88,7 @@ class Trainer:
         over the trainer's ranks.
 
         Call it again to recover after a failure. `source` is a module, plain or under FSDP2, HSDP or tensor
-        parallelism, vLLM's ModuleSource of one, or a Source. Raises ExchangeError on all ranks if one does not come, or
+        parallelism, a WeightSource of vLLM, or a Source. Raises ExchangeError on all ranks if one does not come, or
         if its arguments or its tensors do not fit the others'; a trainer of one rank raises ValueError or TypeError for
         its own arguments.
         """
@@ -140,6 +136,8 @@ class Trainer:
             if life.update.phase is Phase.TORN:
                 raise ExchangeError(f"{message_of(error)}\n{TORN_FIX}") from error
             raise
+        finally:
+            self._release()
 
     def _send(self, life: Life) -> None:
         """Run all steps of an update: start it in the engines, move, take the engines' answers, and end it there."""
@@ -168,7 +166,8 @@ class Trainer:
     def _move(self) -> None:
         """Send this rank's tensors, one refit of the link after the other."""
         for refit in self.link.refits:
-            refit.prepare(src=self._select(refit), modules=self.source.modules)
+            src = self.source.select(refit.planned.trainer.natives(self.link.place))
+            refit.prepare(src=src, modules=self.source.modules)
             refit(acknowledge=self.link.acknowledges)
             refit.release()
 
@@ -182,6 +181,7 @@ class Trainer:
 
         It finds all that preparing and moving the portions would refuse, while engines still have all of their weights.
         """
+        self.source = self.source.renewed()
         check_kept(self._watched, self.source)
         natives = name_natives(self.source.tensors)
         found: dict[Native, object] = {}
@@ -199,18 +199,17 @@ class Trainer:
             check_device(repr(name), tensor, device)
         self._fitting = found
 
-    def _select(self, refit: smt.Refit) -> list[dict[str, Tensor]]:
-        """This rank's tensors that `refit` moves, by name, for each virtual stage."""
-        tensors = _list_chunks(self.source.tensors)
-        selected: list[dict[str, Tensor]] = [{} for _ in tensors]
-        for number, name in refit.planned.trainer.natives(self.link.place):
-            selected[number][name] = tensors[number][name]
-        return selected
+    def _release(self) -> None:
+        """Free the tensors that were made for one update."""
+        if self.source.renew is not None:
+            self.source = self.source.released()
+            # Another tensor may get the identity of one that is freed.
+            self._fitting = {}
 
 
 def _read(given: Any, info: TrainerInfo) -> Source:
     """The Source of `given`. Raises ValueError if its ranks are not the trainer's."""
-    source = read_source(given, info.dtype)
+    source = read_source(given, info.dtype, rank=info.rank, trainers=info.trainers)
     _check_ranks(source, info)
     return source
 
@@ -272,8 +271,3 @@ def _start(client: Client) -> None:
         except Exception:
             raise error from None
         client.start_weight_update()
-
-
-def _list_chunks(tensors: Chunks) -> list[Mapping[str, Tensor]]:
-    """The mapping from name to tensor of each virtual stage."""
-    return [tensors] if isinstance(tensors, Mapping) else list(tensors)

@@ -10,5 +10,6 @@ In reading order:
 - `coverage`: whether an update writes everything;
 - `reducing`: workers that quantize together, and one that fails;
 - `refusing`: models that an update has left torn;
-- `worker`: the weight-transfer engine of a worker.
+- `worker`: the weight-transfer engine of a worker;
+- `supplying`: a trainer's tensors for vLLM's own backends.
 """
