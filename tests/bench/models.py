@@ -2,7 +2,7 @@
 
 1. Every function takes the number of ranks of a side, so that the same workload can be drawn from 64 to 16,384 ranks.
 2. Sources are ranks 0..n-1, destinations n..2n-1, unless the function says that both are the same ranks.
-3. Element types are bfloat16, but for DeepSeek-V3's router biases, float32.
+3. Element types are bfloat16, but for DeepSeek-V3's routers and their biases, float32.
 """
 
 from __future__ import annotations

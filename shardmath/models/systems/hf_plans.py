@@ -7,7 +7,7 @@
 3. Experts with a rule of `ep_plan` follow no rule of `tp_plan`; they lie on a separate mesh over the ranks.
 4. A configuration has the plans of its base model: names get its prefix, and embedding and head their own rules.
 
-Source: transformers 5.23, `distributed/tensor_parallel.py`, `distributed/expert_parallel.py`, `distributed/mixin.py`.
+Source: transformers 5.24, `distributed/tensor_parallel.py`, `distributed/expert_parallel.py`, `distributed/mixin.py`.
 
 >>> shapes = {"model.layers.0.mlp.gate_up_proj.weight": ((12, 4), "float32"), "model.norm.weight": ((4,), "float32")}
 >>> plan = {"model.layers.*.mlp.gate_up_proj": "packed_colwise"}
@@ -207,7 +207,7 @@ def _check_styles(rules: Mapping[str, str]) -> None:
     for pattern, style in rules.items():
         if style not in STYLES:
             raise LayoutError(
-                f"rule {pattern!r} has style {style!r}, which transformers 5.23 does not have; "
+                f"rule {pattern!r} has style {style!r}, which transformers 5.24 does not have; "
                 f"use one of {', '.join(STYLES)}"
             )
 

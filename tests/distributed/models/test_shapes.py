@@ -1,17 +1,21 @@
-"""Shapes of real architectures: published sizes, transformers' own names, and the bytes of two refits."""
+"""Shapes of real architectures: published sizes, transformers' own names and dtypes, and the bytes of two refits."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections import Counter
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from shardmath import Layout, ShardError
@@ -20,13 +24,44 @@ from shardmath.models.systems.former import engine, trainer
 from shardmath.models.systems.hf import grouped
 from shardmath_torch.commands.models import shapes as module
 from shardmath_torch.commands.models.configs import DEEPSEEK_V3, MODELS, QWEN3_235B
-from shardmath_torch.commands.models.shapes import UNSTACK, Unstack, shapes
+from shardmath_torch.commands.models.shapes import UNSTACK, Entry, Unstack, shapes
+from tests.refits.families import FAMILIES
 
 cached = cache(shapes)
 
 
 def elements(model: str) -> int:
     return sum(math.prod(shape) for shape, _ in cached(model).values())
+
+
+# Dtypes
+
+
+def config_of(family: str) -> Any:
+    return transformers.AutoConfig.for_model(**FAMILIES[family].hf, dtype="bfloat16")
+
+
+@cache
+def rewritten(family: str) -> dict[str, Entry]:
+    """The checkpoint that transformers writes of a model in bfloat16 that it loaded: it keeps some tensors in float32.
+
+    Which ones differs by its version. From 5.24 on, DeepSeek-V3's and Nemotron's routers are among them."""
+    auto = transformers.AutoModelForCausalLM
+    with TemporaryDirectory() as folder:
+        auto.from_config(config_of(family)).save_pretrained(folder)
+        auto.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+        stored = load_file(Path(folder, "model.safetensors"))
+    return {name: (tuple(t.shape), dtypes.canonical(t.dtype)) for name, t in stored.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dtypes_are_those_that_transformers_writes(family: str) -> None:
+    assert shapes(config_of(family)) == rewritten(family)
+
+
+def dtypes_of(entries: dict[str, Entry]) -> dict[str, str]:
+    """By names without numbers of layers and experts."""
+    return {re.sub(r"\d+", "*", name): dtype for name, (_, dtype) in entries.items()}
 
 
 # Two models
@@ -44,7 +79,7 @@ def test_deepseek_v3() -> None:
     found = cached(DEEPSEEK_V3)
     biases = {name for name in found if name.endswith("e_score_correction_bias")}
     assert len(biases) == 58 and {found[name] for name in biases} == {((256,), "float32")}
-    assert {dtype for name, (_, dtype) in found.items() if name not in biases} == {"bfloat16"}
+    assert dtypes_of(found) == dtypes_of(rewritten("deepseek_v3"))
     assert len(grouped(found)) == 1_025
     layer = "model.layers.60."
     rest = {name.removeprefix(layer): found[name][0] for name in found if name.startswith(layer)}
@@ -108,7 +143,7 @@ REFITS: dict[str, tuple[dict[str, Any], dict[str, Any], float, float]] = {
         58.96,
     ),
 }
-"""Trainer, engine, GB in all and GB that each rank of the engine receives."""
+"""Trainer, engine, and for elements of 2 bytes: GB in all, and GB that each rank of the engine receives."""
 
 
 @pytest.mark.parametrize("model", REFITS)
@@ -117,8 +152,10 @@ def test_bytes_of_a_refit(model: str) -> None:
     entries, n = cached(model), len(one["ranks"])
     src, dst = trainer(entries, **one), engine(entries, ranks=range(n, 2 * n), **two)
     nbytes = sum(math.prod(shape) * dtypes.itemsize(dtype) for shape, dtype in entries.values())
-    assert round(nbytes / 1e9, 1) == total
-    assert {round(received(dst, rank) / 1e9, 2) for rank in range(n, 2 * n)} == {each}
+    # Each rank of the engine needs all of a float32 tensor, which has 2 bytes more per element.
+    more = sum(2 * math.prod(shape) for shape, dtype in entries.values() if dtype == "float32")
+    assert round((nbytes - more) / 1e9, 1) == total
+    assert {round((received(dst, rank) - more) / 1e9, 2) for rank in range(n, 2 * n)} == {each}
     assert list(src) == list(dst) == list(entries)
     assert (
         len({id(held) for held in src.values()}) < 1000

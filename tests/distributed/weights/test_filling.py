@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -153,8 +154,13 @@ def test_transformers_reads_and_writes_the_same(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What we quantize is read by transformers' own loader as we read it, and what it writes by us as by it."""
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+    from transformers import (
+        AutoModelForCausalLM,
+        FineGrainedFP8Config,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+    )
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
     from transformers.quantizers import quantizer_finegrained_fp8
 
     # Asked for before anything is loaded, and not used by a load onto one device.
@@ -187,13 +193,23 @@ def test_transformers_reads_and_writes_the_same(
     for how in HOW:
         assert pool.run(work.filled, str(tmp_path), str(tmp_path / "wanted"), how) == [[]] * 8
 
-    again = tmp_path / "again"
+    # From 5.24 on, it writes what it dequantized as it is; 5.23 wrote tiles, as its quantizer still makes them.
+    again, tiles = tmp_path / "again", tmp_path / "tiles"
     theirs.save_pretrained(again)
-    wrote = load_file(again / "model.safetensors")
-    assert wrote["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    tiles.mkdir()
+    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=FineGrainedFP8Config()))
+    made = quantizer.convert(theirs.state_dict())
+    assert made["model.layers.0.mlp.up_proj.weight"].dtype == torch.float8_e4m3fn
+    save_file(made, tiles / "model.safetensors")
+    for folder in (again, tiles):
+        check_read_as_by_transformers(folder, Fp8Dequantize(None))
+
+
+def check_read_as_by_transformers(folder: Path, read: Any) -> None:
+    """`load_weights` fills in what transformers' operation `read` makes of the folder's tiles."""
+    wrote = load_file(folder / "model.safetensors")
     back = work.tree({name: tuple(full.shape) for name, full in dequantized(wrote).items()})
-    smt.load_weights(again, back, format=TILES)
-    read = Fp8Dequantize(None)
+    smt.load_weights(folder, back, format=TILES)
     for name, parameter in back.named_parameters():
         scales = wrote.get(f"{name}_scale_inv")
         full = wrote[name]

@@ -199,7 +199,7 @@ def test_what_does_not_fit(fails: Fails) -> None:
     fails(
         lay({"model.experts": "local_colwise"}),
         LayoutError,
-        "rule 'model.experts' has style 'local_colwise', which transformers 5.23 does not have; "
+        "rule 'model.experts' has style 'local_colwise', which transformers 5.24 does not have; "
         f"use one of {', '.join(STYLES)}",
     )
     fails(

@@ -10,7 +10,7 @@
    own conversion is used, which is slower: experts that are stacked in the checkpoint, too, stay
    stacked (gpt-oss), and renamed modules have their old names.
 4. Floating-point tensors have `dtype`, or the config's; those that transformers keeps in float32
-   (router biases) are float32.
+   (router biases, and from 5.24 on the routers of DeepSeek-V3 and many others) are float32.
 5. `parameters` are the trained tensors, as Params for the rules of `shardmath.buffers`, in forward
    order.
 
@@ -100,7 +100,7 @@ UNSTACK: dict[str, tuple[Unstack, ...]] = {
     **dict.fromkeys(("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "solar_open"), PROJ),
     **dict.fromkeys(("minimax", "minimax_m2", "mixtral", "phimoe"), W123),
 }
-"""How experts are named in the checkpoint, by model type (transformers 5.23 `conversion_mapping.py`)."""
+"""How experts are named in the checkpoint, by model type (transformers 5.24 `conversion_mapping.py`)."""
 
 
 def shapes(model: PretrainedConfig | str, *, dtype: str | None = None) -> dict[str, Entry]:
@@ -338,7 +338,7 @@ def _split_stack(
     count = len(rule.parts)
     if rows % count:
         what = f"{name!r} of shape {shape} does not fall into {count} equal parts"
-        fix = "install transformers 5.23, or change UNSTACK for this model type"
+        fix = "install transformers 5.24, or change UNSTACK for this model type"
         raise ShardError(f"{what} along dimension 1; {fix}")
     cut = (rows // count, *rest)
     for part in rule.parts:
