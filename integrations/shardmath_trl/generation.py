@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 from dataclasses import replace
+from typing import Any
 
 from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.generation.vllm_client import VLLMClient
@@ -65,10 +66,10 @@ class ShardGeneration(VLLMGeneration):
     def _connect(self) -> Trainer:
         """Connect this rank to the server's workers. Rank 0 asks the server how many they are."""
         is_first = self.accelerator.is_main_process
-        infos = [self._describe() if is_first else None]
-        broadcast_object_list(infos)
+        told: list[Any] = [self._describe() if is_first else None]
+        broadcast_object_list(told)
         return Trainer.trainer_init(
-            replace(infos[0], rank=self.accelerator.process_index),
+            replace(told[0], rank=self.accelerator.process_index),
             client=HTTPClient(self.vllm_client.base_url) if is_first else [],
             source=self.accelerator.unwrap_model(self.model),
         )

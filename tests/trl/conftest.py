@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "integrations"))
 
 from tests.distributed.pool import free_port
 from tests.vllm.served.sessions import Running, begin, run
@@ -28,7 +31,9 @@ os.environ.update(
     {
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("", "backends", "integrations")),
+        "PYTHONPATH": os.pathsep.join(
+            str(ROOT / part) for part in ("", "backends", "integrations")
+        ),
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -1,7 +1,7 @@
-"""FSDP2 by accelerate on CPUs, for tests only: accelerate 1.15 shards on GPUs only, and makes DDP of what asks for FSDP.
+"""FSDP2 by accelerate on CPUs, for tests only: accelerate 1.15 shards on GPUs only, and elsewhere makes DDP instead.
 
-It becomes FSDP at state.py:986, and MULTI_CPU is not in the list there. A later `AcceleratorState()` takes the kind from
-PartialState again, so that every construction is looked after.
+Ranks become FSDP at state.py:986, and MULTI_CPU is not in the list there. A later `AcceleratorState()` takes the kind
+from PartialState again, so every construction is patched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""TRL's GRPO trains on two real processes, each of which sends its own shards to a real vLLM server."""
+"""TRL's GRPO trains on two real processes, each of which sends its own shards to a real vLLM server.
+
+The policy is written by tiny_policy.py of docs/trl.md, and trained by grpo.py, as both stand there.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from tests.distributed.pool import free_port
 from tests.vllm.served.sessions import run
 
 ROOT = Path(__file__).parents[2]
-PAGE = "docs/trl.md"
 WATCHED = str(ROOT / "tests/trl/watched.py")
 ENGINE, MEETING = "http://127.0.0.1:8000", "29600"
 RANKS = 2
@@ -33,9 +35,8 @@ FSDP2 = {
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
-"""What `accelerate launch` sets for FSDP2; on CPUs it does not."""
+"""What `accelerate launch --use_fsdp` sets, which it does not together with `--cpu`."""
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(RANKS)]
 
 # Of which most is the start of the server.
 pytestmark = pytest.mark.timeout(600)
@@ -99,8 +100,7 @@ def test_fsdp2(programs: dict[str, str], folder: Path, url: str, tmp_path: Path)
 
 def test_ddp(programs: dict[str, str], folder: Path, url: str, tmp_path: Path) -> None:
     """The page's command for CPUs, without accelerate patched."""
-    words = [*LAUNCH, "--main_process_port", str(free_port())]
-    seen = train(programs, folder, url, tmp_path, words)
+    seen = train(programs, folder, url, tmp_path, TORCHRUN)
     for one in seen:
         assert one["kind"] == "MULTI_CPU"
         assert one["parameters"] == ["Parameter"]
@@ -144,5 +144,7 @@ def test_what_cannot_send_shards_is_an_error(
 
 def test_another_version_of_trl_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "__version__", "1.17.0")
-    with pytest.warns(UserWarning, match=re.escape("tested with TRL 1.16.0 only, and this is TRL 1.17.0")):
+    with pytest.warns(
+        UserWarning, match=re.escape("tested with TRL 1.16.0 only, and this is TRL 1.17.0")
+    ):
         importlib.reload(shardmath_trl.trainer)

@@ -79,7 +79,9 @@ def main(out: str, program: str, *words: str) -> None:
     log = trainer.state.log_history
     seen = {
         "kind": accelerator.distributed_type.value,
-        "parameters": sorted({type(p).__name__ for p in trainer.vllm_generation.model.parameters()}),
+        "parameters": sorted(
+            {type(p).__name__ for p in trainer.vllm_generation.model.parameters()}
+        ),
         "syncs": syncs,
         "rewards": [line["reward"] for line in log if "reward" in line],
         "gaps": [line[GAP] for line in log if GAP in line],
