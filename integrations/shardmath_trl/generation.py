@@ -56,6 +56,12 @@ class ShardGeneration(VLLMGeneration):
                 f"the model is under {kind}, whose shards cannot be sent; set fsdp_version: 2 in "
                 f"accelerate's configuration"
             )
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.activation_checkpointing:
+            raise ValueError(
+                "fsdp_activation_checkpointing wraps layers, so that the server does not know the names of their "
+                "parameters; pass GRPOConfig(gradient_checkpointing=True) instead"
+            )
 
     def sync_weights(self) -> None:
         """Send this rank's shards, as they are now. Collective over all ranks; TRL calls it before it generates."""

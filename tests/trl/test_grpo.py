@@ -107,6 +107,16 @@ def test_ddp(programs: dict[str, str], folder: Path, url: str, tmp_path: Path) -
     check(seen)
 
 
+def test_layers_wrapped_by_accelerate_are_an_error(
+    programs: dict[str, str], folder: Path, url: str, tmp_path: Path
+) -> None:
+    env = {**FSDP2, "FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    with pytest.raises(
+        AssertionError, match="ValueError: fsdp_activation_checkpointing wraps layers"
+    ):
+        train(programs, folder, url, tmp_path, TORCHRUN, **env)
+
+
 def construct(kind: Any, folder: Path, url: str, out: Path, **more: Any) -> Any:
     """A trainer of one process."""
     peft = more.pop("peft_config", None)
