@@ -64,10 +64,10 @@ def check(seen: list[dict[str, Any]]) -> None:
     begin, end = sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
     print(f"rewards: {rewards}")
     assert begin + 0.4 < end
-    # With weights of the step before, the server's log probabilities differ by more than 0.3.
+    # In a run with every second sync left out, they were 0.6 to 3.1 with old weights, and 0.004 to 0.07 with new ones.
     print(f"largest differences of log probabilities: {first['gaps']}")
     assert len(first["gaps"]) == len(rewards)
-    assert max(first["gaps"]) < 0.1
+    assert max(first["gaps"]) < 0.2
     assert first["server"] == first["policy"]
     # One before each step, and the program's own after the last.
     assert len(first["syncs"]) == len(rewards) + 1
