@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "backends"), str(ROOT / "integrations")]
+PATHS = [str(ROOT), str(ROOT / "backends"), str(ROOT / "integrations")]
+sys.path[:0] = PATHS
+PROGRAM = re.compile(r"^```python\n(# ray_loop\.py, .*?)^```$", re.M | re.S)
 
 # Read by Ray as it is imported, and by all processes that it starts.
 os.environ.update(
@@ -32,13 +35,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("ray")
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("HOME", str(folder))
-        patched.setenv("PYTHONPATH", os.pathsep.join([str(folder), *sys.path[:3]]))
+        patched.setenv("PYTHONPATH", os.pathsep.join([str(folder), *PATHS]))
         patched.syspath_prepend(str(folder))
-        text = (ROOT / "docs/ray.md").read_text()
-        (_, found), *_ = [
-            block.split("```python\n")
-            for block in text.split("```\n")
-            if "```python\n# ray_loop.py" in block
-        ]
+        (found,) = PROGRAM.findall((ROOT / "docs/ray.md").read_text())
         (folder / "ray_loop.py").write_text(found)
         yield folder / "ray_loop.py"
