@@ -11,7 +11,8 @@ import secrets
 from functools import cache
 
 import ray
-from torch.distributed import TCPStore
+
+from shardmath_torch.groups.compat import TCPStore
 
 __all__ = ["find_address"]
 

@@ -33,9 +33,9 @@ class RayClient:
     """A Client that connects a trainer to the engine in the Ray actor `actor`, whose class has the four methods of a
     Client, such as a subclass of LLMClient.
 
-    `timeout`, in seconds, is for each answer, and has to be longer than `TrainerInfo.timeout`. Calls raise ExchangeError
-    if the method raises in the actor, if the actor has died, or if it does not answer in time. Raises ValueError for a
-    value that is not such an actor, or not a time.
+    `timeout`, in seconds, is for each answer, and has to be longer than `TrainerInfo.timeout`. Calls raise
+    ExchangeError if the method raises in the actor, if the actor has died, or if it does not answer in time. Raises
+    ValueError for a value that is not such an actor, or not a time.
     """
 
     def __init__(self, actor: Any, timeout: float = TIMEOUT_S) -> None:

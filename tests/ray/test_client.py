@@ -37,7 +37,7 @@ def test_what_an_actor_is_told() -> None:
 
 def test_what_goes_wrong_in_an_actor() -> None:
     actor = Engine.remote()
-    with pytest.raises(sm.ExchangeError, match=r"start_weight_update: raised KeyError: 'no engine'"):
+    with pytest.raises(sm.ExchangeError, match=r"update: raised KeyError: 'no engine'"):
         RayClient(actor).start_weight_update()
     with pytest.raises(sm.ExchangeError, match=r"finish_weight_update: does not answer.*ActorDied"):
         RayClient(actor).finish_weight_update()
@@ -52,7 +52,7 @@ def test_an_actor_that_hangs_is_not_waited_for() -> None:
     actor = Engine.remote()
     ray.get(actor.__ray_ready__.remote())
     start = time.monotonic()
-    with pytest.raises(sm.ExchangeError, match=r"update_weights: has not answered in 2 s; start it"):
+    with pytest.raises(sm.ExchangeError, match=r"update_weights: has not answered in 2 s"):
         RayClient(actor, timeout=2).update_weights({})
     assert time.monotonic() - start < SOON_S
     ray.kill(actor)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import ray
 
-from tests.readme.test_readme import comparable
 from tests.ray.actors import list_shards, send_and_kill
+from tests.readme.test_readme import comparable
 from tests.vllm import checkpoints
 from tests.vllm.cases import fields
 
