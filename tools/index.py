@@ -20,14 +20,15 @@ from unittest import mock
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "names.md"
 
-# This environment has no JAX, and only docstrings are read.
-for absent in ("jax", "jax.sharding"):
+# This environment has neither JAX nor Ray, and only docstrings are read.
+for absent in ("jax", "jax.sharding", "ray", "ray.exceptions"):
     sys.modules.setdefault(absent, mock.MagicMock())
 
 MODULES = {
     "sm": "shardmath",
     "smt": "shardmath_torch",
     "shardmath_jax": "shardmath_jax",
+    "shardmath_ray": "shardmath_ray",
     "shardmath_vllm": "shardmath_vllm",
     "sm.buffers": "shardmath.buffers",
     "sm.content": "shardmath.content",
@@ -54,7 +55,7 @@ GROUPS = {
     "Move tensors": """smt.compile smt.Mover smt.Handle smt.Moved smt.commit smt.redistribute smt.progress_bar
         smt.trace smt.compile_changes smt.Changes smt.compile_transformed smt.TransformedMover smt.megatron_hook""",
     "Join separate jobs": "smt.connect smt.disconnect",
-    "Refit an engine": "sm.refit sm.Refit sm.divide smt.Refit smt.record shardmath_vllm.*",
+    "Refit an engine": "sm.refit sm.Refit sm.divide smt.Refit smt.record shardmath_vllm.* shardmath_ray.*",
     "How systems store weights": "sm.rules.* sm.storage.*",
     "DTensors and modules": """smt.layout_of smt.from_dtensor smt.to_dtensor smt.Fused smt.set_device_mesh
         smt.checkpointable smt.digest smt.amax smt.sendable""",

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("shardmath", "backends")
+PACKAGES = ("shardmath", "backends", "integrations")
 
 DOORS = {
     "Refit": "sm.Refit, a plan, and smt.Refit, which carries it out",

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FRONT = ("README.md", "AGENTS.md", "CONTRIBUTING.md")
-PACKAGES = ("shardmath", "backends")
+PACKAGES = ("shardmath", "backends", "integrations")
 
 CODE = re.compile(
     r"^ *```.*?^ *```$"  # a block of a page
