@@ -64,15 +64,14 @@ def list_shards(policy: Any) -> list[tuple[int, int]]:
 
 def send_and_kill(policy: Any, engine: Any, pid: int, portion: int) -> None:
     """Send, and have Ray kill the engine, whose process is `pid`, once some portions of the weights have moved."""
-    trainer = policy.trainer
-    select = trainer._select
+    refit = policy.trainer.link.refits[portion]
+    prepare = refit.prepare
 
-    def kill_and_select(refit: Any) -> Any:
-        if refit is trainer.link.refits[portion]:
-            process = psutil.Process(pid)
-            ray.kill(engine, no_restart=False)
-            process.wait(TIMEOUT_S)
-        return select(refit)
+    def kill_and_prepare(**given: Any) -> None:
+        process = psutil.Process(pid)
+        ray.kill(engine, no_restart=False)
+        process.wait(TIMEOUT_S)
+        prepare(**given)
 
-    trainer._select = kill_and_select
-    trainer.send_weights()
+    refit.prepare = kill_and_prepare
+    policy.trainer.send_weights()
