@@ -2,10 +2,11 @@
 
     layout = shardmath_jax.layout_of(array)              # a rank is a device, by its id
     sharding = shardmath_jax.to_sharding(layout)
-    array = shardmath_jax.to_array(sharding, {0: ..., 1: ...})
+    array = shardmath_jax.to_array(sharding, shape, {0: ..., 1: ...})
 
-Inside one JAX job, `jax.device_put(array, sharding)` moves arrays, faster than pieces from Python could. What JAX lacks
-is a move between two jobs, or to torch: for that, one process per device is a rank of `shardmath_torch`.
+Inside one JAX job, `jax.device_put(array, sharding)` moves arrays, faster than pieces from Python could. Between two
+jobs that shard an array differently, or into torch, shardmath moves it: each process has one device, and is a rank of
+`shardmath_torch`.
 """
 
 from shardmath_jax.shardings import from_sharding as from_sharding

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 import shardmath as sm
 from shardmath.base.errors import LayoutError, MeshError
@@ -33,7 +33,9 @@ def _by_id(device: Any) -> int:
 
 
 def layout_of(array: jax.Array, *, rank_of: RankOf = _by_id) -> sm.Layout:
-    """Return the layout of a JAX array on its devices. See `from_sharding`."""
+    """Return the layout of a JAX array on its devices. See `from_sharding`. Raises LayoutError for dtypes that
+    shardmath does not know, such as int4.
+    """
     return from_sharding(array.sharding, array.shape, dtype=array.dtype.name, rank_of=rank_of)
 
 
@@ -44,13 +46,16 @@ def from_sharding(
     dtype: str = "float32",
     rank_of: RankOf = _by_id,
 ) -> sm.Layout:
-    """Return the layout of an array of this `shape` under `sharding`, of any class that JAX has.
+    """Return the layout of an array of this `shape` under `sharding`, of any class that JAX has, on devices.
 
     Axes of a NamedSharding's mesh keep their names; a sum along `unreduced` axes is left. Other shardings give the
     layout that `shardmath.from_holdings` finds. Raises ValueError, as JAX does, if a dimension does not divide evenly;
     LayoutError if a dimension is `PartitionSpec.UNCONSTRAINED`; MeshError if two devices have the same rank.
     """
     sizes = tuple(shape)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+        what = f"{sharding} has an abstract mesh, without devices"
+        raise MeshError(f"{what}; pass NamedSharding(mesh, sharding.spec), with a Mesh of devices")
     # JAX's own refusal of sizes that do not divide evenly.
     sharding.shard_shape(sizes)
     if isinstance(sharding, NamedSharding):
@@ -122,7 +127,8 @@ def to_sharding(
 ) -> NamedSharding:
     """Return the NamedSharding under which each device holds what its rank holds in `layout`.
 
-    `devices` maps ranks to devices; without it, a rank is the device with that id. Raises PlacementError for what JAX
+    `devices` maps ranks to devices; without it, a rank is the device with that id. Axes of the new mesh are automatic,
+    and explicit if they are summed. Raises PlacementError for what JAX
     cannot express (uneven, strided or padded parts, and reductions other than sums), and MeshError for a rank without a
     device.
     """
@@ -140,6 +146,8 @@ def to_sharding(
 def _list_devices(layout: sm.Layout, devices: Mapping[int, Any] | None) -> np.ndarray[Any, Any]:
     """The devices of the layout's ranks, in the order of its mesh. Raises MeshError for a rank without one."""
     by_rank = {_by_id(device): device for device in jax.devices()} if devices is None else devices
+    if not isinstance(by_rank, Mapping):
+        raise MeshError(f"devices is a {type(by_rank).__name__}; pass a dict {{rank: device}}")
     missing = [rank for rank in layout.mesh.ranks if rank not in by_rank]
     if missing:
         what = f"rank {missing[0]} of {layout} has no device; there are {shown(sorted(by_rank))}"
@@ -184,7 +192,11 @@ def to_array(
         if shard.shape != expected:
             what = f"the shard of rank {rank} has shape {tuple(shard.shape)}, but {sharding} gives {expected}"
             raise LayoutError(f"{what} of {sizes}; give its local part")
-        placed.append(jax.device_put(shard, device))
+        put = jax.device_put(shard, device)
+        if put.dtype != shard.dtype:
+            what = f"the shard of rank {rank} is {shard.dtype}, and JAX would make it {put.dtype}"
+            raise LayoutError(f"{what}; cast it, or set jax_enable_x64")
+        placed.append(put)
     return jax.make_array_from_single_device_arrays(sizes, sharding, placed)
 
 

@@ -161,7 +161,7 @@ def _find_module(given: Any) -> nn.Module | None:
     module = getattr(given, "_module", None)
     # A subclass that declares or yields other tensors is read by what it declares.
     is_source = hasattr(type(given), "metadata")
-    is_plain = not is_source or all(_is_inherited(type(given), name) for name in CONTRACT)
+    is_plain = is_source and all(_is_inherited(type(given), name) for name in CONTRACT)
     return module if isinstance(module, nn.Module) and is_plain else None
 
 

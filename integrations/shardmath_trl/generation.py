@@ -38,6 +38,8 @@ class ShardGeneration(VLLMGeneration):
                     f"the vLLM server at {url} has the weight transfer {transfer.get('backend')!r}; start it with "
                     """--weight-transfer-config '{"backend": "shardmath"}'"""
                 )
+        # As TRL does: other ranks do not run ahead while rank 0 waits for the server.
+        self.accelerator.wait_for_everyone()
 
     def _check(self) -> None:
         """Raise ValueError if the model's shards cannot be sent."""

@@ -175,3 +175,16 @@ def test_shards_are_views_and_make_arrays() -> None:
 def test_dtypes(dtype: str) -> None:
     array = jax.numpy.zeros((8, 2), dtype)
     assert shardmath_jax.layout_of(array).dtype == dtype
+
+
+def test_what_would_lose_bits_or_has_no_devices() -> None:
+    sharding = NamedSharding(Mesh(np.array(DEVICES[:2]), ("d",)), P("d"))
+    wide = {rank: np.full(2, 2**40 + 1, np.int64) for rank in range(2)}
+    with pytest.raises(sm.LayoutError, match="rank 0 is int64, and JAX would make it int32"):
+        shardmath_jax.to_array(sharding, (4,), wide)
+    abstract = NamedSharding(sharding.mesh.abstract_mesh, P("d"))
+    with pytest.raises(sm.MeshError, match="abstract mesh, without devices"):
+        shardmath_jax.from_sharding(abstract, (4,))
+    layout = shardmath_jax.from_sharding(sharding, (4,))
+    with pytest.raises(sm.MeshError, match="devices is a list; pass a dict"):
+        shardmath_jax.to_sharding(layout, jax.devices())

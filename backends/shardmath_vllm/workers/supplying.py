@@ -178,7 +178,9 @@ def _move(refit: smt.Refit, source: Source, rank: int) -> dict[str, Tensor]:
     engine = refit.planned.engines[VLLM]
     held = refit.planned.trainer
     arrived = {}
-    device = to_local(next(iter(source.list_chunks()[0].values()))).device
+    mine = [tensor for chunk in source.list_chunks() for tensor in chunk.values()]
+    # A rank may own no tensor, and yet get some.
+    device = to_local(mine[0]).device if mine else compat.device_of(compat.group_of(None))
     if rank in engine.ranks:
         for (_, name), shape in engine.natives(rank).items():
             kind = dtype_of(engine.layouts[name].dtype)

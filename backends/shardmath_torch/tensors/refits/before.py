@@ -138,14 +138,14 @@ class Before:
         for live, saved in self._bytes.values():
             # Memory that could not be given its size again is too small for its bytes.
             if live.untyped_storage().nbytes() >= saved.numel():
-                live.copy_(saved)
+                self._try("memory", partial(live.copy_, saved))
         for module, kind in self._classes:
             if type(module) is not kind:
-                module.__class__ = kind
+                self._try(f"a {kind.__name__}", partial(setattr, module, "__class__", kind))
         for container, before in self._containers:
             self._try(f"a {type(container).__name__}", partial(_restore, container, before))
 
-    def _try(self, name: str, step: Callable[[], None]) -> None:
+    def _try(self, name: str, step: Callable[[], object]) -> None:
         """Make a step of `put_back`; if it fails, keep why, so that all others are made."""
         try:
             step()

@@ -86,6 +86,8 @@ class FollowingMode(compat.TorchDispatchMode):
 
     def enter_thread(self) -> None:
         """Pass the operations of this thread to the mode."""
+        if not self.followed.is_on:
+            return
         # Never left: a pool's thread may outlive the call that started it, and work in the next one.
         OtherThread(self).__enter__()  # type: ignore[no-untyped-call]
 
