@@ -11,6 +11,8 @@ from accelerate.utils import broadcast_object_list, is_peft_model
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
+from shardmath.base.errors import ExchangeError
+from shardmath.base.text import word_error
 from shardmath_vllm import HTTPClient, Trainer, TrainerInfo
 
 __all__ = ["ShardGeneration"]
@@ -74,13 +76,23 @@ class ShardGeneration(VLLMGeneration):
     def _connect(self) -> Trainer:
         """Connect this rank to the server's workers. Rank 0 asks the server how many they are."""
         is_first = self.accelerator.is_main_process
-        told: list[Any] = [self._describe() if is_first else None]
+        told: list[Any] = [self._describe_or_fail() if is_first else None]
         broadcast_object_list(told)
+        if isinstance(told[0], ExchangeError):
+            raise told[0]
         return Trainer.trainer_init(
             replace(told[0], rank=self.accelerator.process_index),
             client=HTTPClient(self.vllm_client.base_url) if is_first else [],
             source=self.accelerator.unwrap_model(self.model),
         )
+
+    def _describe_or_fail(self) -> TrainerInfo | ExchangeError:
+        """The info of rank 0, or an error for all ranks, which wait for the info."""
+        try:
+            return self._describe()
+        except Exception as error:
+            what = f"rank 0 cannot ask the server at {self.vllm_client.base_url}"
+            return ExchangeError(f"{what}: {word_error(error)}; start it again")
 
     def _describe(self) -> TrainerInfo:
         """The info of rank 0: where all ranks connect, and what the server has."""
