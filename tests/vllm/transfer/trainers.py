@@ -259,18 +259,9 @@ def send_unreached(rank: int, method: str) -> None:
 
 def send_until(rank: int, folder: Path, dying: int) -> None:
     """Send, of which one rank has done only a part when it dies."""
-    trainer = held["own"].trainer
-    select = trainer._select
-    selected: list[Any] = []
-
-    def select_or_die(refit: Any) -> Any:
-        if selected:
-            os.kill(os.getpid(), signal.SIGKILL)
-        selected.append(refit)
-        return select(refit)
-
     if rank == dying:
-        vars(trainer)["_select"] = select_or_die
+        second = held["own"].trainer.link.refits[1]
+        vars(second)["prepare"] = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
     send(rank, folder)
 
 
