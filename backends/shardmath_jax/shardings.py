@@ -82,6 +82,9 @@ def _read_named(
     ranks = _number(devices.flat, rank_of)
     mesh = sm.Mesh(axes, ranks=[ranks[device] for device in devices.flat])
     named = spec.partitions
+    if len(named) > len(sizes):
+        what = f"{spec} has {len(named)} entries, but the shape {sizes} has {len(sizes)} dimensions"
+        raise LayoutError(f"{what}; give the array's own sharding and shape")
     entries = [*named, *[None] * (len(sizes) - len(named))]
     # Longer than the name of any axis.
     free = "_" * (1 + max(map(len, axes), default=0))
@@ -128,9 +131,8 @@ def to_sharding(
     """Return the NamedSharding under which each device holds what its rank holds in `layout`.
 
     `devices` maps ranks to devices; without it, a rank is the device with that id. Axes of the new mesh are automatic,
-    and explicit if they are summed. Raises PlacementError for what JAX
-    cannot express (uneven, strided or padded parts, and reductions other than sums), and MeshError for a rank without a
-    device.
+    or explicit if they are summed. Raises PlacementError for what JAX cannot express (uneven, strided or padded parts,
+    and reductions other than sums), and MeshError for a rank without a device, or two with the same one.
     """
     entries = [axes[0] if len(axes) == 1 else axes or None for axes in find_axes(layout)]
     grid = _list_devices(layout, devices)
@@ -144,7 +146,9 @@ def to_sharding(
 
 
 def _list_devices(layout: sm.Layout, devices: Mapping[int, Any] | None) -> np.ndarray[Any, Any]:
-    """The devices of the layout's ranks, in the order of its mesh. Raises MeshError for a rank without one."""
+    """The devices of the layout's ranks, in the order of its mesh. Raises MeshError for a rank without one, and for two
+    with the same one.
+    """
     by_rank = {_by_id(device): device for device in jax.devices()} if devices is None else devices
     if not isinstance(by_rank, Mapping):
         raise MeshError(f"devices is a {type(by_rank).__name__}; pass a dict {{rank: device}}")
@@ -154,6 +158,9 @@ def _list_devices(layout: sm.Layout, devices: Mapping[int, Any] | None) -> np.nd
         raise MeshError(f"{what}; pass devices={{rank: device}}")
     grid = np.empty(layout.mesh.size, object)
     grid[:] = [by_rank[rank] for rank in layout.mesh.ranks]
+    if len(set(grid)) < len(grid):
+        what = f"devices= gives {len(grid)} ranks of {layout} only {len(set(grid))} devices"
+        raise MeshError(f"{what}; give each rank its own device")
     return grid
 
 
@@ -176,8 +183,8 @@ def to_array(
     """Return the array of this `shape` under `sharding` whose shards on this process's devices are `shards`, by rank.
 
     A shard is an array of JAX or numpy, or an object with DLPack, such as a torch tensor. It is copied to its device
-    unless JAX can share its memory: do not write to it afterwards. Raises LayoutError if a shard is missing, or has
-    another shape.
+    unless JAX can share its memory: do not write to it afterwards. Raises LayoutError if a shard is missing, has
+    another shape, or has a dtype that JAX would make narrower.
     """
     sizes = tuple(shape)
     expected = sharding.shard_shape(sizes)

@@ -188,3 +188,8 @@ def test_what_would_lose_bits_or_has_no_devices() -> None:
     layout = shardmath_jax.from_sharding(sharding, (4,))
     with pytest.raises(sm.MeshError, match="devices is a list; pass a dict"):
         shardmath_jax.to_sharding(layout, jax.devices())
+    with pytest.raises(sm.MeshError, match=r"gives 2 ranks of .* only 1 devices"):
+        shardmath_jax.to_sharding(layout, dict.fromkeys(range(2), DEVICES[0]))
+    longer = NamedSharding(sharding.mesh, P("d", None))
+    with pytest.raises(sm.LayoutError, match="has 2 entries, but the shape"):
+        shardmath_jax.from_sharding(longer, (4,))
