@@ -15,11 +15,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import shown, word_error
 from shardmath_torch.groups.agreement.party import is_time, word_bad_time
+from shardmath_vllm.clients import TIMEOUT_S
 
 __all__ = ["RayClient"]
-
-TIMEOUT_S = 600.0
-"""The seconds for an answer, as HTTPClient has."""
 
 METHODS = (
     "init_weight_transfer_engine",
