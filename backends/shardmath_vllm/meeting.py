@@ -227,7 +227,7 @@ def _show_difference(one: Told, two: Told, what: str) -> str:
         for name in [*first_values, *other_values]:
             first, other = first_values.get(name), other_values.get(name)
             if first != other:
-                # Layouts on other ranks are one text, but for their repr.
+                # Two layouts on different ranks may have the same str; repr has the ranks.
                 show = repr if str(first) == str(other) else str
                 return f" of {name!r}, {show(first)} and {show(other)}"
     return ""

@@ -159,7 +159,7 @@ def _find_module(given: Any) -> nn.Module | None:
     if isinstance(given, nn.Module):
         return given
     module = getattr(given, "_module", None)
-    # A subclass that declares or yields other tensors is read by what it declares.
+    # Of a subclass that declares or yields other tensors, the metadata is read, not the module.
     is_source = hasattr(type(given), "metadata")
     is_plain = is_source and all(_is_inherited(type(given), name) for name in CONTRACT)
     return module if isinstance(module, nn.Module) and is_plain else None

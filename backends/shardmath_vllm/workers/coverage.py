@@ -67,7 +67,7 @@ def check_stays(config: VllmConfig) -> None:
             f"weights would be lost; start the engine with offload_backend='uva', or without offloading"
         )
     load = config.load_config
-    # The mode "copy" gives the engine memory of its own.
+    # In the mode "copy", the engine has separate memory.
     extra = load.model_loader_extra_config
     if load.load_format == "ipc_cache" and extra.get("mode") != "copy":
         raise StoreError(

@@ -114,7 +114,7 @@ class ShardSource(WeightSource):
         held = source.list_chunks()[0]
         arrived: dict[str, Tensor] = {}
         done = set()
-        # All ranks come to each refit, whether or not they own what it moves.
+        # A refit is collective: ranks that own none of its tensors take part, too.
         for name, target in targets.items():
             refit = refits.get(name)
             if refit is not None and refit not in done:
@@ -174,7 +174,7 @@ class _Moves(NamedTuple):
 
 
 def _move(refit: smt.Refit, source: Source, rank: int) -> dict[str, Tensor]:
-    """Move the tensors of one refit, and return what has arrived at this rank."""
+    """Move the tensors of one refit, and return by name those that this rank gets."""
     engine = refit.planned.engines[VLLM]
     held = refit.planned.trainer
     arrived = {}

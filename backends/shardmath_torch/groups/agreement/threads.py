@@ -32,7 +32,7 @@ from typing import TypeVar
 __all__ = ["NAME", "Errand", "Late", "CallThread", "make_bell", "start", "within"]
 
 NAME = "shardmath background"
-"""Name of all threads that this library starts: not one that a program would give to a thread of its own, which could
+"""Name of all threads that this library starts: not one that a program would give to one of its threads, which could
 then not move (`Turns.check_name`)."""
 
 LAST_SECONDS = 3.0
