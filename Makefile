@@ -82,7 +82,7 @@ help:
 	@echo "make venv      only install .venv"
 	@echo "make clean     remove .venv, all other .venv-* and every cache"
 	@echo
-	@echo "PYTHON=python3.12   another Python, 3.11 to 3.13, for a new .venv (now: $(PYTHON))"
+	@echo "PYTHON=python3.12   another Python, 3.11 to 3.14, for a new .venv (now: $(PYTHON))"
 	@echo "TORCH_INDEX=URL     another wheel index for torch, such as https://download.pytorch.org/whl/cpu:"
 	@echo "                    on Linux the default index may give the CUDA build, several GB"
 
@@ -92,8 +92,8 @@ help:
 define install
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	    echo "venv: creating $(VENV) with $(PYTHON)"; \
-	    $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
-	        echo "venv: $(PYTHON) is missing or is not Python 3.11 to 3.13; try make PYTHON=python3.12" >&2; exit 1; }; \
+	    $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { \
+	        echo "venv: $(PYTHON) is missing or is not Python 3.11 to 3.14; try make PYTHON=python3.12" >&2; exit 1; }; \
 	    $(PYTHON) -m venv --clear $(VENV) || { \
 	        echo "venv: $(PYTHON) cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; }
 	@echo "venv: installing torch and shardmath at the versions of constraints.txt (minutes the first time)"
