@@ -1,7 +1,7 @@
 # The two commands: `make demo`, `make test`. Everything they need goes into .venv; what `make docs` needs, into
-# .venv-docs, what `make test-megatron` needs, into .venv-megatron, what `make test-vllm` needs, into .venv-vllm, and what
-# `make test-torch` needs, into .venv-torch, what `make test-browser` needs, into .venv-browser, and what `make test-jax`
-# needs, into .venv-jax.
+# .venv-docs, what `make test-megatron` needs, into .venv-megatron (of another version, .venv-megatron-VERSION), what
+# `make test-vllm` needs, into .venv-vllm, and what `make test-torch` needs, into .venv-torch, what `make test-browser`
+# needs, into .venv-browser, and what `make test-jax` needs, into .venv-jax.
 
 PYTHON ?= python3
 TORCH_INDEX ?=
@@ -28,9 +28,11 @@ DOCS_VENV := .venv-docs
 DOCS := $(DOCS_VENV)/.installed
 DOCS_INSTALL := $(DOCS_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt
 
-MEGATRON_VENV := .venv-megatron
-MEGATRON := $(MEGATRON_VENV)/.installed
-MEGATRON_INSTALL := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Empty: the version of constraints.txt.
+MEGATRON ?=
+MEGATRON_VENV := .venv-megatron$(addprefix -,$(MEGATRON))
+MEGATRON_READY := $(MEGATRON_VENV)/.installed
+MEGATRON_INSTALL := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check -qq install -c $(MEGATRON_VENV)/constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 TORCH ?= 2.15.0
 TORCH_VENV := .venv-torch
@@ -62,7 +64,8 @@ help:
 	@echo "make test      lint, types, layers, doctests, tests, notebooks, every block of README.md and docs/"
 	@echo "make test-long  longer tests: training that resumes, quantized weights, random programs, a soak"
 	@echo "make test-all  all of these, deeper and slower"
-	@echo "make test-megatron  a Megatron-Core model that refits fill gives the logits of transformers' model"
+	@echo "make test-megatron  a Megatron-Core model that refits fill gives the logits of transformers' model;"
+	@echo "                    MEGATRON=0.19.2 PYTHON=python3.12 for another version"
 	@echo "make test-torch     what depends on torch's version, on torch $(TORCH); TORCH=2.14.1 for another, 2.12 or later"
 	@echo "make test-vllm      real vLLM on the CPU: its loaders recorded, its weights refitted, its tokens compared"
 	@echo "make test-jax       shardings of JAX, and two JAX jobs that refit each other"
@@ -79,7 +82,7 @@ help:
 	@echo "make venv      only install .venv"
 	@echo "make clean     remove .venv, all other .venv-* and every cache"
 	@echo
-	@echo "PYTHON=python3.12   another Python, 3.11 to 3.13, for a new .venv (now: $(PYTHON))"
+	@echo "PYTHON=python3.12   another Python, 3.11 to 3.14, for a new .venv (now: $(PYTHON))"
 	@echo "TORCH_INDEX=URL     another wheel index for torch, such as https://download.pytorch.org/whl/cpu:"
 	@echo "                    on Linux the default index may give the CUDA build, several GB"
 
@@ -89,8 +92,8 @@ help:
 define install
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	    echo "venv: creating $(VENV) with $(PYTHON)"; \
-	    $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
-	        echo "venv: $(PYTHON) is missing or is not Python 3.11 to 3.13; try make PYTHON=python3.12" >&2; exit 1; }; \
+	    $(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { \
+	        echo "venv: $(PYTHON) is missing or is not Python 3.11 to 3.14; try make PYTHON=python3.12" >&2; exit 1; }; \
 	    $(PYTHON) -m venv --clear $(VENV) || { \
 	        echo "venv: $(PYTHON) cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }; }
 	@echo "venv: installing torch and shardmath at the versions of constraints.txt (minutes the first time)"
@@ -145,15 +148,16 @@ test-all: lint
 soak: $(DEV)
 	@$(BIN)/python -m tests.soak.soak --moves 1000
 
-# An environment of its own: nothing that `make test` runs may need Megatron-Core.
-$(MEGATRON): $(INPUTS)
+# An environment of its own for each version: nothing that `make test` runs may need Megatron-Core.
+$(MEGATRON_READY): $(INPUTS)
 	@$(PYTHON) -m venv --clear $(MEGATRON_VENV)
+	@sed 's/^megatron-core==.*/$(if $(MEGATRON),megatron-core==$(MEGATRON),&)/' constraints.txt > $(MEGATRON_VENV)/constraints.txt
 	@echo "test-megatron: installing the group test-megatron at the versions of constraints.txt (minutes the first time)"
 	@$(MEGATRON_INSTALL) pip && $(MEGATRON_INSTALL) $(BUILD) "$$(grep '^torch==' constraints.txt)" \
 	    && $(MEGATRON_INSTALL) --no-build-isolation -e '.[torch,testing]' --group test-megatron
 	@touch $@
 
-test-megatron: $(MEGATRON)
+test-megatron: $(MEGATRON_READY)
 	@$(MEGATRON_VENV)/bin/python -m pytest tests/megatron --timeout=300 --durations=3
 
 # A separate environment, of another torch than constraints.txt has, and the setuptools that this torch asks for. In the
@@ -265,5 +269,5 @@ mutate: $(DEV)
 	@$(BIN)/python tools/mutate.py results
 
 clean:
-	rm -rf $(VENV) $(BROWSER_VENV) $(DOCS_VENV) $(JAX_VENV) $(MEGATRON_VENV) $(TORCH_VENV) $(VLLM_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(BROWSER_VENV) $(DOCS_VENV) $(JAX_VENV) .venv-megatron* $(TORCH_VENV) $(VLLM_VENV) site mutants build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

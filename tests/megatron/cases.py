@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, NamedTuple
 
-__all__ = ["MODELS", "VOCAB", "Case", "Found"]
+from packaging.version import Version
+
+__all__ = ["MODELS", "VOCAB", "Case", "Found", "is_before"]
 
 VOCAB = 100
 """Megatron pads it to a multiple of 128 times tp."""
@@ -102,6 +105,11 @@ MODELS: dict[str, Mapping[str, Any]] = {
 
 PLAIN = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "nemotron_h")
 """Kinds that the plain reference knows."""
+
+
+def is_before(version: str) -> bool:
+    """Whether this Megatron-Core is older than `version`."""
+    return Version(metadata.version("megatron-core")) < Version(version)
 
 
 @dataclass(frozen=True)

@@ -118,11 +118,12 @@ def _configure_experts(case: Case, hf: Any) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": getattr(hf, "shared_expert_intermediate_size", None),
         "moe_shared_expert_gate": hf.model_type in ("qwen2_moe", "qwen3_next"),
         "moe_grouped_gemm": case.legacy or case.spec == "te",
-        "moe_use_legacy_grouped_gemm": case.legacy,
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_router_load_balancing_type": "none",
         # Probabilities of all experts, or of the chosen ones, which is the same as normalizing them afterwards.
         "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+        # Megatron-Core 0.17 and later have no such field.
+        **({"moe_use_legacy_grouped_gemm": True} if case.legacy else {}),
     }
 
 

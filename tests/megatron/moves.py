@@ -20,7 +20,7 @@ from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.megatron_shapes import logical_shapes
 from shardmath.storage import Stored, parse, show
 from tests.megatron import configs, trainer
-from tests.megatron.cases import VOCAB, Case, Found
+from tests.megatron.cases import VOCAB, Case, Found, is_before
 from tests.references.checkpoint import unstack
 from tests.references.megatron import Trainer, store
 
@@ -176,7 +176,8 @@ def _list_strange(case: Case, original: Any, own: list[dict[str, Tensor]], rank:
     hf = original.config
     fields = {**hf.to_dict(), "num_hidden_layers": hf.num_hidden_layers}
     sizes = {"tp": case.tp, "pp": case.pp, "vpp": case.vpp, "ep": case.ep, "etp": case.etp}
-    plain = Trainer(range(case.ranks), **sizes, te=case.spec == "te", multiple=128)
+    conv = "conv1d." if is_before("0.19") else "conv1d_"
+    plain = Trainer(range(case.ranks), **sizes, te=case.spec == "te", multiple=128, conv=conv)
     filled = [store(unstack(state), fields, plain, rank, empty=empty) for empty in (0, 1)]
     strange = []
     for has, zeros, ones in zip(own, *filled, strict=True):

@@ -47,9 +47,10 @@ def replace() -> None:
     provider.is_te_min_version = lambda version: True
     for module in (gpt_layer_specs, variants):
         module.TESpecProvider = provider.TESpecProvider
-    # The deterministic gated delta net is written in torch, but for this norm.
-    gated_delta_net.HAVE_FLA = True
-    gated_delta_net.l2norm = _normalize
+    # The deterministic gated delta net is written in torch, but for this norm. From 0.19 on it is in a file of its own.
+    delta = getattr(gated_delta_net, "common", gated_delta_net)
+    delta.HAVE_FLA = True
+    delta.l2norm = _normalize
     experts.gg = SimpleNamespace(
         assert_grouped_gemm_is_available=lambda: None, ops=SimpleNamespace(gmm=_multiply_groups)
     )

@@ -31,6 +31,13 @@ class Attention(DotProductAttention):  # type: ignore[misc]
         super().__init__(*args, **named)
 
 
+class Norm(WrappedTorchNorm):  # type: ignore[misc]
+    """Is told, from Megatron-Core 0.19 on, whether a residual comes with its input, and adds none unless configured."""
+
+    def __new__(cls, *args: Any, has_residual: bool = False, **named: Any) -> Any:
+        return super().__new__(cls, *args, **named)
+
+
 class NormAndLinear(ColumnParallelLinear):  # type: ignore[misc]
     """A norm and the linear layer behind it."""
 
@@ -100,7 +107,7 @@ STAND_INS: dict[str, type] = {
     "TEDotProductAttention": Attention,
     "TELayerNormColumnParallelLinear": NormAndLinear,
     "TELinear": Linear,
-    "TENorm": WrappedTorchNorm,
+    "TENorm": Norm,
     "TERowParallelGroupedLinear": RowParallelGroupedLinear,
     "TERowParallelLinear": RowParallelLinear,
 }

@@ -15,7 +15,7 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.moe.experts import GroupedMLP
+from megatron.core.transformer.moe import experts
 from torch import Tensor, nn
 
 from shardmath.models.systems.megatron import pad_vocab
@@ -62,7 +62,7 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
         **fields,
     )
     for module in model.modules():
-        if isinstance(module, GroupedMLP):
+        if case.legacy and isinstance(module, experts.GroupedMLP):
             # It refuses to run unless told so; its weights stay float32.
             module.config = dataclasses.replace(config, bf16=True)
     # With tp, experts refuse to train without sequence parallelism.

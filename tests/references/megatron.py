@@ -35,7 +35,8 @@ VOCAB_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Trainer:
-    """A trainer's ranks; `te` says whose layer spec it has, `multiple` to what words are padded, times tp."""
+    """A trainer's ranks; `te` says whose layer spec it has, `multiple` to what words are padded, times tp; names of a
+    Mamba layer's convolution begin with `conv`, "conv1d_" in Megatron-Core 0.19."""
 
     ranks: range
     tp: int = 1
@@ -45,6 +46,7 @@ class Trainer:
     etp: int = 1
     te: bool = True
     multiple: int = VOCAB_MULTIPLE
+    conv: str = "conv1d."
 
     def __str__(self) -> str:
         sizes = {"PP": self.pp, "VPP": self.vpp, "TP": self.tp, "EP": self.ep, "ETP": self.etp}
@@ -200,7 +202,7 @@ class _Rank:
         )
         for name in ("weight", "bias"):
             conv = weights[f"{logical}conv1d.{name}"]
-            out[f"{own}conv1d.{name}"] = self._cut_sections(conv, "conv")
+            out[f"{own}{self.trainer.conv}{name}"] = self._cut_sections(conv, "conv")
         for name in ("A_log", "D", "dt_bias", "norm.weight"):
             out[own + name] = self._cut(weights[logical + name])
         out[own + "out_proj.weight"] = self._cut(weights[logical + "out_proj.weight"], dim=1)

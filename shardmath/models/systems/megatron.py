@@ -6,7 +6,11 @@
 3. Layers are assigned to stages and virtual stages (chunks) in order: evenly, or with given numbers for the first and
    last stage, or by a layout string (`Et|(tt|)*3L`).
 
-Source: Megatron-Core 0.16.1, `parallel_state.py`, `transformer_layer.py`, `pipeline_parallel_layer_layout.py`.
+4. Megatron-Core 0.19 names a Mamba layer's convolution `mixer.conv1d_weight`, earlier versions `mixer.conv1d.weight`.
+   The field `mamba_training_ssm_states_dtype`, which only 0.19 has, decides.
+
+Source: Megatron-Core 0.16.1 and 0.19.2, `parallel_state.py`, `transformer_layer.py`, `mamba_mixer.py`,
+`pipeline_parallel_layer_layout.py`.
 
 >>> side = megatron({"num_layers": 4, "num_attention_heads": 2}, ranks=range(8), tp=2, pp=2, ep=2, etp=1, vocab=100)
 >>> side.meshes
@@ -46,6 +50,9 @@ REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
 
 OF_EXPERTS = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
 """The routed experts' axis for each axis of the order."""
+
+CONV_ALONE = "mamba_training_ssm_states_dtype"
+"""A field of configurations since Megatron-Core 0.19, in which a Mamba layer's convolution is no module."""
 
 FIX = (
     "set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, "
@@ -92,6 +99,8 @@ def megatron(
     text = table(spec, experts, unknown=replicates(unknown))
     if fields.get("is_hybrid_model"):
         text = text.replace("decoder.final_layernorm", "decoder.final_norm")
+    if CONV_ALONE in fields.fields:
+        text = text.replace("mixer.conv1d.*", "mixer.conv1d_*")
     table_rows = rows.parse(text)
     indices = _place_layers(fields, pp, vpp)
     numbers = {}

@@ -89,7 +89,7 @@ def test_sizes_of_an_index_of_ours(tmp_path: Path) -> None:
         ('{"a": NaN}', "'NaN'"),
         ('{"a": -Infinity}', "'-Infinity'"),
         ('{"a": 1e999}', "'1e999'"),
-        ("[" * 200_000, "recursion"),
+        ("[" * 200_000, "while decoding a JSON array"),
         (
             '{"a":{"dtype":"F32","shape":[%s],"data_offsets":[0,0]}}' % ("[" * 900 + "]" * 900),
             "[[[",

@@ -43,12 +43,13 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
     `module.reshard()`.
 
     Parameters that are not DTensors are replicated over `mesh`, by default the largest of the
-    DTensors', or all ranks of the default group. Those that say which part they are, such as torch's
-    CheckpointableTensor, are that part, and then the call is collective over the default group.
-    It is collective over the ranks of the DTensors' meshes if placements have two readings that
-    differ. Raises LayoutError, naming the parameter, for a local shape that fits no reading, for a
-    lazy module that has not run yet, and for a parameter that is divided along a mesh dimension
-    whose ranks do not ascend: there torch's collectives, and FSDP2, have another order of parts.
+    DTensors', or all ranks of the default group. Those that say which part they are, as torch's
+    CheckpointableTensor and what spmd_types has typed do, are that part, and then the call is
+    collective over the default group. It is collective over the ranks of the DTensors' meshes if
+    placements have two readings that differ. Raises LayoutError, naming the parameter, for a local
+    shape that fits no reading, for a lazy module that has not run yet, and for a parameter that is
+    divided along a mesh dimension whose ranks do not ascend: there torch's collectives, and FSDP2,
+    have another order of parts.
     """
     return lay_out(module, mesh)
 

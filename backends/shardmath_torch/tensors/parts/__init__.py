@@ -2,5 +2,6 @@
 
 In reading order:
 
+- `annotated`: types of the package spmd_types, read as a part;
 - `checkpointable`: torch's CheckpointableTensor as a layout, and back.
 """

@@ -38,6 +38,13 @@ from shardmath.layouts.layout import Layout
 from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.agreement.naming import attempt
+from shardmath_torch.tensors.parts.annotated import (
+    Box,
+    annotate_alike,
+    is_annotated,
+    read_annotation,
+    show_annotation,
+)
 
 __all__ = [
     "LocalRuns",
@@ -52,8 +59,6 @@ __all__ = [
 ]
 
 _Numbers: TypeAlias = tuple[int, ...]
-_Box: TypeAlias = tuple[tuple[int, int, int], ...]
-"""A box: per dimension, the first local and the first global position, and the size."""
 
 ATTRIBUTES = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -71,20 +76,26 @@ Ask: TypeAlias = Callable[[Mapping[str, Tensor]], Mapping[str, Mapping[int, Any]
 
 def is_checkpointable(tensor: object) -> bool:
     """Whether `tensor` is a tensor with the attributes `global_shape`, `global_offsets`, `local_offsets` and
-    `local_sizes`, which tell its part of a global tensor. False for a DTensor.
+    `local_sizes`, or with types of spmd_types, which tell its part of a global tensor. False for a DTensor.
     """
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
         return False
+    return _has_boxes(tensor) or is_annotated(tensor)
+
+
+def _has_boxes(tensor: Tensor) -> bool:
     return all(hasattr(tensor, name) for name in ATTRIBUTES)
 
 
 def keep_boxes(source: Tensor, tensor: Tensor) -> None:
-    """Copy to `tensor`, a detached copy of `source`, the attributes that tell which part of a global tensor `source`
-    holds, such as `global_offsets`. Does nothing if `source` lacks them.
+    """Copy to `tensor`, a detached copy of `source`, the attributes or types that tell which part of a global tensor
+    `source` holds, such as `global_offsets`. Does nothing if `source` lacks them.
     """
-    if is_checkpointable(source):
+    if _has_boxes(source):
         for name in ATTRIBUTES:
             setattr(tensor, name, getattr(source, name))
+    elif is_annotated(source):
+        annotate_alike(source, tensor)
 
 
 def read_boxes(name: str, tensor: Tensor) -> LocalRuns:
@@ -137,8 +148,11 @@ def is_same_part(tensor: Tensor, other: Tensor) -> bool:
         return False
 
 
-def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
+def _list_boxes(tensor: Any) -> tuple[_Numbers, list[Box]]:
     """The global shape, and the boxes that have elements. Raises ValueError for lists of different lengths."""
+    if not _has_boxes(tensor):
+        shape, box = read_annotation(tensor)
+        return shape, [box] if tensor.numel() else []
     shape = tuple(map(operator.index, tensor.global_shape))
     sides = zip(tensor.local_offsets, tensor.global_offsets, tensor.local_sizes, strict=True)
     boxes = []
@@ -155,7 +169,7 @@ def _list_boxes(tensor: Any) -> tuple[_Numbers, list[_Box]]:
     return shape, boxes
 
 
-def _make_runs(shape: _Numbers, local_shape: _Numbers, boxes: Sequence[_Box]) -> tuple[Runs, ...]:
+def _make_runs(shape: _Numbers, local_shape: _Numbers, boxes: Sequence[Box]) -> tuple[Runs, ...]:
     """Per dimension, the Runs of the boxes in it. Raises RunsError for boxes that overlap or are outside."""
     if not boxes and not shape:
         lists = "global_offsets, local_offsets and local_sizes"
@@ -180,7 +194,9 @@ def _make_runs(shape: _Numbers, local_shape: _Numbers, boxes: Sequence[_Box]) ->
 
 
 def show_attributes(tensor: Any) -> str:
-    """Return the shape and the attributes of `tensor` as text for an error."""
+    """Return the shape of `tensor`, and its attributes or types, as text for an error."""
+    if not _has_boxes(tensor):
+        return show_annotation(tensor)
     attributes = [f"{name}={shown(getattr(tensor, name))}" for name in ATTRIBUTES]
     return f"{list(tensor.shape)} with {', '.join(attributes)}"
 
@@ -238,9 +254,9 @@ def _find_layout(name: str, tensor: Tensor, boxes: Mapping[int, LocalRuns]) -> L
     shapes = {each.shape: rank for rank, each in boxes.items()}
     if len(shapes) > 1:
         listed = ", ".join(f"{shape} on rank {rank}" for shape, rank in shapes.items())
-        raise LayoutError(
-            f"tensor {name!r}: global_shape is {listed}; set the same global_shape on all ranks"
-        )
+        same = "set the same global_shape on all ranks"
+        fix = same if _has_boxes(tensor) else "divide it into equal parts"
+        raise LayoutError(f"tensor {name!r}: global_shape is {listed}; {fix}")
     (shape,) = shapes
     runs = {rank: each.runs for rank, each in boxes.items()}
     layout = from_holdings(shape, runs, dtype=str(tensor.dtype).removeprefix("torch."))
@@ -266,7 +282,7 @@ def checkpointable(local: Tensor, layout: Layout) -> Tensor:
     """
     _check_sayable(layout)
     rank = compat.rank_or_0()
-    boxes: list[_Box] = []
+    boxes: list[Box] = []
     if rank in layout.mesh:
         expected = layout.local_shape(rank)
         if tuple(local.shape) != expected:
@@ -276,7 +292,7 @@ def checkpointable(local: Tensor, layout: Layout) -> Tensor:
     # Any, since Tensor does not declare these attributes.
     marked: Any = local
     marked.global_shape = layout.shape
-    # The fields of a segment, in the order of _Box.
+    # The fields of a segment, in the order of Box.
     marked.local_offsets, marked.global_offsets, marked.local_sizes = (
         tuple(tuple(segment[field] for segment in box) for box in boxes) for field in range(3)
     )
