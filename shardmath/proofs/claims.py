@@ -246,10 +246,9 @@ def _check_end(
             element = tuple(s.start for s in t.global_slices)
             has = f"rank {rank} of the {word} holds {runs} of dimension {d}"
             place = f"{local_range.start}:{local_range.stop}"
-            given = f"{global_range.start}:{global_range.stop} at {place}"
-            raise PlanError(
-                f"{t}, element {element}: {has}, not {given}; give slices that it holds"
-            )
+            given = f"{global_range.start}:{global_range.stop} at its local positions {place}"
+            what = f"{has}, but the transfer has {given}"
+            raise PlanError(f"{t}, element {element}: {what}; give slices that it holds")
     return window
 
 

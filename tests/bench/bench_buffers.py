@@ -47,7 +47,7 @@ RULES: dict[str, tuple[buffers.Rule, Callable[[int], dict[str, Any]]]] = {
         lambda n: {"bucket_size": buffers.default_bucket_size(n)},
     ),
     "distributed_optimizer": (buffers.distributed_optimizer, _sized),
-    "the same, busbw": (
+    "distributed_optimizer, pad_for_high_nccl_busbw": (
         buffers.distributed_optimizer,
         lambda n: _sized(n, pad_for_high_nccl_busbw=True),
     ),
@@ -84,9 +84,10 @@ def main() -> None:
         for ranks in RANKS
     ]
     about = (
-        "The table says which share of a model's flat buffers is padding. Each model is complete, as transformers "
-        "loads it: in bfloat16, except for routers that it keeps in float32. Only data parallelism divides the model, "
-        "with buckets of default sizes. For FSDP1 and Megatron-FSDP, the model is not divided into FSDP units."
+        "The table says which share of a model's flat buffers is padding, for each [rule](flat-buffers.md#rules). Each "
+        "model is complete. It is in bfloat16, except for routers that transformers keeps in float32. The model is "
+        "divided only by data parallelism. Buckets have the default size. For flat_parameter (FSDP1) and "
+        "megatron_fsdp, no module is a separate FSDP unit."
     )
     show(
         given.page, "Padding of flat buffers", about, ["model", "parameters", "ranks", *RULES], rows

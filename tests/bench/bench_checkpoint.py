@@ -109,7 +109,7 @@ def main(
     kind = "in memory" if folder else "on disk"
     about = (
         f"8 processes save and load {TENSORS} tensors of {rows} x {rows} float32. Figures are seconds of the slowest "
-        f"process, the median of {repeats} runs."
+        f"process, in the median of {repeats} runs. DCP is `torch.distributed.checkpoint`."
     )
     show(
         page, f"Checkpoints {kind}", about, ["step", "shardmath", "torch DCP", "DCP / ours"], found

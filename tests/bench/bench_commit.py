@@ -69,9 +69,9 @@ def main(megabytes: int = 256, repeats: int = 9, page: Path | None = None) -> No
         found.append([f"`{name}`", *(f"{figure:.3f}" for figure in figures), shadows])
     workers.close()
     about = (
-        f"8 gloo processes (dp=2 tp=4) move a tensor of {rows} x {rows} float32. Figures are seconds of the slowest "
-        f'process, the median of {repeats} runs, with `commit="direct"` and `commit="all"`. CPU columns are '
-        f"processor seconds of all processes together."
+        f'8 gloo processes (dp=2 tp=4) move a tensor of {rows} x {rows} float32, with `commit="direct"` and with '
+        f'`commit="all"`. Figures are seconds of the slowest process, in the median of {repeats} runs. CPU columns are '
+        f"processor seconds of all processes together. [Shadows](failures.md#how-ranks-commit) take memory."
     )
     show(page, "Commit", about, HEADS, found)
 

@@ -182,7 +182,8 @@ def main(megabytes: int = 256, repeats: int = 7, page: Path | None = None) -> No
         found.append([f"`{name}`", *(f"{x:.3f}" for x in seconds), *(f"{x:.2f}" for x in ratios)])
     about = (
         f"8 gloo processes (dp=2 tp=4) move a tensor of {rows} x {rows} float32. Figures are seconds of the slowest "
-        f"process, the median of {repeats} runs."
+        f'process, in the median of {repeats} runs. "program" is a program that `sm.schedule` made. '
+        '[Exchange](numbers.md#exchange) explains "by hand" and "packed".'
     )
     show(page, "Exchange", about, HEADS, found)
     show_agreement(workers, repeats, page)

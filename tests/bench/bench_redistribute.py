@@ -99,9 +99,10 @@ def main(megabytes: int = 256, repeats: int = 5, page: Path | None = None) -> No
         found.append([f"{mesh} `{src} -> {dst}`", *shown])
     workers.close()
     about = (
-        f"Each call redistributes a tensor of {rows} x {rows} float32 over gloo. Times are milliseconds of the slowest "
-        f"rank, the median of {repeats} runs. `received` is the MiB that arrive at the rank that receives the most. "
-        "`bound` is the least that this rank must receive."
+        f"Each call redistributes a tensor of {rows} x {rows} float32 over gloo. In the first column, S0 is "
+        "`Shard(0)`, R is `Replicate()`, and SS0,4 is `_StridedShard(0, split_factor=4)`. Times are milliseconds of "
+        f"the slowest rank, in the median of {repeats} runs. `received` is the number of MiB that the busiest rank "
+        "receives. `bound` is the largest number of MiB that a rank needs and does not hold."
     )
     show(page, "Redistribute", about, HEAD, found)
 

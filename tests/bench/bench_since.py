@@ -68,8 +68,8 @@ def of_core() -> Seconds:
     p = sm.plan(*large)
     return {
         "1,000 layouts": least(layouts, 5),
-        "64 + 64 ranks, 400 tensors: plan and one list": least(listed, 9),
-        "DeepSeek-V3, 256 + 256 ranks: plan and loads": least(planned, 5),
+        "64 + 64 ranks, 400 tensors: plan, and list one rank's transfers": least(listed, 9),
+        "DeepSeek-V3, 256 + 256 ranks: plan, and count every rank's bytes": least(planned, 5),
         "DeepSeek-V3, 256 + 256 ranks: verify": least(proved, 3),
     }
 
@@ -115,7 +115,7 @@ def of_ranks(rank: int, folder: str) -> Seconds:
     steady("save of 64 MB, in memory", lambda: smt.save(path, held, layouts), 5)
     steady("load of 64 MB, in memory", lambda: smt.load(path, layouts), 5)
     with suppress(TypeError):  # the earlier commit has none
-        steady("move of 16 kB, acknowledged", mover(SMALL, acknowledge=True), 200)
+        steady("move of 16 kB, acknowledge=True", mover(SMALL, acknowledge=True), 200)
     return out
 
 
@@ -162,10 +162,11 @@ def compare(commit: str, rounds: int, page: Path | None) -> None:
             subprocess.run(["git", "worktree", "remove", "--force", then], cwd=HERE, check=True)
     rows = [_row(name, told) for name in told[0][1]]
     about = (
-        f"Each of {rounds} rounds measures both versions, one after the other. Figures are the least milliseconds. "
-        "Calls in which ranks take part run on 4 processes."
+        f"The table compares commit {commit} with the version that wrote this section (now). Each of {rounds} rounds "
+        "measures both. A figure is the least time of all rounds, in milliseconds. Moves, redistributes, saves and "
+        "loads run on 4 processes."
     )
-    show(page, f"Since {commit}", about, ["call", commit, "now", "now / then"], rows)
+    show(page, f"Since {commit}", about, ["call", commit, "now", f"now / {commit}"], rows)
 
 
 def _row(name: str, told: list[tuple[Seconds, Seconds]]) -> list[str]:

@@ -4,9 +4,10 @@
 
 Half of the processes hold parts of 4 KiB of each tensor, and the others receive them. Times are milliseconds, the
 slowest rank of the median repeat; all ways take turns in each repeat, since machines have spells. Beside them is the
-processor time of a rank, which neighbors on the machine disturb less. "a send each" is dist.send and dist.recv tensor
-by tensor, "posted" all of dist.isend and dist.irecv before any is waited for, "batch" one batch_isend_irecv. "Refit" is
-smt.Refit, which looks at its tensors' modules as well. The target: 20 times as fast as a send each.
+processor time of a rank, which neighbors on the machine disturb less. "dist.send per tensor" has dist.recv at the
+other end; "dist.isend per tensor" posts all of dist.isend and dist.irecv before any is waited for;
+"batch_isend_irecv" is one call. smt.Refit looks at its tensors' modules as well. The target: 20 times as fast
+as a send each.
 
 Of an empty plan a move is a vote and nothing else; dist.barrier and dist.all_gather of 1 KiB stand beside it.
 """
@@ -43,7 +44,7 @@ class Times(NamedTuple):
 
 
 OURS = "shardmath"
-PEERS = ("a send each", "posted", "batch")
+PEERS = ("dist.send per tensor", "dist.isend per tensor", "batch_isend_irecv")
 CALLS = 100
 """Of what moves nothing, in each repeat."""
 
@@ -128,7 +129,7 @@ def agree(rank: int, repeats: int) -> dict[str, Times]:
     records = [torch.zeros_like(record) for _ in range(dist.get_world_size())]
     acts: Acts = {
         "move": lambda: every({}, out={}),
-        "move, acknowledged": lambda: every({}, out={}, acknowledge=True),
+        "move, acknowledge=True": lambda: every({}, out={}, acknowledge=True),
         'move, agree="once"': lambda: once({}, out={}),
         "dist.barrier": dist.barrier,
         "dist.all_gather of 1 KiB": lambda: dist.all_gather(records, record),
@@ -158,8 +159,13 @@ def tabulate(found: dict[str, Times], beside: str, scale: float) -> list[list[st
     for name, times in found.items():
         each = [statistics.median(one) for one in times]
         ratios = [f"{one / other:.2f}" for one, other in zip(each, base, strict=True)]
-        rows.append([name, *(f"{one * scale:.4g}" for one in each), *ratios])
+        rows.append([name, *(_show_number(one * scale) for one in each), *ratios])
     return rows
+
+
+def _show_number(value: float) -> str:
+    """Four digits, without an exponent."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def show_small(count: int, repeats: int, page: Path | None) -> None:
@@ -170,8 +176,9 @@ def show_small(count: int, repeats: int, page: Path | None) -> None:
         rows += [[str(size), *row] for row in tabulate(found, OURS, 1e3)]
     about = (
         f"Half of the gloo processes hold {count:,} tensors, and the other half receive them. Each rank has 4 KiB of "
-        f"each tensor. `ms` is the time of the slowest rank, the median of {repeats} runs, and `processor ms` is a "
-        f"rank's processor time. `tests/bench/bench_small.py` measures this."
+        f"each tensor. `ms` is the time of the slowest rank in the median of {repeats} runs. `processor ms` is a "
+        f"rank's processor time. With `dist.isend`, ranks wait only after the last tensor. "
+        f"`tests/bench/bench_small.py` measures this."
     )
     heads = ["processes", "way", "ms", "processor ms", "/ shardmath", "processor / shardmath"]
     show(page, "Small trees", about, heads, rows)
@@ -182,8 +189,8 @@ def show_agreement(repeats: int, page: Path | None) -> None:
     rows = tabulate(run(8, agree, repeats), "dist.barrier", 1e6)
     about = (
         f"A move of an empty plan consists only of the vote. The table compares it with torch's collectives on 8 gloo "
-        f"processes. `us` is the time per call of the slowest rank, the median of {repeats} runs of {CALLS} calls, and "
-        f"`processor us` is a rank's processor time. `tests/bench/bench_small.py` measures this."
+        f"processes. `us` is the slowest rank's time per call, in the median of {repeats} runs of {CALLS} calls. "
+        f"`processor us` is a rank's processor time per call. `tests/bench/bench_small.py` measures this."
     )
     heads = ["call", "us", "processor us", "/ barrier", "processor / barrier"]
     show(page, "Agreement", about, heads, rows)

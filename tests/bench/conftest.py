@@ -81,13 +81,14 @@ def cells(row: Row) -> list[str]:
     if not theirs:
         return [*out, "", "", ""]
     ratio = statistics.median(theirs) / statistics.median(ours)
-    return [*out, duration(statistics.median(theirs)), duration(min(theirs)), f"{ratio:,.3g}x"]
+    times = f"{ratio:,.0f}x" if ratio >= 1000 else f"{ratio:.3g}x"
+    return [*out, duration(statistics.median(theirs)), duration(min(theirs)), times]
 
 
 HEADS = {
-    "certificates": "| program | `fanout` | its time | bound | ratio | witness | slots |\n"
-    + "|---" * 7
-    + "|",
+    "certificates": "These times are computed, not measured. [Programs and certificates](programs.md) explains "
+    "`fanout`, bounds, witnesses and slots.\n\n"
+    "| program | `fanout` | time | bound | time / bound | witness | slots |\n" + "|---" * 7 + "|",
     "scaling": "Each column is a number of ranks on each side. Figures are milliseconds.\n\n![scaling](scaling.svg)\n\n"
     "| | 64 | 128 | 256 | 512 | 1,024 | 2,048 | 4,096 | 8,192 | 16,384 |\n" + "|---" * 10 + "|",
     "memory": "",
@@ -101,9 +102,10 @@ def page(rows: list[Row], notes: dict[str, list[str]], pace: list[float]) -> str
     out = [
         "# Benchmarks",
         "",
-        f"`make bench` wrote this page on {machine}. Before each round, it emptied every cache. If a figure misses its "
-        "target, no test fails, since machines are shared and noisy. On this machine, a million turns of an empty "
-        f"loop, timed before every test, took from {fast} to {slow}.",
+        f"`make bench` wrote this page on {machine}. [How to read the numbers](numbers.md) explains the figures. In "
+        "the first table, every cache is emptied before each round of a measurement. If a figure misses its target, no "
+        "test fails, since machines are shared and noisy. Before every test, the run timed an empty loop of a million "
+        f"turns. On this machine, this loop took from {fast} to {slow}.",
         "",
         f"| {' | '.join(HEAD)} |",
         "|" + "---|" * len(HEAD),

@@ -92,7 +92,7 @@ def test_grouped_layout(record: Record) -> None:
 
     assert len(laid()) == 3
     record(
-        "the same: grouped, LayerWise and DistributedOptimizer, experts on DP8",
+        "DeepSeek-V3, experts on DP8: grouped into buffers of LayerWise and DistributedOptimizer",
         rounds_of(laid, 5),
         0.5,
     )
@@ -121,12 +121,15 @@ def test_replan(record: Record, buckets: str) -> None:
         for n in (128, 96)
     )
     record(
-        f"optimizer state DP128 -> DP96, {buckets}: replanned, verified",
+        f"optimizer state DP128 -> DP96, {buckets}: plan and verify",
         rounds_of(lambda: replanned(a, b), 5),
         2.0,
     )
     p = replanned(a, b)
-    record("the same: one rank's list", rounds_of(lambda: sum(1 for _ in p.transfers(dst=5)), 3))
+    record(
+        f"optimizer state DP128 -> DP96, {buckets}: list one rank's transfers",
+        rounds_of(lambda: sum(1 for _ in p.transfers(dst=5)), 3),
+    )
 
 
 def buffers_of(
@@ -147,8 +150,11 @@ def test_flat_to_shapes(record: Record) -> None:
         return sm.plan(windows, there)
 
     record(
-        "optimizer state DP96 -> TP8, in the parameters' shapes: windows and plan",
+        "optimizer state DP96 -> TP8, in the parameters' shapes: make windows and plan",
         rounds_of(made, 3),
     )
     p = made()
-    record("the same: verify", rounds_of(lambda: sm.verify(p), 3))
+    record(
+        "optimizer state DP96 -> TP8, in the parameters' shapes: verify",
+        rounds_of(lambda: sm.verify(p), 3),
+    )

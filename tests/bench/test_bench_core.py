@@ -110,7 +110,7 @@ def test_runs_of_one_rank(
     held = sm.Layout((N,), MESH, PLACEMENTS[name])
     seconds = measured(benchmark, lambda: (held.local_shape(RANK), held.runs(RANK)), 2000)
     assert held.local_shape(RANK) == (len(held.runs(RANK)[0]),)
-    row = (f"runs of one rank, 2^27, {name}", seconds, 30e-6)
+    row = (f"`runs` of one rank, 2^27 rows, {name}", seconds, 30e-6)
     if name not in TORCH:
         record(*row)
         return
@@ -123,7 +123,7 @@ def test_runs_of_one_rank(
     small = sm.Layout((n,), MESH, PLACEMENTS[name])
     assert (shape, offset) == (small.local_shape(RANK), (small.runs(RANK)[0].segments[0][1],))
     peer = rounds_of(lambda: torch_shape((n,), tuple(MESH.shape.values()), mine, theirs), 3)
-    record(*row, f"PyTorch DTensor, 2^{n.bit_length() - 1}", peer)
+    record(*row, f"PyTorch DTensor, 2^{n.bit_length() - 1} rows", peer)
 
 
 SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -131,7 +131,7 @@ SPECS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"dp": sm.Shard(0), "tp": sm.Shard(1)},
         {"dp": sm.Shard(1), "tp": sm.Shard(0)},
     ),
-    "SS8,S0 -> S0,S0": (
+    "_StridedShard(0, 8),S0 -> S0,S0": (
         {"dp": sm.StridedShard(0, split_factor=8), "tp": sm.Shard(0)},
         {"dp": sm.Shard(0), "tp": sm.Shard(0)},
     ),
@@ -148,9 +148,11 @@ def test_plan_of_a_relayout(
     sm.verify(sm.plan(src, dst))
     for kind, graph in (("greedy", False), ("graph", True)):
         peer = torch_plans(torch_mesh, *SPECS[name], graph)
-        if kind == "greedy" and "SS8" in name:
+        if kind == "greedy" and "Strided" in name:
             continue  # PyTorch itself plans strided shards by graph only
-        record(f"plan of (8,8) {name}", seconds, 1e-3, f"PyTorch redistribute, {kind}", peer)
+        record(
+            f"plan on 8 x 8 ranks, `{name}`", seconds, 1e-3, f"PyTorch redistribute, {kind}", peer
+        )
 
 
 def torch_plans(mesh: Any, src: dict[str, Any], dst: dict[str, Any], graph: bool) -> list[float]:
@@ -238,6 +240,6 @@ def test_memory_of_a_stream_of_plans(note: Callable[..., None]) -> None:
     grown = int(told.stdout) * resource.getpagesize() / 2**20
     note(
         "memory",
-        f"20,000 plans, none like another, each listed and dropped, leave the process {grown:.0f} MiB larger.",
+        f"After 20,000 different plans, each listed and dropped, the process is {grown:.0f} MiB larger.",
     )
     assert grown < 100

@@ -52,7 +52,11 @@ def test_plan_of_a_model(record: Record, name: str) -> None:
     """The plan of all tensors with every rank's loads, and one receiver's and one sender's list."""
     workload, plan_target, list_target = ROWS[name]
     src, dst = workload()
-    record(f"{name}: plan and loads", rounds_of(lambda: planned(src, dst), 7), plan_target)
+    record(
+        f"{name}: plan, and count every rank's bytes",
+        rounds_of(lambda: planned(src, dst), 7),
+        plan_target,
+    )
     p = planned(src, dst)
     receiver, sender = p.dst_ranks[3], p.src_ranks[3]
     assert (
@@ -60,12 +64,12 @@ def test_plan_of_a_model(record: Record, name: str) -> None:
         == p.received_bytes()[receiver]
     )
     record(
-        f"{name}: one receiver's list",
+        f"{name}: list one receiver's transfers",
         rounds_of(lambda: count(p, dst=receiver), 5, lambda: forget(p)),
         list_target,
     )
     record(
-        f"{name}: one sender's list",
+        f"{name}: list one sender's transfers",
         rounds_of(lambda: count(p, src=sender), 5, lambda: forget(p)),
         list_target,
     )
@@ -109,7 +113,7 @@ def test_an_engine_leaves(record: Record) -> None:
     back = rounds_of(lambda: follow(rest, p, pace), 7, warm)
     record(f"{name} comes back: a trainer's part", back)
     anew = rounds_of(lambda: outlines[trainer].part(peers=256), 3, warm)
-    record("the same, made anew", anew)
+    record(f"{name} comes back: a trainer's part, made from nothing", anew)
 
 
 def test_verify_of_a_model(record: Record, note: Record) -> None:
@@ -124,7 +128,8 @@ def test_verify_of_a_model(record: Record, note: Record) -> None:
     assert grown >= 0
     note(
         "memory",
-        f"`verify` of DeepSeek-V3, 256 + 256 ranks, adds {grown / 1024:.0f} MiB to the process at its peak.",
+        f"`verify` of DeepSeek-V3, 256 + 256 ranks, raises the process's peak memory by "
+        f"{grown / 1024:.0f} MiB.",
     )
 
 
@@ -146,7 +151,11 @@ def test_plan_of_400_tensors(record: Record) -> None:
     seconds = rounds_of(lambda: count(sm.plan(src, dst), dst=77), 30)
     p = sm.plan(src, dst)
     assert len(p.src) == 400
-    row = "64 + 64 ranks, 400 tensors, TP4 -> TP8: plan and one rank's list", seconds, 3e-3
+    row = (
+        "64 + 64 ranks, 400 tensors, TP4 -> TP8: plan, and list one rank's transfers",
+        seconds,
+        3e-3,
+    )
     try:
         record(*row, "Megatron-Core 0.16.1, planner alone", [megatron_peer.seconds(64, 400)])
     except ImportError as missing:
@@ -186,7 +195,7 @@ def test_schedule_and_verify_a_program(record: Record, name: str) -> None:
     record(f"{short}: certify", rounds_of(lambda: sm.certify(prog), 1))
     record(f"{short}: verify the program", rounds_of(lambda: sm.verify(prog), 1))
     rank = prog.ranks[-1]
-    record(f"{short}: one receiver's rounds", rounds_of(lambda: prog.for_rank(rank), 1))
+    record(f"{short}: list one receiver's rounds", rounds_of(lambda: prog.for_rank(rank), 1))
 
 
 @pytest.mark.parametrize("positions", [2000, 10000])
@@ -198,7 +207,7 @@ def test_programs_of_overlapping_tables(record: Record, positions: int) -> None:
     prog = sm.schedule(p)
     record(f"{short}: verify the program", rounds_of(lambda: sm.verify(prog), 3))
     rank = prog.ranks[-1]
-    record(f"{short}: one rank's rounds", rounds_of(lambda: prog.for_rank(rank), 3))
+    record(f"{short}: list one rank's rounds", rounds_of(lambda: prog.for_rank(rank), 3))
 
 
 SCALES = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -218,8 +227,10 @@ def test_scaling(note: Record, pytestconfig: pytest.Config) -> None:
             made = min(rounds_of(lambda src=src, dst=dst: planned(src, dst), 3))  # type: ignore[misc]
             p = planned(src, dst)
             listed = min(rounds_of(lambda p=p: count(p, dst=p.dst_ranks[3]), 3))  # type: ignore[misc]
-            curves.setdefault(f"{name}: plan and loads", []).append((ranks, made))
-            curves.setdefault(f"{name}: one receiver's list", []).append((ranks, listed))
+            curves.setdefault(f"{name}: plan, and count every rank's bytes", []).append(
+                (ranks, made)
+            )
+            curves.setdefault(f"{name}: list one receiver's transfers", []).append((ranks, listed))
     for ranks in (16, 32, 64, 128):
         try:
             took = megatron_peer.seconds(ranks, 400)
@@ -261,7 +272,7 @@ def draw(curves: dict[str, list[tuple[int, float]]], to: Path) -> None:
         )
     )
     for name, points in curves.items():
-        dashed = name.endswith("list")
+        dashed = name.endswith("transfers")
         style = "--" if dashed else "-"
         axes.plot(
             *zip(*points, strict=True),

@@ -37,7 +37,10 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
         Layout((8, 4), Mesh(tp=4), "(tp n) h", dtype="bfloat16"),
         Layout((8, 4), Mesh(tp=2, ranks=(4, 5)), "n (tp h)", dtype="bfloat16"),
     )
-    proof = "proved: the destination holds every element, and each arrives exactly once wherever it is held"
+    proof = (
+        "proved: the destination holds every element, and each destination rank receives each of "
+        "its elements once"
+    )
     assert capsys.readouterr().out == f"{show(p)}\n{proof}; digest {p.digest[:16]}\n"
 
 

@@ -246,11 +246,11 @@ def _compare_busiest(sent: dict[int, int], bound: Bounds) -> str:
     busiest = max(sent.values())
     ratio = busiest / bound.busiest if bound.busiest else 1.0
     forced_by = _write_ranks(sorted(bound.forced_by))
-    why = f"forced by bytes that only ranks {forced_by} hold"
+    least = show_bytes(bound.busiest)
+    why = f"some bytes are only on ranks {forced_by}, one of which must send {least} or more"
     if len(bound.forced_by) == 1:
-        why = f"forced by bytes that only rank {forced_by} holds"
-    loads = f"busiest sender {show_bytes(busiest)}, lower bound {show_bytes(bound.busiest)}"
-    return f"{loads} (ratio {ratio:.4f}), {why}"
+        why = f"some bytes are only on rank {forced_by}, which must send {least} or more"
+    return f"busiest sender {show_bytes(busiest)}, {ratio:.4f} times the lower bound: {why}"
 
 
 def _write_ranks(ranks: Sequence[int]) -> str:

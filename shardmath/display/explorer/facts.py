@@ -117,7 +117,7 @@ def describe_proof(plan: Plan) -> str:
         return (
             "the destination holds every element, and each value of the source counts exactly once"
         )
-    return "the destination holds every element, and each arrives exactly once wherever it is held"
+    return "the destination holds every element, and each destination rank receives each of its elements once"
 
 
 def _has_partial(side: Mapping[str, Windows]) -> bool:

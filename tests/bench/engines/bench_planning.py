@@ -21,16 +21,26 @@ from tests.vllm.planning import TP, TRAINERS, plan
 from tests.vllm.test_recording import describe_qwen3_30b
 
 TITLE = "Meeting a vLLM of Qwen3-30B-A3B"
-HEADS = ["experts of the trainer", "tensors", "portions", "a trainer's seconds", "a worker's"]
+HEADS = [
+    "the trainer stores experts",
+    "tensors",
+    "portions",
+    "a trainer's seconds",
+    "a worker's seconds",
+]
 
 
 def main(page: Path | None = None) -> None:
     """Plans both, and shows the table."""
-    rows = [list_row("as the checkpoint", False), list_row("stacked, as transformers", True)]
+    rows = [
+        list_row("separately, as the checkpoint does", False),
+        list_row("stacked, as transformers does", True),
+    ]
     about = (
-        f"{TRAINERS} trainer ranks under FSDP2 and vLLM 0.32.0 with tensor parallelism of {TP} record loaders, "
-        f"exchange descriptions and plan, without moving data. Seconds are processor time of the rank that needs most. "
-        f"The goal is 10 seconds."
+        f"{TRAINERS} trainer ranks under FSDP2 connect to vLLM 0.32.0, which has tensor parallelism of {TP}. The two "
+        "sides record what the loaders do, exchange descriptions, and make a plan. They move no data. Seconds are the "
+        "processor time of the rank that needs the most. The goal is 10 seconds. A portion is a group of tensors that "
+        "one move sends, such as a layer."
     )
     show(page, TITLE, about, HEADS, rows)
 

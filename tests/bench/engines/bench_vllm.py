@@ -35,14 +35,14 @@ HEADS = [
     "weights",
     "way",
     "seconds",
-    "least and most",
+    "fastest to slowest",
     "peer / ours",
     "processor seconds",
     "of these, vLLM's processing",
     "a worker receives",
-    "has to",
+    "a worker must receive",
     "a worker's memory grows by",
-    "layer and in flight",
+    "one layer, and bytes in flight",
     "a trainer's memory grows by",
 ]
 
@@ -70,10 +70,11 @@ def main(layers: int, updates: int, page: Path | None = None) -> None:
         case = describe(number, updates)
         rows += list_rows(case, run(case))
     about = (
-        f"A trainer with 4 processes under FSDP2 sends bfloat16 weights over gloo to vLLM 0.32.0 on this processor, "
-        f"with tensor parallelism of 2. Figures are medians of {updates} updates, the two ways in turn. The peer "
-        f"gathers each tensor and sends it whole to every worker, as vLLM's engine `nccl` does. Memory is the largest "
-        f"growth of any process in any update. Processor seconds are the sum over all processes."
+        f"A trainer with 4 processes under FSDP2 sends bfloat16 weights over gloo to vLLM 0.32.0 on this processor. "
+        f'vLLM has tensor parallelism of 2. The peer, "gathered whole", gathers each tensor and sends the whole tensor '
+        f"to every worker, as vLLM's backend `nccl` does. Updates of the two ways take turns. Seconds are the median "
+        f"of {updates} updates. Memory is the largest growth of any process in any update. Processor seconds are the "
+        f"sum over all processes."
     )
     show(page, TITLE, about, HEADS, rows)
 
