@@ -96,6 +96,8 @@ if TYPE_CHECKING:
     from shardmath.plans.relabeling.relabeling import Relabeling as Relabeling
     from shardmath.plans.relabeling.relabeling import relabel
     from shardmath.plans.transfers import Transfer
+    from shardmath.proofs.every_size import Verdict as Verdict
+    from shardmath.proofs.every_size import prove, prove_equivalent
     from shardmath.proofs.simulate import simulate
     from shardmath.proofs.verify import verify
     from shardmath.values.amaxes.amaxes import Amaxes as Amaxes
@@ -118,6 +120,7 @@ LATE = {
     "Topology": "plans.flows.topology",
     "Transfer": "plans.plan",
     "Transposed": "plans.adjoint",
+    "Verdict": "proofs.every_size",
     "adjoint": "plans.adjoint",
     "certify": "plans.programs.certify",
     "crossing_bytes": "plans.programs.certify",
@@ -126,6 +129,8 @@ LATE = {
     "explore": "display.explorer.page",
     "from_holdings": "layouts.fitting",
     "plan": "plans.plan",
+    "prove": "proofs.every_size",
+    "prove_equivalent": "proofs.every_size",
     "recognize": "plans.collectives.collective",
     "refit": "models.refits.refit",
     "relabel": "plans.relabeling.relabeling",
@@ -257,6 +262,8 @@ __all__ = [
     "plan",
     "Plan",
     "Transfer",
+    "prove",
+    "prove_equivalent",
     "verify",
     "simulate",
     "adjoint",
