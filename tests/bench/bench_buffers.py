@@ -84,9 +84,9 @@ def main() -> None:
         for ranks in RANKS
     ]
     about = (
-        "The share of a model's flat buffers that is padding. Each model is complete, as transformers loads it, in "
-        "bfloat16 except for routers that it keeps in float32. It is divided by data parallelism only, with buckets of "
-        "default sizes. For FSDP1 and Megatron-FSDP, the model is not divided into FSDP units."
+        "The table says which share of a model's flat buffers is padding. Each model is complete, as transformers "
+        "loads it: in bfloat16, except for routers that it keeps in float32. Only data parallelism divides the model, "
+        "with buckets of default sizes. For FSDP1 and Megatron-FSDP, the model is not divided into FSDP units."
     )
     show(
         given.page, "Padding of flat buffers", about, ["model", "parameters", "ranks", *RULES], rows

@@ -69,8 +69,9 @@ def main(megabytes: int = 256, repeats: int = 9, page: Path | None = None) -> No
         found.append([f"`{name}`", *(f"{figure:.3f}" for figure in figures), shadows])
     workers.close()
     about = (
-        f"Seconds of the slowest of 8 gloo processes (dp=2 tp=4), the median of {repeats} runs: a tensor of "
-        f"{rows} x {rows} float32."
+        f"8 gloo processes (dp=2 tp=4) move a tensor of {rows} x {rows} float32. Figures are seconds of the slowest "
+        f'process, the median of {repeats} runs, with `commit="direct"` and `commit="all"`. CPU columns are '
+        f"processor seconds of all processes together."
     )
     show(page, "Commit", about, HEADS, found)
 

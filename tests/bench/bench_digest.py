@@ -65,7 +65,10 @@ def main(megabytes: int = 256, repeats: int = 5, page: Path | None = None) -> No
             ways.append(lambda array=array: zlib.crc32(array))  # type: ignore[misc]
         rates = [f"{array.nbytes / best(way, repeats) / 1e9:.2f}" for way in ways]
         found.append([name, *rates, *["-"] * (3 - len(rates))])
-    about = f"GB of input that a core takes in a second. Arrays have {megabytes} MB; crc32 reads contiguous ones only."
+    about = (
+        f"Figures are GB of input that one core reads per second. Arrays have {megabytes} MB. crc32 reads only "
+        f"contiguous arrays."
+    )
     show(page, "Digests of content", about, HEAD, found)
 
 

@@ -181,8 +181,8 @@ def main(megabytes: int = 256, repeats: int = 7, page: Path | None = None) -> No
         ratios = (ours / hand, ours / packed, theirs / ours, program / ours)
         found.append([f"`{name}`", *(f"{x:.3f}" for x in seconds), *(f"{x:.2f}" for x in ratios)])
     about = (
-        f"Seconds of the slowest of 8 gloo processes (dp=2 tp=4), the median of {repeats} runs: a tensor of "
-        f"{rows} x {rows} float32."
+        f"8 gloo processes (dp=2 tp=4) move a tensor of {rows} x {rows} float32. Figures are seconds of the slowest "
+        f"process, the median of {repeats} runs."
     )
     show(page, "Exchange", about, HEADS, found)
     show_agreement(workers, repeats, page)

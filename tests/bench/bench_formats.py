@@ -90,8 +90,8 @@ def main(megabytes: int = 64, repeats: int = 7, page: Path | None = None) -> Non
     tensor = torch.randn(ROWS, megabytes * 2**20 // 2 // ROWS).bfloat16()
     found = [weigh(one, tensor, repeats) for one in FORMATS]
     about = (
-        f"GB of bfloat16 that one core takes in a second, from a tensor of {megabytes} MB. torchao runs without "
-        f"torch.compile."
+        f"Figures are GB of bfloat16 that one core converts per second, from a tensor of {megabytes} MB. torchao runs "
+        f"without torch.compile."
     )
     show(page, "Quantized formats", about, HEAD, found)
 

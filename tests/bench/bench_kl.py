@@ -43,11 +43,11 @@ WIDTH = 128
 """Bytes of a window."""
 BATCH = 8
 PUBLISHED = (
-    "Others have published figures of other models and texts, with activations quantized too. The KL between a trainer "
-    "and an engine in FP8 is 3.3e-4 to 3.7e-4 if both quantize weights rounded to bfloat16, and 8.7e-3 after one step "
-    "if the trainer quantizes its float32 masters (Qwen3.5-35B-A3B, k3 estimates; InternLM/xtuner#2044). The KL of "
-    "NVFP4 against FP8 is 0.035 to 0.036 (lukealonso/Qwen3.5-397B-A17B-NVFP4, WikiText-2; voipmonitor/rtx6kpro, "
-    "`benchmarks/kld-evaluation.md`)."
+    "Others have published figures for other models and texts, in which activations are quantized, too. The KL between "
+    "a trainer and an engine in FP8 is 3.3e-4 to 3.7e-4 if both quantize weights rounded to bfloat16. It is 8.7e-3 "
+    "after one step if the trainer quantizes its float32 masters (Qwen3.5-35B-A3B, k3 estimates; "
+    "InternLM/xtuner#2044). The KL of NVFP4 against FP8 is 0.035 to 0.036 (lukealonso/Qwen3.5-397B-A17B-NVFP4, "
+    "WikiText-2; voipmonitor/rtx6kpro, `benchmarks/kld-evaluation.md`)."
 )
 
 Tensor: TypeAlias = torch.Tensor
@@ -154,16 +154,16 @@ def main(steps: int, count: int, page: Path | None = None) -> None:
     rows += [measure(one, model, windows, reference) for one in FORMATS]
     size = sum(weight.numel() for weight in model.parameters())
     about = (
-        "How far quantized weights move a model's predictions: KL(bfloat16 || format) of the next byte in nats, the "
-        f"mean over {windows.numel():,} bytes of held-out text. The model is a Llama of 4 layers and {size / 1e6:.1f} "
-        f"million weights; it is trained in this run, for {steps} steps on Python's language reference, since a "
-        f"pretrained one needs a network. In bfloat16 its loss is {loss:.2f} nats per byte. Only the weights of linear "
-        'layers are quantized, either from bfloat16 or ("of masters") directly from float32. Arithmetic is in '
-        "bfloat16. The first row, without quantization and in float32 throughout, shows the KL that comes from "
-        'bfloat16 alone. The column "KL between the orders" is the KL between weights quantized from bfloat16 and '
+        "The table says how far quantized weights move a model's predictions. KL is KL(bfloat16 || format) of the next "
+        f"byte in nats, the mean over {windows.numel():,} bytes of held-out text. The model is a Llama of 4 layers and "
+        f"{size / 1e6:.1f} million weights. The run trains it for {steps} steps on Python's language reference, since "
+        f"a pretrained model needs a network. In bfloat16, its loss is {loss:.2f} nats per byte. Only the weights of "
+        'linear layers are quantized: from bfloat16, or directly from float32 in the column "KL, of masters". '
+        "Arithmetic is in bfloat16. In the first row, nothing is quantized and everything is in float32, so its KL "
+        'comes from bfloat16 alone. The column "KL between the orders" compares weights quantized from bfloat16 with '
         "weights quantized directly from float32. It uses float32 arithmetic, since bfloat16 would hide the "
-        "difference. If both ends quantize the same "
-        f"way, their bytes are equal and the KL is 0. By `tests/bench/bench_kl.py`.\n\n{PUBLISHED}"
+        "difference. If both ends quantize the same way, their bytes are equal and the KL is 0. "
+        f"`tests/bench/bench_kl.py` measures this.\n\n{PUBLISHED}"
     )
     show(page, "KL of quantized weights", about, HEAD, rows)
 

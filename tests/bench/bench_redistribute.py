@@ -99,9 +99,9 @@ def main(megabytes: int = 256, repeats: int = 5, page: Path | None = None) -> No
         found.append([f"{mesh} `{src} -> {dst}`", *shown])
     workers.close()
     about = (
-        f"Milliseconds of a call on the slowest rank over gloo, the median of {repeats} runs: a tensor of {rows} x "
-        f"{rows} float32. `received` is the MiB that the fullest rank receives; `bound` is the least that it must "
-        "receive."
+        f"Each call redistributes a tensor of {rows} x {rows} float32 over gloo. Times are milliseconds of the slowest "
+        f"rank, the median of {repeats} runs. `received` is the MiB that arrive at the rank that receives the most. "
+        "`bound` is the least that this rank must receive."
     )
     show(page, "Redistribute", about, HEAD, found)
 

@@ -162,8 +162,8 @@ def compare(commit: str, rounds: int, page: Path | None) -> None:
             subprocess.run(["git", "worktree", "remove", "--force", then], cwd=HERE, check=True)
     rows = [_row(name, told) for name in told[0][1]]
     about = (
-        f"The least milliseconds of {rounds} rounds; each round measures both versions, one after the other. Calls in "
-        "which ranks take part run on 4 processes."
+        f"Each of {rounds} rounds measures both versions, one after the other. Figures are the least milliseconds. "
+        "Calls in which ranks take part run on 4 processes."
     )
     show(page, f"Since {commit}", about, ["call", commit, "now", "now / then"], rows)
 

@@ -169,9 +169,9 @@ def show_small(count: int, repeats: int, page: Path | None) -> None:
         found = run(size, move_small, count, repeats)
         rows += [[str(size), *row] for row in tabulate(found, OURS, 1e3)]
     about = (
-        f"Each rank's part of each of the {count:,} tensors has 4 KiB. Half of the gloo processes hold the tensors, "
-        f"and the other half receive them. Milliseconds of the slowest rank, the median of {repeats} runs, and a "
-        f"rank's processor time. By `tests/bench/bench_small.py`."
+        f"Half of the gloo processes hold {count:,} tensors, and the other half receive them. Each rank has 4 KiB of "
+        f"each tensor. `ms` is the time of the slowest rank, the median of {repeats} runs, and `processor ms` is a "
+        f"rank's processor time. `tests/bench/bench_small.py` measures this."
     )
     heads = ["processes", "way", "ms", "processor ms", "/ shardmath", "processor / shardmath"]
     show(page, "Small trees", about, heads, rows)
@@ -181,9 +181,9 @@ def show_agreement(repeats: int, page: Path | None) -> None:
     """Of 8 processes."""
     rows = tabulate(run(8, agree, repeats), "dist.barrier", 1e6)
     about = (
-        f"A move of an empty plan consists of the vote alone. The table compares it with torch's collectives on 8 gloo "
-        f"processes. Microseconds per call of the slowest rank, the median of {repeats} runs of {CALLS} calls, and a "
-        f"rank's processor time. By `tests/bench/bench_small.py`."
+        f"A move of an empty plan consists only of the vote. The table compares it with torch's collectives on 8 gloo "
+        f"processes. `us` is the time per call of the slowest rank, the median of {repeats} runs of {CALLS} calls, and "
+        f"`processor us` is a rank's processor time. `tests/bench/bench_small.py` measures this."
     )
     heads = ["call", "us", "processor us", "/ barrier", "processor / barrier"]
     show(page, "Agreement", about, heads, rows)

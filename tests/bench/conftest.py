@@ -88,7 +88,7 @@ HEADS = {
     "certificates": "| program | `fanout` | its time | bound | ratio | witness | slots |\n"
     + "|---" * 7
     + "|",
-    "scaling": "Milliseconds, by ranks on each side.\n\n![scaling](scaling.svg)\n\n"
+    "scaling": "Each column is a number of ranks on each side. Figures are milliseconds.\n\n![scaling](scaling.svg)\n\n"
     "| | 64 | 128 | 256 | 512 | 1,024 | 2,048 | 4,096 | 8,192 | 16,384 |\n" + "|---" * 10 + "|",
     "memory": "",
 }
@@ -101,9 +101,9 @@ def page(rows: list[Row], notes: dict[str, list[str]], pace: list[float]) -> str
     out = [
         "# Benchmarks",
         "",
-        f"Written by `make bench` on {machine}. Before each round every cache is emptied. A figure that misses its "
-        "target (a column below) fails no test, since machines are shared and noisy: on this one, a million turns of "
-        f"an empty loop, timed before every test, took from {fast} to {slow}.",
+        f"`make bench` wrote this page on {machine}. Before each round, it emptied every cache. If a figure misses its "
+        "target, no test fails, since machines are shared and noisy. On this machine, a million turns of an empty "
+        f"loop, timed before every test, took from {fast} to {slow}.",
         "",
         f"| {' | '.join(HEAD)} |",
         "|" + "---|" * len(HEAD),

@@ -28,9 +28,9 @@ def main(page: Path | None = None) -> None:
     """Plans both, and shows the table."""
     rows = [list_row("as the checkpoint", False), list_row("stacked, as transformers", True)]
     about = (
-        f"What it takes to record loaders, exchange descriptions and plan, without moving data, between {TRAINERS} "
-        f"trainer ranks under FSDP2 and vLLM 0.32.0 with tensor parallelism of {TP}. Seconds of processor time of the "
-        f"rank that needs most; the goal is 10."
+        f"{TRAINERS} trainer ranks under FSDP2 and vLLM 0.32.0 with tensor parallelism of {TP} record loaders, "
+        f"exchange descriptions and plan, without moving data. Seconds are processor time of the rank that needs most. "
+        f"The goal is 10 seconds."
     )
     show(page, TITLE, about, HEADS, rows)
 

@@ -70,10 +70,10 @@ def main(layers: int, updates: int, page: Path | None = None) -> None:
         case = describe(number, updates)
         rows += list_rows(case, run(case))
     about = (
-        f"From FSDP2 over 4 processes to vLLM 0.32.0 on this processor with tensor parallelism of 2, in bfloat16 over "
-        f"gloo; the median of {updates} updates, the two ways in turn. The peer gathers each tensor and sends it whole "
-        f"to every worker, as vLLM's engine `nccl` does. Memory is the largest growth of any process in any update; "
-        f"processor seconds are of all processes together."
+        f"A trainer with 4 processes under FSDP2 sends bfloat16 weights over gloo to vLLM 0.32.0 on this processor, "
+        f"with tensor parallelism of 2. Figures are medians of {updates} updates, the two ways in turn. The peer "
+        f"gathers each tensor and sends it whole to every worker, as vLLM's engine `nccl` does. Memory is the largest "
+        f"growth of any process in any update. Processor seconds are the sum over all processes."
     )
     show(page, TITLE, about, HEADS, rows)
 
