@@ -335,14 +335,16 @@ def _common_size(name: str, families: list[Family]) -> int | None:
 def _decide_whole(name: str, families: list[Family]) -> tuple[Decided, Counterexample | None]:
     """Decide whether under each family, at every length, ranks hold each element once."""
     decided = [Decided(name, "every", _UNDIVIDED.deciding)]
+    found = []
     for family in families:
         for layer in _split_layers(family):
-            one, found = _decide_layer(name, layer)
-            if found is not None:
-                return one, found
+            one, counterexample = _decide_layer(name, layer)
             decided.append(one)
+            if counterexample is not None:
+                found.append(counterexample)
     # The weakest answer, and of these the one with the most lengths.
-    return max(decided, key=lambda one: (one.how == "tested", bool(one.why), one.lengths)), None
+    weakest = max(decided, key=lambda one: (one.how == "tested", bool(one.why), one.lengths))
+    return weakest, min(found, key=lambda one: one.size, default=None)
 
 
 def _split_layers(family: Family) -> Iterator[Family]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardmath as sm
@@ -322,7 +322,9 @@ def test_blocks_are_proved_if_they_divide_the_same_pieces() -> None:
     assert found is not None and found.size == 5
 
 
-@given(st.sampled_from([(2, 2), (4, 2), (3, 2), (2, 3)]), st.sampled_from([4, 8, 32]), st.booleans())
+@given(
+    st.sampled_from([(2, 2), (4, 2), (3, 2), (2, 3)]), st.sampled_from([4, 8, 32]), st.booleans()
+)
 def test_legal_sizes_are_those_at_which_no_block_is_cut(sizes, block: int, fsdp: bool) -> None:
     mesh = sm.Mesh(dp=sizes[0], tp=sizes[1])
     spec = "(tp dp n) k" if fsdp else "(tp~ n) k"

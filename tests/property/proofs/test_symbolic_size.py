@@ -185,7 +185,7 @@ def test_ranks_hold_each_element_once(sizes: tuple[int, ...], spec: str) -> None
             z3.Or(stop <= begin, end <= start)
             for (start, stop), (begin, end) in itertools.combinations(spans, 2)
         ]
-        inside = [z3.And(0 <= start, start < stop, stop <= N) for start, stop in spans]
+        inside = [z3.And(start >= 0, start < stop, stop <= N) for start, stop in spans]
         # Disjoint ranges inside of n that have n positions are all of n.
         assert smallest_against(z3.And(total == N, *apart, *inside)) is None
     assert paths > 1
@@ -193,9 +193,7 @@ def test_ranks_hold_each_element_once(sizes: tuple[int, ...], spec: str) -> None
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2)])
-def test_where_two_readings_differ(
-    sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_two_readings_differ(sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The sizes that DTensor's reading gives against those that FSDP2 stores, by paths of both."""
     mesh = sm.Mesh(dp=sizes[0], tp=sizes[1])
     lengths = []
@@ -220,4 +218,3 @@ def test_where_two_readings_differ(
     )
     found = verdict.counterexample
     assert min(smallest, default=None) == (None if found is None else found.size)
-
