@@ -96,9 +96,9 @@ if TYPE_CHECKING:
     from shardmath.plans.relabeling.relabeling import Relabeling as Relabeling
     from shardmath.plans.relabeling.relabeling import relabel
     from shardmath.plans.transfers import Transfer
-    from shardmath.proofs.every_size import Verdict as Verdict
-    from shardmath.proofs.every_size import prove, prove_equivalent
     from shardmath.proofs.simulate import simulate
+    from shardmath.proofs.sizes.prove import prove, prove_equivalent
+    from shardmath.proofs.sizes.verdict import Verdict as Verdict
     from shardmath.proofs.verify import verify
     from shardmath.values.amaxes.amaxes import Amaxes as Amaxes
     from shardmath.values.amaxes.amaxes import plan_amaxes as plan_amaxes
@@ -120,7 +120,7 @@ LATE = {
     "Topology": "plans.flows.topology",
     "Transfer": "plans.plan",
     "Transposed": "plans.adjoint",
-    "Verdict": "proofs.every_size",
+    "Verdict": "proofs.sizes.verdict",
     "adjoint": "plans.adjoint",
     "certify": "plans.programs.certify",
     "crossing_bytes": "plans.programs.certify",
@@ -129,8 +129,8 @@ LATE = {
     "explore": "display.explorer.page",
     "from_holdings": "layouts.fitting",
     "plan": "plans.plan",
-    "prove": "proofs.every_size",
-    "prove_equivalent": "proofs.every_size",
+    "prove": "proofs.sizes.prove",
+    "prove_equivalent": "proofs.sizes.prove",
     "recognize": "plans.collectives.collective",
     "refit": "models.refits.refit",
     "relabel": "plans.relabeling.relabeling",

@@ -152,16 +152,13 @@ def _prove(argv: Sequence[str]) -> int:
     if (given.dst_mesh is None) != (given.dst is None) or (given.equivalent and not given.dst):
         parser.error("give a mesh and a layout, or two of each")
     # Only this command needs these proofs.
-    from shardmath.proofs.every_size import prove, prove_equivalent
+    from shardmath.proofs.sizes.prove import prove, prove_equivalent
 
     with working("proving"):
-        layouts = []
-        for mesh_text, text in ((given.mesh, given.layout), (given.dst_mesh, given.dst)):
-            if text is not None:
-                mesh = parse_mesh(mesh_text)
-                shape = given.shape or (0,) * count_dimensions(text, mesh.shape)
-                layouts.append(Layout(shape, mesh, text))
-        verdict = prove_equivalent(*layouts) if given.equivalent else prove(*layouts)
+        layouts = [_read_example(given.mesh, given.layout, given.shape)]
+        if given.dst is not None:
+            layouts.append(_read_example(given.dst_mesh, given.dst, given.shape))
+        verdict = (prove_equivalent if given.equivalent else prove)(*layouts)
     if given.json:
         found = verdict.counterexample
         facts = {
@@ -174,6 +171,12 @@ def _prove(argv: Sequence[str]) -> int:
     else:
         print(verdict)
     return 0 if verdict.counterexample is None else 1
+
+
+def _read_example(mesh_text: str, text: str, shape: tuple[int, ...] | None) -> Layout:
+    """The layout of this shape, or of one with as many dimensions as the text has, whose sizes do not matter."""
+    mesh = parse_mesh(mesh_text)
+    return Layout(shape or (0,) * count_dimensions(text, mesh.shape), mesh, text)
 
 
 def _add_sides(parser: argparse.ArgumentParser) -> None:

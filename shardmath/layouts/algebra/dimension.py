@@ -198,7 +198,7 @@ def divide_lengths(stages: Iterable[Stage], lengths: Ints) -> tuple[Ints, Ints]:
     of shape (lengths, coordinates, pieces). Coordinates on the mesh axes of the stages are in row-major order; pieces
     are in the order in which a rank holds them, and may be empty.
 
-    The meaning is that of `Field.runs`, for all ranks and lengths at once; the stages must be counted (`is_counted`).
+    `Field.runs` returns the same for one rank and one length. The stages must be counted (`is_counted`).
     """
     sizes = lengths[:, None, None]
     starts = np.zeros_like(sizes)

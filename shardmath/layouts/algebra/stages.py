@@ -243,7 +243,7 @@ def cut_lengths(stage: Stage, lengths: Ints) -> tuple[Ints, Ints]:
     two arrays of shape (lengths, coordinates, pieces). Coordinates on the mesh axes of the cuts are in row-major order,
     and so are a rank's pieces, which may be empty.
 
-    The meaning is that of `stage_runs`, for all ranks and lengths at once; the stage must be counted (`is_counted`).
+    `stage_runs` returns the same for one rank and one length. The stage must be counted (`is_counted`).
 
     >>> fsdp = (Digit(Chunks(2), ("tp",), (2,)), Digit(Chunks(4), ("dp",), (4,)))
     >>> cut_lengths(fsdp, np.array([9]))[1][0, :, 0].tolist()

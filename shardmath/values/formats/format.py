@@ -21,7 +21,7 @@ from shardmath.base.errors import FormatError
 from shardmath.base.moved import former_attributes
 from shardmath.base.text import plural, shown
 from shardmath.layouts.layout import Layout
-from shardmath.proofs.lengths import Lengths
+from shardmath.proofs.sizes.lengths import Lengths
 from shardmath.values.formats.blocks import Blocks, Index, Sliced, label, read_shape
 from shardmath.values.formats.elements import describe_type
 from shardmath.values.formats.floats import Codes, Float, Floats, decode, encode

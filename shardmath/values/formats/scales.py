@@ -32,8 +32,8 @@ from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs, Segment
 from shardmath.layouts.fitting import fit
 from shardmath.layouts.layout import Layout, intern
-from shardmath.proofs.every_size import MOST_CELLS, read_family
-from shardmath.proofs.lengths import Lengths
+from shardmath.proofs.sizes.family import MOST_CELLS, read_family
+from shardmath.proofs.sizes.lengths import Lengths
 from shardmath.values.formats.blocks import Blocks, label
 
 __all__ = ["find_uncut", "lay_blocks", "list_stretches", "pad_parts", "spread_last"]

@@ -16,8 +16,8 @@ from shardmath.layouts.algebra.dimension import Dimension, Field, cells, divide_
 from shardmath.layouts.algebra.runs import from_ranges
 from shardmath.layouts.algebra.stages import Digit, canonical_stages, list_coordinates
 from shardmath.layouts.layout import intern
-from shardmath.proofs.every_size import prove, prove_equivalent
-from shardmath.proofs.settling import grow
+from shardmath.proofs.sizes.prove import prove, prove_equivalent
+from shardmath.proofs.sizes.settling import grow
 from tests.property.drawn.parametric import held, smallest_difference
 
 

@@ -32,17 +32,13 @@ class Lengths:
     def of(cls, members: Sequence[bool], *, settled: int, period: int) -> Lengths:
         """Make the set of which the length n is a member if `members[n]`; from `settled` on membership has this
         `period`. There must be `settled + period` members or more; the description is the shortest."""
-        repeated = [bool(members[settled + (n - settled) % period]) for n in range(period)]
-        shortest = next(
-            short
-            for short in range(1, period + 1)
-            if period % short == 0 and repeated == repeated[:short] * (period // short)
-        )
-        while settled and bool(members[settled - 1]) == repeated[(settled - 1) % shortest]:
+        flags = list(map(bool, members))
+        repeated = [flags[settled + (n - settled) % period] for n in range(period)]
+        period = _shorten(repeated)
+        while settled and flags[settled - 1] == repeated[(settled - 1) % period]:
             settled -= 1
-        first = tuple(n for n in range(settled) if members[n])
-        remainders = tuple(n for n in range(shortest) if repeated[n])
-        return cls(first, settled, shortest, remainders)
+        first = _indices(flags[:settled])
+        return cls(first, settled, period, _indices(repeated[:period]))
 
     def __contains__(self, n: int) -> bool:
         if n < self.settled:
@@ -50,22 +46,30 @@ class Lengths:
         return n % self.period in self.remainders
 
     def __str__(self) -> str:
-        words = []
-        # A length that the rule below names too is not said twice.
-        alone = [n for n in self.first if n % self.period not in self.remainders]
-        if alone:
-            words.append(f"n = {_list(alone)}")
-        lost = [
-            n
-            for n in range(self.settled)
-            if n % self.period in self.remainders and n not in self.first
-        ]
+        # Below `settled`, what the rule about remainders says of a length may be wrong, in both directions.
+        ruled = [n for n in range(self.settled) if n % self.period in self.remainders]
+        added = [n for n in self.first if n not in ruled]
+        lost = [n for n in ruled if n not in self.first]
+        words = [f"n = {_list(added)}"] if added else []
         if self.remainders:
-            rule = "every n"
-            if self.period > 1:
-                rule = f"every n with n mod {self.period} = {_list(self.remainders)}"
-            words.append(rule + (f" but {_list(lost)}" if lost else ""))
+            but = f" but {_list(lost)}" if lost else ""
+            words.append(f"every n{self._word_remainders()}{but}")
         return ", and ".join(words) or "no n"
+
+    def _word_remainders(self) -> str:
+        return "" if self.period == 1 else f" with n mod {self.period} = {_list(self.remainders)}"
+
+
+def _indices(flags: Sequence[bool]) -> tuple[int, ...]:
+    """The indices of the flags that are set."""
+    return tuple(n for n, flag in enumerate(flags) if flag)
+
+
+def _shorten(flags: list[bool]) -> int:
+    """The shortest period of flags that repeat."""
+    count = len(flags)
+    divisors = (n for n in range(1, count + 1) if count % n == 0)
+    return next(n for n in divisors if flags == flags[:n] * (count // n))
 
 
 def _list(numbers: Sequence[int]) -> str:
