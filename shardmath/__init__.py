@@ -97,6 +97,8 @@ if TYPE_CHECKING:
     from shardmath.plans.relabeling.relabeling import relabel
     from shardmath.plans.transfers import Transfer
     from shardmath.proofs.simulate import simulate
+    from shardmath.proofs.sizes.prove import prove, prove_equivalent
+    from shardmath.proofs.sizes.verdict import Verdict as Verdict
     from shardmath.proofs.verify import verify
     from shardmath.values.amaxes.amaxes import Amaxes as Amaxes
     from shardmath.values.amaxes.amaxes import plan_amaxes as plan_amaxes
@@ -118,6 +120,7 @@ LATE = {
     "Topology": "plans.flows.topology",
     "Transfer": "plans.plan",
     "Transposed": "plans.adjoint",
+    "Verdict": "proofs.sizes.verdict",
     "adjoint": "plans.adjoint",
     "certify": "plans.programs.certify",
     "crossing_bytes": "plans.programs.certify",
@@ -126,6 +129,8 @@ LATE = {
     "explore": "display.explorer.page",
     "from_holdings": "layouts.fitting",
     "plan": "plans.plan",
+    "prove": "proofs.sizes.prove",
+    "prove_equivalent": "proofs.sizes.prove",
     "recognize": "plans.collectives.collective",
     "refit": "models.refits.refit",
     "relabel": "plans.relabeling.relabeling",
@@ -257,6 +262,8 @@ __all__ = [
     "plan",
     "Plan",
     "Transfer",
+    "prove",
+    "prove_equivalent",
     "verify",
     "simulate",
     "adjoint",

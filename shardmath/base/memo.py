@@ -26,11 +26,11 @@ import sys
 from collections.abc import Callable, Collection
 from itertools import islice
 from time import perf_counter
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
-__all__ = ["clear_caches", "memo", "weight"]
+__all__ = ["Cache", "add_cache", "clear_caches", "memo", "weight"]
 
 MOST_BYTES = 512 << 20
 """The most that all caches may weigh together."""
@@ -85,7 +85,21 @@ class _Account:
         self.nbytes = 0
 
 
+class Cache(Protocol):
+    """What `clear_caches` empties."""
+
+    def empty(self) -> None:
+        """Drop all that is kept."""
+        ...
+
+
 _accounts: list[_Account] = []
+_others: list[Cache] = []
+
+
+def add_cache(cache: Cache) -> None:
+    """Let `clear_caches` also empty `cache`, which takes little memory of its own."""
+    _others.append(cache)
 
 
 def memo(most: int = 4096) -> Callable[[Callable[..., _R]], _Wrapper[_R]]:
@@ -119,8 +133,8 @@ def clear_caches() -> None:
     Caches only save time: results are the same without them. Process groups and compiled moves, which
     ranks made together, are kept, since a single rank cannot drop them.
     """
-    for account in _accounts:
-        account.empty()
+    for cache in (*_accounts, *_others):
+        cache.empty()
 
 
 def weight(value: object) -> int:

@@ -74,6 +74,7 @@ SUMMARIES = {
     "buffers": "lay out a model's flat buffers, and show them",
     "formats": "list the quantized formats, their scales and where they may be cut",
     "plan": "plan a move between two layouts, prove it, and print who sends what",
+    "prove": "decide for all sizes whether a layout or a move loses nothing",
     "refit": "move a model's weights between local processes, and check every byte",
     "show": "print what each rank holds of a layout",
     "trace": "merge the traces of a move's ranks into one file, and draw it",

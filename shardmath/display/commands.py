@@ -23,6 +23,7 @@ from shardmath.display.explorer.question import parse_shape
 from shardmath.display.pictures.drawing import svg
 from shardmath.display.pictures.text import show
 from shardmath.layouts.layout import Layout
+from shardmath.layouts.notation import count_dimensions
 from shardmath.models.systems.rules import parse_mesh
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan, plan
@@ -131,6 +132,53 @@ def _verify(argv: Sequence[str]) -> int:
     return 0
 
 
+def _prove(argv: Sequence[str]) -> int:
+    """Decide for all sizes whether ranks hold each element once, or whether a move brings each element exactly once.
+    The exit status is 1 if there is a size at which it is false."""
+    parser = make_parser("prove", _prove.__doc__)
+    parser.add_argument("mesh", help='axes and sizes: "dp=4 tp=2"')
+    parser.add_argument("layout", help='notation: "(tp dp n) h"')
+    parser.add_argument("dst_mesh", nargs="?", help="axes and sizes of a second layout")
+    parser.add_argument("dst", nargs="?", help="the second layout: the destination of a move")
+    parser.add_argument(
+        "--equivalent",
+        action="store_true",
+        help="decide whether both layouts give every rank the same elements",
+    )
+    shape_help = "global shape, for dimensions that have one size only: 12,4"
+    parser.add_argument("--shape", type=_read_shape, help=shape_help)
+    add_json(parser)
+    given = parser.parse_args(argv)
+    if (given.dst_mesh is None) != (given.dst is None) or (given.equivalent and not given.dst):
+        parser.error("give a mesh and a layout, or two of each")
+    # Only this command needs these proofs.
+    from shardmath.proofs.sizes.prove import prove, prove_equivalent
+
+    with working("proving"):
+        layouts = [_read_example(given.mesh, given.layout, given.shape)]
+        if given.dst is not None:
+            layouts.append(_read_example(given.dst_mesh, given.dst, given.shape))
+        verdict = (prove_equivalent if given.equivalent else prove)(*layouts)
+    if given.json:
+        found = verdict.counterexample
+        facts = {
+            "proved": verdict.proved,
+            "law": verdict.law,
+            "dimensions": [dim._asdict() for dim in verdict.dims],
+            "counterexample": None if found is None else found._asdict(),
+        }
+        print_json("prove", facts)
+    else:
+        print(verdict)
+    return 0 if verdict.counterexample is None else 1
+
+
+def _read_example(mesh_text: str, text: str, shape: tuple[int, ...] | None) -> Layout:
+    """The layout of this shape, or of one with as many dimensions as the text has, whose sizes do not matter."""
+    mesh = parse_mesh(mesh_text)
+    return Layout(shape or (0,) * count_dimensions(text, mesh.shape), mesh, text)
+
+
 def _add_sides(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what moves."""
     parser.add_argument("src_mesh", help='axes and sizes of the source: "tp=4"')
@@ -225,6 +273,7 @@ BUILT_IN: dict[str, Command] = {
     "show": _show,
     "formats": _list_formats,
     "plan": _plan,
+    "prove": _prove,
     "trace": _merge_traces,
     "verify": _verify,
 }

@@ -38,7 +38,7 @@ from shardmath.layouts.placement import OPS
 from shardmath.layouts.reader import Axes, LayoutReader, Rules, Token, join_names
 from shardmath.layouts.words import WrittenDigit, make_field
 
-__all__ = ["Partials", "Rules", "pad", "parse"]
+__all__ = ["Partials", "Rules", "count_dimensions", "pad", "parse"]
 
 Partials: TypeAlias = tuple[tuple[str, str], ...]
 """(mesh axis, operation), in mesh order."""
@@ -64,6 +64,12 @@ def parse(
             "write a name or (a group) per dimension, then {sum: axes} for Partial axes",
         )
     return tuple(dims), tuple((name, ops[name]) for name in axes if name in ops)
+
+
+def count_dimensions(text: str, axes: Axes) -> int:
+    """Return how many dimensions `text`, the notation of a layout over the mesh axes `axes`, names; `...` counts as
+    none. Raises NotationError for a character that no layout has."""
+    return _count_named(LayoutReader(text, (), axes, {}).tokens)
 
 
 def _read_dims(reader: LayoutReader) -> list[Dimension]:

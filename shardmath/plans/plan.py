@@ -27,15 +27,17 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardmath.base.arguments import as_integer
 from shardmath.base.digest import digest
 from shardmath.base.drawn import html, page, svg
 from shardmath.base.errors import PlanError
+from shardmath.base.memo import add_cache
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
 from shardmath.layouts.holdings import Windows, count_stored
@@ -125,7 +127,7 @@ def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
 
 
 @public
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
 class Plan:
     """All transfers that take tensors from their source layouts to their destination layouts; made by `plan`.
 
@@ -246,6 +248,59 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
             f"window={window!r} is not a bool; "
             f"give True if the destination may hold less than the tensors, or False"
         )
+    asked = _Asked(src, dst, topology, window)
+    known = _last.get(asked)
+    if known is None:
+        known = _make_plan(*asked)
+        _last.keep(asked, known)
+    return known
+
+
+class _Asked(NamedTuple):
+    """The arguments of `plan`."""
+
+    src: Side
+    dst: Side
+    topology: Topology | None
+    window: bool
+
+
+class _Last:
+    """The last plan and what it was made of, as long as a caller keeps the plan: trainers plan the same move again.
+
+    Comparing the layouts of tens of thousands of tensors, which are interned, takes a hundredth of planning them.
+    """
+
+    def __init__(self) -> None:
+        self._made: tuple[_Asked, weakref.ref[Plan]] | None = None
+
+    def get(self, asked: _Asked) -> Plan | None:
+        """Return the last plan if it was made of equal arguments and still exists, else None."""
+        made = self._made
+        return made[1]() if made is not None and made[0] == asked else None
+
+    def keep(self, asked: _Asked, made: Plan) -> None:
+        """Make `made` the last plan."""
+        # Copies, since the caller may change a dict later.
+        src, dst = (dict(side) if isinstance(side, Mapping) else side for side in asked[:2])
+        self._made = asked._replace(src=src, dst=dst), weakref.ref(made, self._forget)
+
+    def empty(self) -> None:
+        """Forget the last plan."""
+        self._made = None
+
+    def _forget(self, plan: weakref.ref[Plan]) -> None:
+        made = self._made
+        if made is not None and made[1] is plan:
+            self._made = None
+
+
+_last = _Last()
+add_cache(_last)
+
+
+def _make_plan(src: Side, dst: Side, topology: Topology | None, window: bool) -> Plan:
+    """The plan, made from its arguments, which were checked."""
     src_by_name, dst_by_name = pair_by_name(src, dst)
     names = sorted(src_by_name)
     source = list_windows(names, src_by_name)

@@ -10,6 +10,7 @@ In reading order:
 - `program_proof`: proof that a program delivers what its plan promises, without deadlock;
 - `part_proof`: proof that the messages that ranks post, round by round, are the plan's;
 - `claims`: proof of transfers made by other code, transfer by transfer;
+- `sizes`: laws of layouts, decided for all sizes of a tensor by finitely many;
 - `simulate`: the meaning of a plan or program, in numpy;
 - `verify`: the proof of a plan, a program, or a list of transfers.
 """

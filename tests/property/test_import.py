@@ -82,7 +82,7 @@ print(*(name for name in found if name.startswith("shardmath")))
 @pytest.mark.parametrize(
     ("statement", "most", "without"),
     [
-        ("from shardmath.layouts.layout import Layout", 21, ("shardmath.plans",)),
+        ("from shardmath.layouts.layout import Layout", 22, ("shardmath.plans",)),
         (
             "from shardmath.plans.plan import plan",
             42,

@@ -27,6 +27,7 @@ COMMANDS = {
     "plan_without_nodes": ["plan", *SIDES, "--json"],
     "verify": ["verify", *SIDES, "--json"],
     "formats": ["formats", "--json"],
+    "prove": ["prove", "dp=4 tp=2", "(tp dp n) h", "--json"],
     "error": ["show", "tp=2", "9,4", "(ep n) h", "--json"],
 }
 
@@ -101,7 +102,15 @@ def test_bash_completes_commands_and_options(capsys: pytest.CaptureFixture[str])
     assert cli.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert complete(script, "pl") == ["plan"]
-    assert set(complete(script, "")) >= {"show", "plan", "verify", "explore", "formats", "trace"}
+    assert set(complete(script, "")) >= {
+        "show",
+        "plan",
+        "prove",
+        "verify",
+        "explore",
+        "formats",
+        "trace",
+    }
     assert complete(script, "plan", "--no") == ["--nodes"]
     assert complete(script, "show", "--") == ["--help", "--dtype", "--svg", "--json"]
     assert complete(script, "trace", "/etc/host") != []

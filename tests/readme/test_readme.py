@@ -226,6 +226,7 @@ def test_subcommands_exist() -> None:
         "verify",
         "show",
         "plan",
+        "prove",
         "formats",
         "buffers",
         "refit",

@@ -18,6 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlacementError
 from shardmath.base.memo import memo
 from shardmath.layouts.algebra.cuts import Sizes, UserCut
@@ -27,13 +30,14 @@ from shardmath.layouts.algebra.stages import (
     Stage,
     canonical_stages,
     check_stage,
+    cut_lengths,
     list_coordinates,
     stage_axes,
     stage_cells,
     stage_runs,
 )
 
-__all__ = ["Dimension", "Field", "cells", "divided", "lengths_at"]
+__all__ = ["Dimension", "Field", "cells", "divide_lengths", "divided", "lengths_at"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +191,29 @@ def _field_cells(size: int, stages: tuple[Stage, ...]) -> list[Runs]:
         parts = {n: stage_cells(stage, n) for n in lengths}
         held = [compose(part, runs) for runs in held for part in parts[len(runs)]]
     return held
+
+
+def divide_lengths(stages: Iterable[Stage], lengths: Ints) -> tuple[Ints, Ints]:
+    """Return the starts and the sizes of the pieces that ranks hold of each of `lengths` after `stages`, as two arrays
+    of shape (lengths, coordinates, pieces). Coordinates on the mesh axes of the stages are in row-major order; pieces
+    are in the order in which a rank holds them, and may be empty.
+
+    `Field.runs` returns the same for one rank and one length. The stages must be counted (`is_counted`).
+    """
+    sizes = lengths[:, None, None]
+    starts = np.zeros_like(sizes)
+    for stage in stages:
+        n, coordinates, pieces = sizes.shape
+        stops = sizes.cumsum(2)
+        # Each part of what a rank holds, against each piece that the rank has of the whole.
+        begin, size = cut_lengths(stage, stops[:, :, -1].ravel())
+        parts, ranges = size.shape[1:]
+        begin, size = (held.reshape(n, coordinates, parts, ranges, 1) for held in (begin, size))
+        piece = (slice(None), slice(None), None, None)
+        local = (stops - sizes)[piece]
+        low = np.maximum(begin, local)
+        high = np.minimum(begin + size, stops[piece])
+        shape = n, coordinates * parts, ranges * pieces
+        starts = (starts[piece] + low - local).reshape(shape)
+        sizes = np.maximum(high - low, 0).reshape(shape)
+    return starts, sizes

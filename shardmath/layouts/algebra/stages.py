@@ -17,8 +17,11 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
+import numpy as np
+
+from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlacementError
 from shardmath.layouts.algebra.cuts import (
     BalancedChunks,
@@ -40,6 +43,8 @@ __all__ = [
     "Stage",
     "canonical_stages",
     "check_stage",
+    "cut_lengths",
+    "is_counted",
     "list_coordinates",
     "pieces_runs",
     "stage_axes",
@@ -218,9 +223,60 @@ def stage_cells(stage: Stage, length: int) -> list[Runs]:
         if digit.axes and isinstance(cut, Chunks | BalancedChunks | Sizes):
             count = math.prod(digit.sizes)
             return _single_digit_cells(cut, length, count)
+    elif stage and is_counted(stage) and all(digit.axes for digit in stage):
+        # Every rank keeps one piece, and arrays give the pieces of all ranks at once.
+        starts, sizes = cut_lengths(stage, np.array([length]))
+        return list(map(_piece_runs, starts.ravel().tolist(), sizes.ravel().tolist()))
     axes = stage_axes(stage)
     points = list_coordinates(axes)
     return [stage_runs(stage, length, coords) for coords in points]
+
+
+def is_counted(stage: Stage) -> bool:
+    """Return whether each digit of `stage` cuts every piece into the same number of ranges, whatever its length: only
+    `cut_lengths` of such a stage is defined."""
+    return all(isinstance(digit.cut, Chunks | BalancedChunks) for digit in stage)
+
+
+def cut_lengths(stage: Stage, lengths: Ints) -> tuple[Ints, Ints]:
+    """Return the starts and the sizes of the pieces that ranks keep of each of `lengths` after all cuts of `stage`, as
+    two arrays of shape (lengths, coordinates, pieces). Coordinates on the mesh axes of the cuts are in row-major order,
+    and so are a rank's pieces, which may be empty.
+
+    `stage_runs` returns the same for one rank and one length. The stage must be counted (`is_counted`).
+
+    >>> fsdp = (Digit(Chunks(2), ("tp",), (2,)), Digit(Chunks(4), ("dp",), (4,)))
+    >>> cut_lengths(fsdp, np.array([9]))[1][0, :, 0].tolist()
+    [2, 2, 1, 0, 1, 1, 1, 1]
+    """
+    sizes = lengths[:, None, None]
+    starts = np.zeros_like(sizes)
+    for digit in stage:
+        cut = cast(Chunks | BalancedChunks, digit.cut)
+        offsets, sizes = _cut_sizes(cut, sizes[..., None])
+        starts = starts[..., None] + offsets
+        n, coordinates, pieces, parts = sizes.shape
+        if digit.axes:
+            # Which part a rank keeps is its coordinate, so the last dimension goes before the pieces.
+            shape = n, coordinates * parts, pieces
+            starts = starts.swapaxes(2, 3).reshape(shape)
+            sizes = sizes.swapaxes(2, 3).reshape(shape)
+        else:
+            shape = n, coordinates, pieces * parts
+            starts = starts.reshape(shape)
+            sizes = sizes.reshape(shape)
+    return starts, sizes
+
+
+def _cut_sizes(cut: Chunks | BalancedChunks, sizes: Ints) -> tuple[Ints, Ints]:
+    """The offsets and sizes of all parts of pieces of these sizes, along the last dimension."""
+    number = np.arange(cut.parts)
+    if isinstance(cut, BalancedChunks):
+        step, extra = np.divmod(sizes, cut.parts)
+        return number * step + np.minimum(number, extra), step + (number < extra)
+    step = -(-sizes // cut.parts)
+    offsets = np.minimum(sizes, number * step)
+    return offsets, np.minimum(sizes - offsets, step)
 
 
 def _single_digit_cells(cut: Interval, length: int, count: int) -> list[Runs]:

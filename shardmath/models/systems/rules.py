@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from shardmath.base.arguments import as_integer, instance, listed, mapping
 from shardmath.base.arguments import text as plain
 from shardmath.base.errors import MeshError, NotationError, ShardError
-from shardmath.base.text import plural, shown
+from shardmath.base.text import shown
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.styles import KINDS, fits
@@ -217,10 +217,12 @@ def _explain_idle(side: Side, rule: Rule, names: list[str]) -> NotationError:
     if taken:
         what = f"rule {pattern!r} is idle: an earlier rule takes {taken[0]!r} and all else that it matches"
         return NotationError(what, str(side), position, "move it before that rule, or remove it")
-    near = difflib.get_close_matches(pattern, [*KINDS, *names], n=1, cutoff=0.5)
+    near = difflib.get_close_matches(
+        pattern, [word for word in (*KINDS, *names) if word != pattern], n=1, cutoff=0.5
+    )
     hint = f"did you mean {near[0]!r}? " if near else ""
     some = names[:3] + ["..."] * (len(names) > 3)
-    what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({', '.join(some)})"
+    what = f"rule {pattern!r} matches no tensor of {len(names)} ({', '.join(some)})"
     kinds = ", ".join(KINDS)
     fix = f"{hint}write a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"
     return NotationError(what, str(side), position, fix)

@@ -21,10 +21,11 @@ from shardmath.base.errors import FormatError
 from shardmath.base.moved import former_attributes
 from shardmath.base.text import plural, shown
 from shardmath.layouts.layout import Layout
+from shardmath.proofs.sizes.lengths import Lengths
 from shardmath.values.formats.blocks import Blocks, Index, Sliced, label, read_shape
 from shardmath.values.formats.elements import describe_type
 from shardmath.values.formats.floats import Codes, Float, Floats, decode, encode
-from shardmath.values.formats.scales import lay_blocks, pad_parts
+from shardmath.values.formats.scales import find_uncut, lay_blocks, pad_parts
 from shardmath.values.formats.windows import Window, make_window
 
 __all__ = ["Array", "Format", "Part", "read_array", "read_choice", "read_flag"]
@@ -201,6 +202,21 @@ class Format(ABC):
             shared = duplicated and i > 0
             layouts.append(lay_blocks(layout, part.blocks, dtype, what, name, duplicated=shared))
         return tuple(layouts)
+
+    def legal_sizes(self, layout: Layout) -> tuple[Lengths, ...]:
+        """Return, for each dimension, the set of all its lengths at which no rank cuts a block (numbers that share a
+        scale) if the tensor is divided as `layout` divides it, whose sizes are examples.
+
+        Raises FormatError for a dimension of which this is not known, such as one that a custom placement divides.
+
+        >>> from shardmath import Layout, Mesh
+        >>> from shardmath.formats import FP8Blocks
+        >>> n, k = FP8Blocks().legal_sizes(Layout((256, 512), Mesh(tp=2), "(tp n) k"))
+        >>> print(f"{n}; {k}")
+        n = 1, and every n with n mod 256 = 0 or 255; every n
+        """
+        blocks = self.parts[1].blocks.per_dimension(layout.ndim)
+        return tuple(map(find_uncut, layout.dims, blocks))
 
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False

@@ -32,9 +32,11 @@ from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs, Segment
 from shardmath.layouts.fitting import fit
 from shardmath.layouts.layout import Layout, intern
+from shardmath.proofs.sizes.family import MOST_CELLS, read_family
+from shardmath.proofs.sizes.lengths import Lengths
 from shardmath.values.formats.blocks import Blocks, label
 
-__all__ = ["lay_blocks", "list_stretches", "pad_parts", "spread_last"]
+__all__ = ["find_uncut", "lay_blocks", "list_stretches", "pad_parts", "spread_last"]
 
 
 class _BadCut(NamedTuple):
@@ -158,6 +160,28 @@ def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
                 if cut % block and cut != dim.size:
                     return _BadCut(cell, start, stop, cut)
     return None
+
+
+def find_uncut(dim: Dimension, block: int | None) -> Lengths:
+    """Return the set of all lengths of a dimension, divided as `dim` is, at which no part of it begins or ends inside
+    a block of `block` positions; None stands for the whole dimension.
+
+    Raises FormatError if not all lengths can be decided.
+    """
+    if block is None or block == 1:
+        return Lengths.of([True], settled=0, period=1)
+    family = read_family(dim)
+    if family.growth is None or not family.is_counted:
+        why = family.why or "it does not have the same number of cuts at every length"
+        raise FormatError(f"{dim} is not known at all lengths: {why}; try the shapes that you have")
+    # Every border moves by the same number in each period, so its place in a block repeats after this many periods.
+    settled = family.growth.settled
+    period = family.growth.period * block
+    if (settled + period) * family.coordinates > MOST_CELLS:
+        what = f"{settled + period} lengths would decide, more than can be tried"
+        raise FormatError(f"{what}; try the shapes that you have")
+    members = [_find_bad_cut(family.at(n), block) is None for n in range(settled + period)]
+    return Lengths.of(members, settled=settled, period=period)
 
 
 def _word_bad_cut(layout: Layout, what: str, block: int, d: int, bad: _BadCut) -> str:

@@ -9,7 +9,7 @@
 ['fc1.bias', 'fc2.weight']
 >>> choose({"fc3.weight": Cast("bfloat16")}, ["fc2.weight", "fc1.weight"])
 Traceback (most recent call last):
-shardmath.PlanError: rule 'fc3.weight' matches none of the 2 tensors (fc2.weight, fc1.weight); \
+shardmath.PlanError: rule 'fc3.weight' matches no tensor of 2 (fc2.weight, fc1.weight); \
 did you mean 'fc2.weight'? \
 write a kind (column, row, vocab, replicate) or a glob on the whole name (*.q_proj.weight)
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from shardmath.base.arguments import mapping, text
 from shardmath.base.errors import PlanError
-from shardmath.base.text import plural, shown
+from shardmath.base.text import shown
 from shardmath.layouts.holdings import LayoutOrWindows
 from shardmath.layouts.styles import KINDS, fits
 from shardmath.plans.groups import Side, check_names, key_by_name
@@ -150,8 +150,9 @@ def _word_idle(pattern: str, names: Sequence[str]) -> str:
             what = f"rule {pattern!r} is never used: earlier rules match {name!r} and all else it matches"
             return f"{what}; move it before them, or remove it"
     examples = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-    closest = get_close_matches(pattern, [*KINDS, *names], n=1, cutoff=0.5)
+    others = [word for word in (*KINDS, *names) if word != pattern]
+    closest = get_close_matches(pattern, others, n=1, cutoff=0.5)
     hint = f"did you mean {closest[0]!r}? " if closest else ""
-    what = f"rule {pattern!r} matches none of the {plural(names, 'tensor')} ({examples})"
+    what = f"rule {pattern!r} matches no tensor of {len(names)} ({examples})"
     kinds = ", ".join(KINDS)
     return f"{what}; {hint}write a kind ({kinds}) or a glob on the whole name (*.q_proj.weight)"

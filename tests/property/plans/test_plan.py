@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from shardmath import Layout, Mesh, PlanError, Shard, StridedShard, Transfer, plan, testing
+from shardmath import (
+    Layout,
+    Mesh,
+    PlanError,
+    Shard,
+    StridedShard,
+    Topology,
+    Transfer,
+    clear_caches,
+    plan,
+    testing,
+)
 from shardmath.layouts.edits import relabeled, window
 
 TP2, TP4 = Mesh(tp=2), Mesh(tp=4, ranks=range(4, 8))
@@ -360,3 +373,26 @@ def test_loads_are_python_integers() -> None:
     t = next(iter(p.transfers()))
     flat = [t.src_rank, t.nbytes, *t.shape, *(x for s in t.src_slices for x in (s.start, s.stop))]
     assert all(type(x) is int for x in flat) and not any(isinstance(x, np.integer) for x in flat)
+
+
+def test_the_last_plan_is_kept_as_long_as_its_caller_keeps_it() -> None:
+    mesh, other = Mesh(tp=2), Mesh(tp=2, ranks=[2, 3])
+    src = {name: Layout((4, 2), mesh, "(tp n) h") for name in "ab"}
+    dst = {name: Layout((4, 2), other, "n (tp h)") for name in "ab"}
+    first = plan(src, dst)
+    assert plan(dict(src), dst) is first
+    topology = Topology(ranks_per_node=2)
+    assert plan(src, dst, topology=topology) is not first
+    assert plan(src, dst) is not first  # only the last call counts
+    kept = plan(src, dst)
+    src["b"] = Layout((4, 2), mesh, "n (tp h)")
+    changed = plan(src, dst)
+    assert changed is not kept and changed != kept
+    clear_caches()
+    assert plan(src, dst) is not changed
+    alone = plan(src["a"], dst["a"])
+    gone = weakref.ref(alone)
+    assert plan(src["a"], dst["a"]) is alone
+    del alone
+    gc.collect()
+    assert gone() is None

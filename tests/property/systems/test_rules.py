@@ -210,12 +210,12 @@ def test_text_that_is_no_side(text: str, at: str, what: str) -> None:
         (
             "tp=2: colunm (tp n) ...",
             "colunm",
-            ["'colunm' matches none of the 7", "did you mean 'column'?"],
+            ["'colunm' matches no tensor of 7", "did you mean 'column'?"],
         ),
         (
             "tp=2: column (tp n) ...; *.qproj.* ...",
             "*.qproj",
-            ["'*.qproj.*' matches none", "a glob on the whole name"],
+            ["'*.qproj.*' matches no tensor", "a glob on the whole name"],
         ),
         ("tp=2: *.weight ...; row h (tp n)", "row", ["'row' is idle", "move it before"]),
         (

@@ -1,0 +1,217 @@
+"""Families: one dimension of a layout at every length, and how many lengths decide about it.
+
+>>> from shardmath.layouts.layout import Layout
+>>> from shardmath.layouts.algebra.mesh import Mesh
+>>> halves = read_family(Layout((8,), Mesh(tp=2), "(tp n)").dims[0])
+>>> halves.growth, halves.at(5).size
+(Growth(period=2, settled=2), 5)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from shardmath.base.arguments import as_integer
+from shardmath.base.arrays import Ints
+from shardmath.base.errors import LayoutError, PlacementError
+from shardmath.base.text import plural
+from shardmath.layouts.algebra.cuts import FixedBlock, Sizes, UserCut
+from shardmath.layouts.algebra.dimension import Dimension, Field, cells
+from shardmath.layouts.algebra.stages import Stage, is_counted
+from shardmath.layouts.layout import Layout
+from shardmath.layouts.placement import Table
+from shardmath.layouts.unparse import free_name
+from shardmath.proofs.sizes.settling import Growth, grow
+from shardmath.proofs.sizes.verdict import Decided
+
+__all__ = [
+    "MOST_CELLS",
+    "Family",
+    "common_size",
+    "count_lengths",
+    "list_blocks",
+    "pair_dimensions",
+    "read_family",
+]
+
+MOST_CELLS = 1 << 21
+"""The most parts of ranks, over all lengths, that one dimension is decided by; seconds of computing."""
+
+TESTED = 256
+"""The lengths of a dimension that are tested if no number of lengths is known to decide."""
+
+
+class Family(NamedTuple):
+    """A dimension at every length, or at its only one: `size`.
+
+    `growth` is None if no number of lengths decides, for the reason `why`; with a growth, `why` is what it relies on.
+    """
+
+    dim: Dimension
+    size: int | None
+    growth: Growth | None
+    why: str = ""
+
+    def at(self, n: int) -> Dimension:
+        """Return the dimension divided in the same way, with length `n`."""
+        if self.size is not None:
+            return self.dim
+        return Dimension(n, (Field(n, self.stages),))
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the dimension's only field."""
+        return self.dim.fields[0].stages
+
+    @property
+    def coordinates(self) -> int:
+        """The number of combinations of coordinates on the mesh axes that divide the dimension."""
+        return math.prod(self.dim.axes.values())
+
+    @property
+    def pieces(self) -> int:
+        """The number of pieces that all coordinates together have, if the cuts are counted."""
+        return grow(self.stages).period
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether `divide_lengths` gives what ranks hold."""
+        return self.size is None and all(map(is_counted, self.stages))
+
+
+def read_family(dim: Dimension) -> Family:
+    """Return `dim` as a Family: the dimension at every length, and what is known of how it grows."""
+    if _has_one_size(dim):
+        return Family(dim, dim.size, None)
+    (only,) = dim.fields
+    cuts = [digit.cut for stage in only.stages for digit in stage]
+    rules = [cut for cut in cuts if isinstance(cut, UserCut)]
+    if not rules:
+        return Family(dim, None, _grow_with_blocks(only.stages))
+    if len(cuts) == 1:
+        return _read_rule(dim, rules[0])
+    return Family(dim, None, None, f"{rules[0].by!r} is combined with other cuts")
+
+
+def _has_one_size(dim: Dimension) -> bool:
+    """Whether padding, listed sizes or a table fix the length of the dimension."""
+    if dim.stored is not None or len(dim.fields) > 1:
+        return True
+    cuts = [digit.cut for stage in dim.fields[0].stages for digit in stage]
+    return any(
+        isinstance(cut, Sizes) or (isinstance(cut, UserCut) and isinstance(cut.by, Table))
+        for cut in cuts
+    )
+
+
+def _grow_with_blocks(stages: tuple[Stage, ...]) -> Growth:
+    """The growth of stages, some of which may end in blocks.
+
+    Blocks of a shorter piece are those of a longer one, cut off. So a piece of twice the first block of a stage, which
+    is the largest, shows all of them.
+    """
+    counted = []
+    period = 1
+    for stage in stages:
+        blocks = [digit.cut.size for digit in stage if isinstance(digit.cut, FixedBlock)]
+        counted.append(tuple(digit for digit in stage if not isinstance(digit.cut, FixedBlock)))
+        period *= math.lcm(*blocks)
+    growth = grow(counted)
+    return Growth(growth.period * period, growth.settled)
+
+
+SEEN = 5
+"""The number of periods over which a declared period is compared with what a placement does."""
+
+
+def _read_rule(dim: Dimension, cut: UserCut) -> Family:
+    """A dimension that one custom placement divides. Its declared period counts if the placement keeps to it."""
+    declared = getattr(cut.by, "period", None)
+    if not callable(declared):
+        return Family(dim, None, None, f"{cut.by!r} declares no period(parts)")
+    what = f"period({cut.parts}) of {cut.by!r}"
+    period = as_integer(declared(cut.parts), what, PlacementError)
+    if period < 1:
+        raise PlacementError(f"{what} is {period}; return a number of positions, 1 or more")
+    family = Family(dim, None, Growth(period, period), f"borders of {cut.by!r} move linearly")
+    if SEEN * period * cut.parts > MOST_CELLS:
+        return family._replace(growth=None, why=f"{what} is {period}, too many positions to try")
+    for remainder in range(period):
+        if not _is_linear(family, remainder):
+            why = f"borders of {cut.by!r} do not move linearly by its period of {period}"
+            return family._replace(growth=None, why=why)
+    note = f"as they do for n < {SEEN * period}"
+    return family._replace(why=f"{family.why} with its period of {period}, {note}")
+
+
+def _is_linear(family: Family, remainder: int) -> bool:
+    """Whether from the second period on all borders of parts, at lengths of this remainder, grow linearly, and none
+    of the ranges shrinks."""
+    assert family.growth is not None, "the declared period"
+    rows = []
+    for number in range(1, SEEN):
+        try:
+            held = cells(family.at(remainder + number * family.growth.period))
+        except PlacementError:
+            return True  # the law does not hold there, which is found before
+        rows.append([np.array(runs.segments, np.int64).reshape(-1, 3) for runs in held])
+    for segments in zip(*rows, strict=True):
+        if len({len(part) for part in segments}) > 1:
+            return False
+        steps = np.diff(np.stack(segments), axis=0)
+        if (steps != steps[0]).any() or (steps[..., 2] < 0).any():
+            return False
+    return True
+
+
+def pair_dimensions(layouts: tuple[Layout, ...]) -> Iterator[tuple[str, list[Family]]]:
+    """Yield the name of each dimension, and its families in all `layouts`. Raises LayoutError if they have different
+    numbers of dimensions."""
+    counts = {layout.ndim for layout in layouts}
+    if len(counts) > 1:
+        what = " and ".join(plural(layout.shape, "dimension") for layout in layouts)
+        raise LayoutError(f"the layouts are of {what}; give layouts of one tensor")
+    axes = {name for layout in layouts for name in layout.mesh.shape}
+    for d in range(layouts[0].ndim):
+        name = free_name(d)
+        while name in axes:
+            name += "_"
+        yield name, [read_family(layout.dims[d]) for layout in layouts]
+
+
+def common_size(name: str, families: list[Family]) -> int | None:
+    """Return the only length that the `families` of the dimension `name` have in common, None if they have all. Raises
+    LayoutError if they have none."""
+    sizes = {family.size for family in families if family.size is not None}
+    if len(sizes) > 1:
+        one, other = sorted(sizes)
+        what = f"dimension {name} can only be {one} in one layout and {other} in the other"
+        raise LayoutError(f"{what}; give layouts of one tensor")
+    return next(iter(sizes), None)
+
+
+def count_lengths(name: str, growth: Growth | None, cells: int, why: str) -> Decided:
+    """Return how many lengths of the dimension `name` to check if each has `cells` parts. These are as many as decide
+    by `growth`, or fewer; `why` is the reason if `growth` is None."""
+    most = max(1, MOST_CELLS // cells)
+    if growth is None:
+        return Decided(name, "tested", min(TESTED, most), why)
+    if growth.deciding > most:
+        why = f"{growth.deciding} lengths would decide, more than can be tried"
+        return Decided(name, "tested", most, why)
+    return Decided(name, "every", growth.deciding, why)
+
+
+AT_ONCE = 1 << 20
+"""The pieces of ranks that are held in memory at once."""
+
+
+def list_blocks(lengths: int, cells: int) -> Iterator[Ints]:
+    """Yield all lengths below `lengths`, in arrays that are not too long if each length has `cells` pieces."""
+    step = max(1, AT_ONCE // cells)
+    for first in range(0, lengths, step):
+        yield np.arange(first, min(lengths, first + step))
