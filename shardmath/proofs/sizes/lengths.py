@@ -47,18 +47,18 @@ class Lengths:
 
     def __str__(self) -> str:
         # Below `settled`, what the rule about remainders says of a length may be wrong, in both directions.
-        ruled = [n for n in range(self.settled) if n % self.period in self.remainders]
-        added = [n for n in self.first if n not in ruled]
-        lost = [n for n in ruled if n not in self.first]
+        ruled = {n for n in range(self.settled) if n % self.period in self.remainders}
+        added = sorted({*self.first} - ruled)
+        lost = sorted(ruled - {*self.first})
         words = [f"n = {_list(added)}"] if added else []
         if self.remainders:
-            words.append(f"every n{self._word_remainders()}")
-        if lost:
-            words[-1] += f" but {_list(lost)}"
+            words.append(self._word_rule() + (f" but {_list(lost)}" if lost else ""))
         return ", and ".join(words) or "no n"
 
-    def _word_remainders(self) -> str:
-        return "" if self.period == 1 else f" with n mod {self.period} = {_list(self.remainders)}"
+    def _word_rule(self) -> str:
+        if self.period == 1:
+            return "every n"
+        return f"every n with n mod {self.period} = {_list(self.remainders)}"
 
 
 def _indices(flags: Sequence[bool]) -> tuple[int, ...]:
