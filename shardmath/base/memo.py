@@ -98,7 +98,7 @@ _others: list[Cache] = []
 
 
 def add_cache(cache: Cache) -> None:
-    """Let `clear_caches` also empty `cache`, which takes little memory of its own."""
+    """Let `clear_caches` also empty `cache`, which must take little memory."""
     _others.append(cache)
 
 
