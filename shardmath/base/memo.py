@@ -86,7 +86,7 @@ class _Account:
 
 
 class Cache(Protocol):
-    """What `clear_caches` empties."""
+    """A cache that `clear_caches` empties."""
 
     def empty(self) -> None:
         """Drop all that is kept."""
