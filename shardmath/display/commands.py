@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from shardmath.base.errors import LayoutError
+from shardmath.base.errors import LayoutError, NotationError, PlacementError
 from shardmath.display.arguments import add_json, make_parser, print_json, working, write_svg
 from shardmath.display.explorer.facts import (
     cost_facts,
@@ -134,7 +134,7 @@ def _verify(argv: Sequence[str]) -> int:
 
 def _prove(argv: Sequence[str]) -> int:
     """Decide for all sizes whether ranks hold each element once, or whether a move brings each element exactly once.
-    The exit status is 1 if there is a size at which it is false."""
+    The exit status is 0 if this is proved, 1 if it is false at some size, and 3 if it was only tested."""
     parser = make_parser("prove", _prove.__doc__)
     parser.add_argument("mesh", help='axes and sizes: "dp=4 tp=2"')
     parser.add_argument("layout", help='notation: "(tp dp n) h"')
@@ -149,7 +149,7 @@ def _prove(argv: Sequence[str]) -> int:
     parser.add_argument("--shape", type=_read_shape, help=shape_help)
     add_json(parser)
     given = parser.parse_args(argv)
-    if (given.dst_mesh is None) != (given.dst is None) or (given.equivalent and not given.dst):
+    if (given.dst_mesh is None) != (given.dst is None) or (given.equivalent and given.dst is None):
         parser.error("give a mesh and a layout, or two of each")
     # Only this command needs these proofs.
     from shardmath.proofs.sizes.prove import prove, prove_equivalent
@@ -170,13 +170,20 @@ def _prove(argv: Sequence[str]) -> int:
         print_json("prove", facts)
     else:
         print(verdict)
-    return 0 if verdict.counterexample is None else 1
+    if verdict.proved:
+        return 0
+    return 3 if verdict.counterexample is None else 1
 
 
 def _read_example(mesh_text: str, text: str, shape: tuple[int, ...] | None) -> Layout:
     """The layout of this shape, or of one with as many dimensions as the text has, whose sizes do not matter."""
     mesh = parse_mesh(mesh_text)
-    return Layout(shape or (0,) * count_dimensions(text, mesh.shape), mesh, text)
+    if shape is not None:
+        return Layout(shape, mesh, text)
+    try:
+        return Layout((0,) * count_dimensions(text, mesh.shape), mesh, text)
+    except (LayoutError, NotationError, PlacementError) as error:
+        raise LayoutError(f"{error}\n(if the text fixes sizes, pass --shape)") from None
 
 
 def _add_sides(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,14 @@ from shardmath.base.errors import PlacementError
 from shardmath.layouts.algebra.cuts import FixedBlock
 from shardmath.layouts.algebra.dimension import cells, divide_lengths
 from shardmath.layouts.layout import Layout
-from shardmath.proofs.sizes.family import Family, common_size, count_lengths, list_blocks
+from shardmath.proofs.sizes.family import (
+    MOST_PAIRS,
+    MOST_PARTS,
+    Family,
+    common_size,
+    count_lengths,
+    list_blocks,
+)
 from shardmath.proofs.sizes.settling import Growth
 from shardmath.proofs.sizes.verdict import Counterexample, Decided
 
@@ -46,15 +53,15 @@ def find_other_ranks(a: Layout, b: Layout) -> Counterexample | None:
     """Return a difference between `a` and `b` that no size changes, such as another dtype, other ranks or addends; None
     if there is none."""
     if a.dtype != b.dtype:
-        return Counterexample("", 0, f"the layouts are of {a.dtype} and of {b.dtype}")
+        return Counterexample("", None, f"the layouts are of {a.dtype} and of {b.dtype}")
     only = sorted(set(a.mesh.ranks) ^ set(b.mesh.ranks))
     if only:
-        return Counterexample("", 0, f"rank {only[0]} is in one of the meshes alone", only[0])
+        return Counterexample("", None, f"rank {only[0]} is in one of the meshes alone", only[0])
     for rank in sorted(a.mesh.ranks):
         one, other = (_describe_addend(layout, rank) for layout in (a, b))
         if one != other:
             text = f"rank {rank} holds {one} under the first layout, and {other} under the second"
-            return Counterexample("", 0, text, rank)
+            return Counterexample("", None, text, rank)
     return None
 
 
@@ -79,13 +86,17 @@ def decide_equal(
     if size is not None:
         return Decided(name, "one", size), _find_other(name, size, families, pairs)
     one, other = families
-    if not one.stages and not other.stages:
+    if one.stages == other.stages and (pairs.first == pairs.second).all():
         return Decided(name, "every", 0), None
     growth, why = _join_growth(one, other)
-    decided = count_lengths(name, growth, one.coordinates + other.coordinates, why)
-    sizes: Iterable[int] = range(decided.lengths)
     if one.is_counted and other.is_counted:
-        sizes = _list_unequal(families, pairs, decided.lengths)
+        cost = _count_pairs(families, pairs)
+        decided = count_lengths(name, growth, cost, MOST_PAIRS, why)
+        sizes: Iterable[int] = _list_unequal(families, pairs, decided.lengths)
+    else:
+        cost = one.coordinates + other.coordinates
+        decided = count_lengths(name, growth, cost, MOST_PARTS, why)
+        sizes = range(decided.lengths)
     for n in sizes:
         found = _find_other(name, n, families, pairs)
         if found is not None:
@@ -93,15 +104,24 @@ def decide_equal(
     return decided, None
 
 
+def _count_pairs(families: list[Family], pairs: Compared) -> int:
+    """The pieces of both families, and the pairs of pieces of one rank that are compared, at one length."""
+    compared = len(pairs.ranks)
+    for family in families:
+        compared *= family.pieces // family.coordinates
+    return compared + sum(family.pieces for family in families)
+
+
 def _join_growth(one: Family, other: Family) -> tuple[Growth | None, str]:
-    """The growth of both families, and on what it relies; or None, and the reason for which there is none."""
-    why = one.why or other.why
+    """The growth of both families, and on what it relies; or None, and the reasons for which there is none."""
     if one.growth is None or other.growth is None:
-        return None, why
+        reasons = [family.why for family in (one, other) if family.growth is None]
+        return None, "; ".join(dict.fromkeys(reasons))
     growth = one.growth.join(other.growth)
     if _has_blocks(one) or _has_blocks(other):
         return _join_blocks(one, other, growth)
-    return growth, why
+    relied = dict.fromkeys(family.why for family in (one, other) if family.why)
+    return growth, " and ".join(relied)
 
 
 def _has_blocks(family: Family) -> bool:
@@ -128,8 +148,7 @@ def _join_blocks(one: Family, other: Family, growth: Growth) -> tuple[Growth | N
 
 def _list_unequal(families: list[Family], pairs: Compared, lengths: int) -> Iterator[int]:
     """The lengths at which some rank holds other elements, or the same in another order."""
-    one, other = families
-    for tried in list_blocks(lengths, one.pieces * other.pieces):
+    for tried in list_blocks(lengths, _count_pairs(families, pairs)):
         held = []
         for family, number in zip(families, (pairs.first, pairs.second), strict=True):
             starts, sizes = divide_lengths(family.stages, tried)

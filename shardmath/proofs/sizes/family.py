@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from shardmath.base.errors import LayoutError, PlacementError
 from shardmath.base.text import plural
 from shardmath.layouts.algebra.cuts import FixedBlock, Sizes, UserCut
 from shardmath.layouts.algebra.dimension import Dimension, Field, cells
+from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.algebra.stages import Stage, is_counted
 from shardmath.layouts.layout import Layout
 from shardmath.layouts.placement import Table
@@ -29,7 +30,10 @@ from shardmath.proofs.sizes.settling import Growth, grow
 from shardmath.proofs.sizes.verdict import Decided
 
 __all__ = [
-    "MOST_CELLS",
+    "MOST_PAIRS",
+    "MOST_PARTS",
+    "MOST_PIECES",
+    "TESTED",
     "Family",
     "common_size",
     "count_lengths",
@@ -38,8 +42,14 @@ __all__ = [
     "read_family",
 ]
 
-MOST_CELLS = 1 << 21
-"""The most parts of ranks, over all lengths, that one dimension is decided by; seconds of computing."""
+MOST_PARTS = 1 << 16
+"""The most parts that are computed one by one to decide about a dimension, over all lengths; seconds of computing."""
+
+MOST_PIECES = 1 << 22
+"""The most pieces that are computed as arrays."""
+
+MOST_PAIRS = 1 << 26
+"""The most pairs of pieces that are compared as arrays."""
 
 TESTED = 256
 """The lengths of a dimension that are tested if no number of lengths is known to decide."""
@@ -81,6 +91,12 @@ class Family(NamedTuple):
     def is_counted(self) -> bool:
         """Whether `divide_lengths` gives what ranks hold."""
         return self.size is None and all(map(is_counted, self.stages))
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether a custom placement divides the dimension, alone or with other cuts."""
+        cuts = [digit.cut for stage in self.stages for digit in stage]
+        return self.size is None and any(isinstance(cut, UserCut) for cut in cuts)
 
 
 def read_family(dim: Dimension) -> Family:
@@ -130,45 +146,73 @@ SEEN = 5
 
 def _read_rule(dim: Dimension, cut: UserCut) -> Family:
     """A dimension that one custom placement divides. Its declared period counts if the placement keeps to it."""
-    declared = getattr(cut.by, "period", None)
-    if not callable(declared):
-        return Family(dim, None, None, f"{cut.by!r} declares no period(parts)")
-    what = f"period({cut.parts}) of {cut.by!r}"
-    period = as_integer(declared(cut.parts), what, PlacementError)
+    by = cut.by
+    if getattr(by, "overlaps", False):
+        return Family(dim, None, None, f"parts of {by!r} may overlap")
+    period = _read_period(cut)
+    if period is None:
+        return Family(dim, None, None, f"{by!r} declares no period(parts)")
+    if SEEN * period * cut.parts > MOST_PARTS:
+        why = f"{by!r} has a period of {period}, too long to try {SEEN} periods"
+        return Family(dim, None, None, why)
+    # The first period may be different; the law is checked in all that are seen.
+    growth = Growth(period, (SEEN - 2) * period)
+    family = Family(dim, None, growth)
+    if not all(_is_linear(family, remainder) for remainder in range(period)):
+        why = f"borders of {by!r} do not move linearly with its period of {period}"
+        return Family(dim, None, None, why)
+    seen = f"as they do from n = {period} to {SEEN * period - 1}"
+    return family._replace(
+        why=f"borders of {by!r} move linearly with its period of {period}, {seen}"
+    )
+
+
+def _read_period(cut: UserCut) -> int | None:
+    """The period that a custom placement declares; None if it declares none."""
+    declare = getattr(cut.by, "period", None)
+    if not callable(declare):
+        return None
+    call = f"period({cut.parts}) of {cut.by!r}"
+    try:
+        declared = declare(cut.parts)
+    except Exception as error:
+        raise PlacementError(f"{call} raised {error!r}; return a number of positions") from error
+    period = as_integer(declared, call, PlacementError)
     if period < 1:
-        raise PlacementError(f"{what} is {period}; return a number of positions, 1 or more")
-    family = Family(dim, None, Growth(period, period), f"borders of {cut.by!r} move linearly")
-    if SEEN * period * cut.parts > MOST_CELLS:
-        return family._replace(growth=None, why=f"{what} is {period}, too many positions to try")
-    for remainder in range(period):
-        if not _is_linear(family, remainder):
-            why = f"borders of {cut.by!r} do not move linearly by its period of {period}"
-            return family._replace(growth=None, why=why)
-    note = f"as they do for n < {SEEN * period}"
-    return family._replace(why=f"{family.why} with its period of {period}, {note}")
+        raise PlacementError(f"{call} is {period}; return a number of positions, 1 or more")
+    return period
 
 
 def _is_linear(family: Family, remainder: int) -> bool:
-    """Whether from the second period on all borders of parts, at lengths of this remainder, grow linearly, and none
-    of the ranges shrinks."""
+    """Whether from the second period on, at lengths of this remainder, all borders of parts move linearly, no range
+    shrinks, and ranges keep their order."""
     assert family.growth is not None, "the declared period"
     rows = []
     for number in range(1, SEEN):
         try:
-            held = cells(family.at(remainder + number * family.growth.period))
+            parts = cells(family.at(remainder + number * family.growth.period))
         except PlacementError:
-            return True  # the law does not hold there, which is found before
-        rows.append([np.array(runs.segments, np.int64).reshape(-1, 3) for runs in held])
-    for segments in zip(*rows, strict=True):
-        if len({len(part) for part in segments}) > 1:
-            return False
-        steps = np.diff(np.stack(segments), axis=0)
-        if (steps != steps[0]).any() or (steps[..., 2] < 0).any():
-            return False
-    return True
+            return True  # the law is checked at the same lengths, and does not hold here
+        rows.append(_list_segments(parts))
+    if len({row.shape for row in rows}) > 1:
+        return False
+    steps = np.diff(np.stack(rows), axis=0)
+    orders = {tuple(np.argsort(row[:, 1], kind="stable")) for row in rows}
+    shrinks = (steps[..., 2] < 0).any()
+    return len(orders) == 1 and not shrinks and bool((steps == steps[0]).all())
 
 
-def pair_dimensions(layouts: tuple[Layout, ...]) -> Iterator[tuple[str, list[Family]]]:
+def _list_segments(parts: tuple[Runs, ...]) -> Ints:
+    """(local start, global start, length, length of the part, number of the part) of all segments of all parts, and of
+    an empty one at the end of each part."""
+    rows = []
+    for number, runs in enumerate(parts):
+        for local, start, n in (*runs.segments, (len(runs), 0, 0)):
+            rows.append((local, start, n, len(runs), number))
+    return np.array(rows, np.int64)
+
+
+def pair_dimensions(layouts: Sequence[Layout]) -> Iterator[tuple[str, list[Family]]]:
     """Yield the name of each dimension, and its families in all `layouts`. Raises LayoutError if they have different
     numbers of dimensions."""
     counts = {layout.ndim for layout in layouts}
@@ -194,24 +238,25 @@ def common_size(name: str, families: list[Family]) -> int | None:
     return next(iter(sizes), None)
 
 
-def count_lengths(name: str, growth: Growth | None, cells: int, why: str) -> Decided:
-    """Return how many lengths of the dimension `name` to check if each has `cells` parts. These are as many as decide
-    by `growth`, or fewer; `why` is the reason if `growth` is None."""
-    most = max(1, MOST_CELLS // cells)
+def count_lengths(name: str, growth: Growth | None, cost: int, most: int, why: str) -> Decided:
+    """Return how many lengths of the dimension `name` to check: as many as decide by `growth`, unless these are more
+    than `most` divided by `cost`, the cost of one length. `why` is the reason if `growth` is None, or what it relies
+    on."""
+    affordable = max(1, most // cost)
     if growth is None:
-        return Decided(name, "tested", min(TESTED, most), why)
-    if growth.deciding > most:
-        why = f"{growth.deciding} lengths would decide, more than can be tried"
-        return Decided(name, "tested", most, why)
+        return Decided(name, "tested", min(TESTED, affordable), why)
+    if growth.deciding > affordable:
+        why = f"{growth.deciding} lengths of {name} would decide, more than can be tried"
+        return Decided(name, "tested", affordable, why)
     return Decided(name, "every", growth.deciding, why)
 
 
 AT_ONCE = 1 << 20
-"""The pieces of ranks that are held in memory at once."""
+"""The pieces that are held in memory at once."""
 
 
-def list_blocks(lengths: int, cells: int) -> Iterator[Ints]:
-    """Yield all lengths below `lengths`, in arrays that are not too long if each length has `cells` pieces."""
-    step = max(1, AT_ONCE // cells)
+def list_blocks(lengths: int, cost: int) -> Iterator[Ints]:
+    """Yield all lengths below `lengths`, in arrays that are not too long if each length has `cost` pieces."""
+    step = max(1, AT_ONCE // cost)
     for first in range(0, lengths, step):
         yield np.arange(first, min(lengths, first + step))

@@ -18,12 +18,13 @@ false at n = 9: rank 6 holds nothing under the first layout, and [8:9] under the
 from __future__ import annotations
 
 from shardmath.base.arguments import instance
-from shardmath.base.errors import LayoutError
+from shardmath.base.errors import LayoutError, PlanError
 from shardmath.layouts.layout import Layout
+from shardmath.plans.reduction import find_reduction
 from shardmath.proofs.sizes.equal import decide_equal, find_other_ranks, pair_cells
 from shardmath.proofs.sizes.family import common_size, pair_dimensions
 from shardmath.proofs.sizes.verdict import Decided, Verdict
-from shardmath.proofs.sizes.whole import decide_whole, find_missing
+from shardmath.proofs.sizes.whole import decide_arrives, decide_whole, find_missing
 
 __all__ = ["prove", "prove_equivalent"]
 
@@ -34,28 +35,46 @@ def prove(layout: Layout, dst: Layout | None = None) -> Verdict:
     destination holds to it exactly once. If both hold all elements, a move back restores the source.
 
     The sizes of the layouts are examples; dimensions with padding, listed sizes or a table keep theirs. A custom
-    placement is proved if it declares `period(parts)`, and tested otherwise, as docs/every-size.md says. Raises
-    LayoutError for other values, and if a dimension can have no size that both layouts allow.
+    placement is proved if it declares `period(parts)`, and tested otherwise, as docs/every-size.md says. If a placement
+    declares `overlaps`, several coordinates may hold an element.
+
+    Raises LayoutError for other values, and if a dimension can have no size that both layouts allow, and PlanError if
+    no plan between the layouts exists at any size, because dtypes or reductions differ.
     """
     instance(layout, Layout, "prove is about layouts", LayoutError)
-    sides: tuple[Layout, ...] = (layout,)
     if dst is None:
-        law = "ranks hold each element once, up to copies"
-    else:
-        instance(dst, Layout, "prove is about layouts", LayoutError)
-        sides = (layout, dst)
-        law = "each element that the destination holds arrives exactly once"
+        law = f"ranks hold each element {_word_times(layout)}"
+        return _decide(law, [layout])
+    instance(dst, Layout, "prove is about layouts", LayoutError)
+    if layout.dtype != dst.dtype:
+        what = f"the source is {layout.dtype}, and the destination {dst.dtype}"
+        raise PlanError(f"{what}; give both one dtype, or cast on the way by `transformed`")
+    find_reduction(layout, dst)  # raises if their Partial axes do not fit
+    return _decide("each element that the destination holds arrives exactly once", [layout, dst])
+
+
+def _word_times(layout: Layout) -> str:
+    """How often ranks hold each element: more than once only if a placement says so."""
+    overlapping = any(getattr(by, "overlaps", False) for by in layout.rules.values())
+    return "at least once" if overlapping else "once, up to copies"
+
+
+def _decide(law: str, sides: list[Layout]) -> Verdict:
+    """Decide about a layout, or about a source and a destination, dimension by dimension."""
     dims = []
+    found = None
     for name, families in pair_dimensions(sides):
         size = common_size(name, families)
-        if size is None:
-            decided, found = decide_whole(name, families)
-        else:
+        if size is not None:
             decided, found = Decided(name, "one", size), find_missing(name, size, families)
+        elif len(families) == 1:
+            decided, found = decide_whole(name, families[0])
+        else:
+            decided, found = decide_arrives(name, *families)
         dims.append(decided)
         if found is not None:
-            return Verdict(law, tuple(dims), found)
-    return Verdict(law, tuple(dims))
+            break
+    return Verdict(law, tuple(dims), found)
 
 
 def prove_equivalent(a: Layout, b: Layout) -> Verdict:
@@ -70,7 +89,7 @@ def prove_equivalent(a: Layout, b: Layout) -> Verdict:
     law = "both layouts give every rank the same elements in the same order"
     dims = []
     found = find_other_ranks(a, b)
-    for name, families in pair_dimensions((a, b)):
+    for name, families in pair_dimensions([a, b]):
         if found is not None:
             break
         decided, found = decide_equal(name, families, pair_cells(a, b, families))

@@ -15,12 +15,12 @@ __all__ = ["Counterexample", "Decided", "Verdict"]
 
 
 class Decided(NamedTuple):
-    """How one dimension was decided: `lengths` is the number of lengths 0, 1, 2, ... at which the law was checked.
+    """How one dimension was decided: `lengths` is the number of lengths 0, 1, 2, ... at which the law was checked, 0 if
+    nothing had to be checked.
 
-    It is 0 for a dimension that nothing divides.
-
-    `how` is "every" if these decide for all lengths, "tested" if they do not, for the reason `why`, and "one" if the
-    dimension can only have the length `lengths`. If `why` is not empty and `how` is "every", the proof relies on it.
+    `how` is "every" if these lengths decide for all; "definition" if the law follows from the definition of the cuts,
+    and was checked at these lengths only; "tested" if it is not proved, for the reason `why`; and "one" if the length
+    of the dimension can only be `lengths`. If `how` is "every" and `why` is not empty, the proof relies on it.
     """
 
     name: str
@@ -30,13 +30,14 @@ class Decided(NamedTuple):
 
 
 class Counterexample(NamedTuple):
-    """The smallest length `size` of the dimension `name` at which a law does not hold, and what happens there.
+    """The smallest length `size` of the dimension `name` at which a law does not hold, and what happens there. For a
+    difference at every size, `name` is empty and `size` is None.
 
     `rank` is the rank that `text` is about, None if it is about all.
     """
 
     name: str
-    size: int
+    size: int | None
     text: str
     rank: int | None = None
 
@@ -72,6 +73,9 @@ class Verdict:
         if tested:
             return f"not proved, but tested for {tested}: {self.law}; {'; '.join(reasons)}"
         notes = [f"if {reason}" for reason in reasons]
+        run = self._list("definition", "{0.name} < {0.lengths}")
+        if run:
+            notes.insert(0, f"by the definition of its cuts, which was run for {run}")
         deciding = self._list("every", "{0.lengths} lengths of {0.name}")
         if deciding:
             notes.insert(0, f"{deciding} decide")

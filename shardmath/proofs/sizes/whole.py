@@ -1,4 +1,4 @@
-"""Whole: whether ranks hold each element of a dimension once, at every length."""
+"""Whole: whether ranks hold each element of a dimension, or each that another side needs, at every length."""
 
 from __future__ import annotations
 
@@ -13,26 +13,76 @@ from shardmath.layouts.algebra.cuts import FixedBlock
 from shardmath.layouts.algebra.dimension import Dimension, Field, cells, divide_lengths
 from shardmath.layouts.algebra.partition import list_spans
 from shardmath.layouts.algebra.runs import Runs
-from shardmath.proofs.sizes.family import Family, count_lengths, list_blocks, read_family
+from shardmath.proofs.sizes.family import (
+    MOST_PARTS,
+    MOST_PIECES,
+    TESTED,
+    Family,
+    count_lengths,
+    list_blocks,
+    read_family,
+)
 from shardmath.proofs.sizes.verdict import Counterexample, Decided
 
-__all__ = ["decide_whole", "find_missing"]
+__all__ = ["decide_arrives", "decide_whole", "find_missing"]
 
 
-def decide_whole(name: str, families: list[Family]) -> tuple[Decided, Counterexample | None]:
-    """Decide whether under each of the `families` of the dimension `name`, at every length, ranks hold each element
-    once. Return how it was decided, and the smallest counterexample or None."""
-    decided = [Decided(name, "every", 0)]
-    found = []
+def decide_whole(name: str, family: Family) -> tuple[Decided, Counterexample | None]:
+    """Decide whether under the `family` of the dimension `name`, at every length, ranks hold each element. Return how
+    it was decided, and the smallest counterexample or None."""
+    if family.is_custom:
+        return _decide_custom(name, [family])
+    return _decide_cuts(name, [family])
+
+
+def decide_arrives(name: str, src: Family, dst: Family) -> tuple[Decided, Counterexample | None]:
+    """Decide whether at every length of the dimension `name` ranks of `src` hold each element that a rank of `dst`
+    holds. Return how it was decided, and the smallest counterexample or None."""
+    if not src.is_custom and not dst.is_custom:
+        return _decide_cuts(name, [src, dst])
+    decided, found = _decide_custom(name, [src, dst])
+    if found is None and src.is_custom and decided.how == "every":
+        _, lost = _decide_custom(name, [src])
+        # Of parts that are not everything, nothing follows for the lengths that were not tried.
+        if lost is not None:
+            why = f"the source does not hold all elements at {name} = {lost.size}"
+            decided = Decided(name, "tested", decided.lengths, why)
+    return decided, found
+
+
+def _decide_custom(name: str, families: list[Family]) -> tuple[Decided, Counterexample | None]:
+    """Decide, length by length, about one family, or about a source and a destination, with custom placements."""
+    custom = [family for family in families if family.is_custom]
+    reasons = [family.why for family in custom if family.growth is None]
+    if reasons:
+        decided = Decided(name, "tested", TESTED, "; ".join(dict.fromkeys(reasons)))
+    else:
+        lengths = max(family.growth.deciding for family in custom if family.growth)
+        relied = dict.fromkeys(family.why for family in custom)
+        decided = Decided(name, "every", lengths, " and ".join(relied))
+    for n in range(decided.lengths):
+        found = find_missing(name, n, families)
+        if found is not None:
+            return decided, found
+    return decided, None
+
+
+def _decide_cuts(name: str, families: list[Family]) -> tuple[Decided, Counterexample | None]:
+    """Run families of built-in cuts, of which each divides every length without loss, at the lengths that decide.
+
+    If these are too many, the definition of the cuts decides.
+    """
+    how = "every"
+    most = 0
     for family in families:
         for layer in _split_layers(family):
-            one, counterexample = _decide_layer(name, layer)
-            decided.append(one)
-            if counterexample is not None:
-                found.append(counterexample)
-    # The weakest answer, and of these the one with the most lengths.
-    weakest = max(decided, key=lambda one: (one.how == "tested", bool(one.why), one.lengths))
-    return weakest, min(found, key=lambda one: one.size, default=None)
+            decided, found = _run_layer(name, layer)
+            if found is not None:
+                return decided, found
+            most = max(most, decided.lengths)
+            if decided.how == "tested":
+                how = "definition"
+    return Decided(name, how, most), None
 
 
 def _split_layers(family: Family) -> Iterator[Family]:
@@ -40,25 +90,31 @@ def _split_layers(family: Family) -> Iterator[Family]:
 
     Every layer divides what the ones before it leave: if each divides all lengths without loss, so do all together.
     """
-    if family.why:
-        yield family
-        return
     for stage in family.stages:
         for _, digits in itertools.groupby(stage, lambda digit: isinstance(digit.cut, FixedBlock)):
             yield read_family(Dimension(0, (Field(0, (tuple(digits),)),)))
 
 
-def _decide_layer(name: str, family: Family) -> tuple[Decided, Counterexample | None]:
-    """Decide whether at every length ranks hold each element once."""
-    decided = count_lengths(name, family.growth, family.coordinates, family.why)
-    sizes: Iterable[int] = range(decided.lengths)
+def _run_layer(name: str, family: Family) -> tuple[Decided, Counterexample | None]:
+    """Look for a length at which ranks do not hold each element."""
     if family.is_counted:
-        sizes = _list_untiled(family, decided.lengths)
+        decided = count_lengths(name, family.growth, family.pieces, MOST_PIECES, "")
+        sizes: Iterable[int] = _list_untiled(family, decided.lengths)
+    else:
+        decided = count_lengths(name, family.growth, _count_blocks(family), MOST_PARTS, "")
+        sizes = range(decided.lengths)
     for n in sizes:
         found = find_missing(name, n, [family])
         if found is not None:
             return decided, found
     return decided, None
+
+
+def _count_blocks(family: Family) -> int:
+    """The parts of all coordinates, each as often as it has blocks in two periods."""
+    cuts = [digit.cut for stage in family.stages for digit in stage]
+    sizes = [cut.size for cut in cuts if isinstance(cut, FixedBlock)]
+    return family.coordinates * (max(sizes) // min(sizes))
 
 
 def _list_untiled(family: Family, lengths: int) -> Iterator[int]:
@@ -92,7 +148,8 @@ def find_missing(name: str, n: int, families: list[Family]) -> Counterexample | 
     missing = reached[reached < end]
     if not len(missing):
         return None
-    return Counterexample(name, n, f"no rank holds element {missing[0]}")
+    holder = "rank of the source" if others else "rank"
+    return Counterexample(name, n, f"no {holder} holds element {missing[0]}")
 
 
 def _join_spans(held: tuple[Runs, ...]) -> tuple[Ints, Ints]:

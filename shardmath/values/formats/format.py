@@ -205,9 +205,10 @@ class Format(ABC):
 
     def legal_sizes(self, layout: Layout) -> tuple[Lengths, ...]:
         """Return, for each dimension, the set of all its lengths at which no rank cuts a block (numbers that share a
-        scale) if the tensor is divided as `layout` divides it, whose sizes are examples.
+        scale or a byte) if the tensor is divided as `layout` divides it, whose sizes are examples.
 
-        Raises FormatError for a dimension of which this is not known, such as one that a custom placement divides.
+        Raises FormatError for a dimension about which not all lengths can be decided, such as one that a custom
+        placement divides.
 
         >>> from shardmath import Layout, Mesh
         >>> from shardmath.formats import FP8Blocks
@@ -215,8 +216,13 @@ class Format(ABC):
         >>> print(f"{n}; {k}")
         n = 1, and every n with n mod 256 = 0 or 255; every n
         """
-        blocks = self.parts[1].blocks.per_dimension(layout.ndim)
-        return tuple(map(find_uncut, layout.dims, blocks))
+        blocks = [part.blocks.per_dimension(layout.ndim) for part in self.parts]
+        multiples = (1,) * (layout.ndim - 1) + (self.per_element,)
+        out = []
+        for d, dim in enumerate(layout.dims):
+            what = f"dimension {d} of {layout}"
+            out.append(find_uncut(dim, [one[d] for one in blocks], multiples[d], what))
+        return tuple(out)
 
     def scale_layout(
         self, layout: Layout, name: str = "", *, duplicated: bool = False, kinds: bool = False

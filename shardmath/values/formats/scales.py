@@ -22,17 +22,27 @@ float32[4, 1] n h on tp=2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
+from shardmath.base.arrays import Bools
 from shardmath.base.errors import FormatError
-from shardmath.layouts.algebra.dimension import Dimension, Field, cells
+from shardmath.layouts.algebra.dimension import Dimension, Field, cells, divide_lengths
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs, Segment
 from shardmath.layouts.fitting import fit
 from shardmath.layouts.layout import Layout, intern
-from shardmath.proofs.sizes.family import MOST_CELLS, read_family
+from shardmath.proofs.sizes.family import (
+    MOST_PAIRS,
+    MOST_PARTS,
+    Family,
+    list_blocks,
+    read_family,
+)
 from shardmath.proofs.sizes.lengths import Lengths
 from shardmath.values.formats.blocks import Blocks, label
 
@@ -162,26 +172,52 @@ def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
     return None
 
 
-def find_uncut(dim: Dimension, block: int | None) -> Lengths:
-    """Return the set of all lengths of a dimension, divided as `dim` is, at which no part of it begins or ends inside
-    a block of `block` positions; None stands for the whole dimension.
+def find_uncut(dim: Dimension, blocks: Iterable[int | None], multiple: int, what: str) -> Lengths:
+    """Return the set of all lengths of a dimension, divided as `dim` is, that are multiples of `multiple`, and at which
+    no part begins or ends inside a block of any of the sizes `blocks` (None: the whole dimension).
 
-    Raises FormatError if not all lengths can be decided.
+    `what` names the dimension in messages. Raises FormatError if not all lengths can be decided.
     """
-    if block is None or block == 1:
-        return Lengths.of([True], settled=0, period=1)
+    sizes = {block for block in blocks if block is not None and block > 1}
     family = read_family(dim)
+    if not sizes or not family.stages:
+        return Lengths.of([n == 0 for n in range(multiple)], settled=0, period=multiple)
     if family.growth is None or not family.is_counted:
-        why = family.why or "it does not have the same number of cuts at every length"
-        raise FormatError(f"{dim} is not known at all lengths: {why}; try the shapes that you have")
+        why = family.why or "it has listed sizes, blocks, padding or a table"
+        raise FormatError(f"{what}: not all sizes can be decided: {why}; try the shapes you have")
     # Every border moves by the same number in each period, so its place in a block repeats after this many periods.
     settled = family.growth.settled
-    period = family.growth.period * block
-    if (settled + period) * family.coordinates > MOST_CELLS:
-        what = f"{settled + period} lengths would decide, more than can be tried"
-        raise FormatError(f"{what}; try the shapes that you have")
-    members = [_find_bad_cut(family.at(n), block) is None for n in range(settled + period)]
+    period = math.lcm(family.growth.period * math.lcm(*sizes), multiple)
+    is_single = all(digit.axes for stage in family.stages for digit in stage)
+    if (settled + period) * family.pieces > (MOST_PAIRS if is_single else MOST_PARTS):
+        why = f"{settled + period} sizes would decide, more than can be tried"
+        raise FormatError(f"{what}: {why}; try the shapes you have")
+    find = _find_uncut_pieces if is_single else _find_uncut_parts
+    fits = find(family, settled + period, sizes)
+    members = [fit and n % multiple == 0 for n, fit in enumerate(fits)]
     return Lengths.of(members, settled=settled, period=period)
+
+
+def _find_uncut_parts(family: Family, lengths: int, sizes: set[int]) -> list[bool]:
+    """For each length whether no part begins or ends inside a block."""
+    dims = map(family.at, range(lengths))
+    return [all(_find_bad_cut(dim, block) is None for block in sizes) for dim in dims]
+
+
+def _find_uncut_pieces(family: Family, lengths: int, sizes: set[int]) -> list[bool]:
+    """The same, if each part is one piece: for all lengths at once."""
+    fits: list[bool] = []
+    for tried in list_blocks(lengths, family.pieces):
+        starts, lengths_of = divide_lengths(family.stages, tried)
+        stops = starts + lengths_of
+        ends = tried[:, None, None]
+        cut = np.zeros(stops.shape, bool)
+        for block in sizes:
+            cut |= (starts % block > 0) | ((stops % block > 0) & (stops < ends))
+        cut &= lengths_of > 0
+        is_cut: Bools = cut.reshape(len(tried), -1).any(1)
+        fits += [not one for one in is_cut.tolist()]
+    return fits
 
 
 def _word_bad_cut(layout: Layout, what: str, block: int, d: int, bad: _BadCut) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -198,17 +200,27 @@ def test_sixteen_by_sixteen() -> None:
 class Deal:
     """Every element to the next part, as long as there are whole rounds; the rest to the last part."""
 
-    loses: bool = False
+    loses_from: float = math.inf
     declared: int | None = None
+    refuses_from: float = math.inf
+    holes_from: float = math.inf
+    overlaps: bool = False
 
     dim: int = 0
 
     def split(self, n: int, parts: int) -> tuple[sm.Runs, ...]:
+        if n >= self.refuses_from:
+            raise ValueError("too long")
         whole = n // parts
         ranges = [(part * whole, part * whole + whole) for part in range(parts)]
-        if not self.loses or n < 30:
+        if n < self.loses_from:
             ranges[-1] = ranges[-1][0], n
-        return tuple(map(from_ranges, ([one] for one in ranges)))
+        if self.overlaps:
+            ranges[0] = 0, n
+        out = [from_ranges([one]) for one in ranges]
+        if n >= self.holes_from:
+            out[0] = sm.Runs(out[0].segments, len(out[0]) + 3)
+        return tuple(out)
 
     def period(self, parts: int) -> int:
         return self.declared or parts
@@ -223,18 +235,18 @@ class Silent:
 
 
 def custom(by, parts: int = 4) -> sm.Layout:
-    return sm.Layout((8,), sm.Mesh(tp=parts), {"tp": by})
+    return sm.Layout((0,), sm.Mesh(tp=parts), {"tp": by})
 
 
 def test_a_declared_period_is_believed_if_it_is_kept() -> None:
     verdict = sm.prove(custom(Deal()))
     assert verdict.proved and str(verdict) == (
-        "proved for every n: ranks hold each element once, up to copies; 12 lengths of n decide; if borders of "
-        "Deal(loses=False, declared=None, dim=0) move linearly with its period of 4, as they do for n < 20"
+        "proved for every n: ranks hold each element once, up to copies; 20 lengths of n decide; if borders of "
+        f"{Deal()!r} move linearly with its period of 4, as they do from n = 4 to 19"
     )
     verdict = sm.prove(custom(Deal(declared=3)))
     assert not verdict and verdict.counterexample is None
-    assert "do not move linearly by its period of 3" in str(verdict)
+    assert "do not move linearly with its period of 3" in str(verdict)
 
 
 def test_without_a_period_a_placement_is_tested() -> None:
@@ -247,8 +259,122 @@ def test_without_a_period_a_placement_is_tested() -> None:
 
 
 def test_a_placement_that_loses_elements_is_found() -> None:
-    assert str(sm.prove(custom(Deal(loses=True, declared=16)))) == (
+    assert str(sm.prove(custom(Deal(loses_from=30, declared=16)))) == (
         "false at n = 30: no rank holds element 28"
+    )
+
+
+@pytest.mark.parametrize("n", [1, 13, 17])
+def test_what_breaks_in_the_periods_that_are_seen_is_found(n: int) -> None:
+    for broken in (Deal(loses_from=n), Deal(refuses_from=n)):
+        found = sm.prove(custom(broken)).counterexample
+        assert found is not None and n <= found.size <= n + 1
+
+
+def test_holes_count_as_a_difference() -> None:
+    verdict = sm.prove_equivalent(custom(Deal(holes_from=13)), custom(Deal()))
+    assert verdict.counterexample is not None and verdict.counterexample.size == 13
+    verdict = sm.prove(custom(Deal(holes_from=13)))
+    assert "do not move linearly" in str(verdict)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Linear from the second period on; ranges tile in the second and the third period, in another order, and overlap
+    after these."""
+
+    dim: int = 0
+
+    def split(self, n: int, parts: int) -> tuple[sm.Runs, ...]:
+        k = n // 24
+        if k == 0:
+            return (from_ranges([(0, n)]), *[sm.Runs()] * 3)
+        ranges = [(0, 4 * k), (6 * k - 2, 6 * k), (2 * k + 4, 2 * k + 6), (4 * k + 4, n)]
+        return tuple(from_ranges([one]) for one in ranges)
+
+    def period(self, parts: int) -> int:
+        return 24
+
+
+def test_ranges_that_change_places_prove_nothing() -> None:
+    verdict = sm.prove(custom(Swap()))
+    assert not verdict.proved
+    assert verdict.counterexample is not None and verdict.counterexample.size == 72
+
+
+def test_every_declaration_is_named() -> None:
+    one, other = Deal(declared=4), Deal(declared=8)
+    for verdict in (
+        sm.prove(custom(one), custom(other)),
+        sm.prove_equivalent(custom(one), custom(other)),
+    ):
+        assert verdict.proved and repr(one) in str(verdict) and repr(other) in str(verdict)
+    mixed = sm.prove_equivalent(custom(one), custom(Silent()))
+    assert str(mixed).endswith("same order; Silent(dim=0) declares no period(parts)")
+
+
+def test_the_least_that_was_tested_is_said() -> None:
+    wide = sm.Layout((8,), sm.Mesh(tp=32, dp=16), "(tp dp n)")
+    verdict = sm.prove(custom(Silent()), wide)
+    assert "tested for n < 256" in str(verdict) and "declares no period" in str(verdict)
+
+
+def test_the_smallest_counterexample_of_both_sides() -> None:
+    late, early = Deal(loses_from=39, declared=8), Deal(loses_from=25, declared=8)
+    found = sm.prove(custom(early), custom(late)).counterexample
+    assert found is not None and found.size == 25
+    # A destination may hold less, but if the source loses elements, trying proves nothing.
+    assert sm.prove(custom(late), custom(early)).counterexample is None
+    rounds = custom(Deal(loses_from=0))
+    verdict = sm.prove(rounds, rounds)
+    assert not verdict.proved and verdict.counterexample is None
+    assert str(verdict).endswith("the source does not hold all elements at n = 1")
+
+
+def test_placements_that_overlap_hold_elements_at_least_once() -> None:
+    verdict = sm.prove(custom(Deal(overlaps=True)))
+    assert not verdict.proved and "hold each element at least once" in str(verdict)
+    assert "may overlap" in str(verdict)
+
+
+def test_a_period_that_raises() -> None:
+    @dataclass(frozen=True)
+    class Raises(Silent):
+        def period(self, parts: int) -> int:
+            raise RuntimeError("no")
+
+    with pytest.raises(sm.PlacementError, match=r"period\(4\) of .* raised RuntimeError\('no'\)"):
+        sm.prove(custom(Raises()))
+
+
+def test_what_no_plan_can_do_is_an_error() -> None:
+    mesh = sm.Mesh(tp=2)
+    whole = sm.Layout((4,), mesh, "n")
+    with pytest.raises(sm.PlanError, match="float32, and the destination int8"):
+        sm.prove(whole, sm.Layout((4,), mesh, "n", dtype="int8"))
+    with pytest.raises(sm.PlanError):
+        sm.prove(sm.Layout((4,), mesh, "n {sum: tp}"), sm.Layout((4,), mesh, "n {max: tp}"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [
+        ({"dp": 2, "tp": 2}, "(256 dp n | tp n)"),
+        ({"a": 4, "b": 4, "c": 4}, "(4 a n | 4 b n | 4 c n)"),
+        ({"tp": 2}, "(4096 tp n)"),
+        ({"tp": 8}, "(n tp 65536)"),
+        ({"dp": 1024}, "(dp n)"),
+    ],
+)
+def test_many_parts_are_proved_soon(axes: dict[str, int], spec: str) -> None:
+    """By the definition of the cuts, if too many lengths would decide."""
+    layout = sm.Layout((8,), sm.Mesh(axes), spec)
+    start = time.process_time()
+    assert sm.prove(layout).proved
+    assert sm.prove_equivalent(layout, layout).proved
+    assert time.process_time() - start < 30
+    assert "by the definition of its cuts, which was run for n <" in str(
+        sm.prove(sm.Layout((8,), sm.Mesh(dp=1024), "(dp n)"))
     )
 
 
@@ -281,7 +407,9 @@ def test_dimensions_with_one_size() -> None:
     window = sm.Layout((12, 4), mesh, "(n)=<0:4> h")
     assert str(sm.prove(window)) == "false at n = 12: no rank holds element 4"
     assert sm.prove(fused, window).proved
-    assert str(sm.prove(window, fused)) == "false at n = 12: no rank holds element 4"
+    assert str(sm.prove(window, fused)) == (
+        "false at n = 12: no rank of the source holds element 4"
+    )
     with pytest.raises(sm.LayoutError, match="can only be 12 in one layout and 14 in the other"):
         sm.prove(fused, sm.Layout((14, 4), mesh, "([8 2 4] tp n) h"))
     with pytest.raises(sm.LayoutError, match="1 dimension and 2 dimensions"):
@@ -338,3 +466,21 @@ def test_legal_sizes_are_those_at_which_no_block_is_cut(sizes, block: int, fsdp:
             assert n not in legal
         else:
             assert n in legal
+
+
+def test_numbers_that_share_a_byte_are_not_cut() -> None:
+    form = sm.formats.NVFP4()
+    legal = form.legal_sizes(sm.Layout((8, 32), sm.Mesh(tp=2), "(tp n) k"))
+    assert [str(one) for one in legal] == ["every n", "every n with n mod 2 = 0"]
+    divided = sm.Layout((8, 32), sm.Mesh(tp=2), "n (tp k)")
+    _, legal_k = form.legal_sizes(divided)
+    for n in range(200):
+        try:
+            form.layouts(sm.Layout((8, n), sm.Mesh(tp=2), "n (tp k)", dtype="bfloat16"))
+        except sm.errors.FormatError:
+            assert n not in legal_k
+        else:
+            assert n in legal_k
+    fused = sm.Layout((8, 32), sm.Mesh(tp=2), "([4 4] tp n) k")
+    with pytest.raises(sm.errors.FormatError, match=r"dimension 0 of .* not all sizes can be"):
+        sm.formats.FP8Blocks().legal_sizes(fused)
