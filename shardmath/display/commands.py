@@ -149,30 +149,29 @@ def _prove(argv: Sequence[str]) -> int:
     parser.add_argument("--shape", type=_read_shape, help=shape_help)
     add_json(parser)
     given = parser.parse_args(argv)
-    if (given.dst_mesh is None) != (given.dst is None) or (given.equivalent and given.dst is None):
+    is_pair = given.dst is not None
+    if is_pair != (given.dst_mesh is not None) or given.equivalent > is_pair:
         parser.error("give a mesh and a layout, or two of each")
     # Only this command needs these proofs.
     from shardmath.proofs.sizes.prove import prove, prove_equivalent
 
     with working("proving"):
         layouts = [_read_example(given.mesh, given.layout, given.shape)]
-        if given.dst is not None:
+        if is_pair:
             layouts.append(_read_example(given.dst_mesh, given.dst, given.shape))
         verdict = (prove_equivalent if given.equivalent else prove)(*layouts)
+    found = verdict.counterexample
     if given.json:
-        found = verdict.counterexample
         facts = {
             "proved": verdict.proved,
             "law": verdict.law,
             "dimensions": [dim._asdict() for dim in verdict.dims],
-            "counterexample": None if found is None else found._asdict(),
+            "counterexample": found and found._asdict(),
         }
         print_json("prove", facts)
     else:
         print(verdict)
-    if verdict.proved:
-        return 0
-    return 3 if verdict.counterexample is None else 1
+    return 1 if found else 0 if verdict.proved else 3
 
 
 def _read_example(mesh_text: str, text: str, shape: tuple[int, ...] | None) -> Layout:

@@ -52,19 +52,22 @@ def decide_arrives(name: str, src: Family, dst: Family) -> tuple[Decided, Counte
 
 def _decide_custom(name: str, families: list[Family]) -> tuple[Decided, Counterexample | None]:
     """Decide, length by length, about one family, or about a source and a destination, with custom placements."""
-    custom = [family for family in families if family.is_custom]
-    reasons = [family.why for family in custom if family.growth is None]
-    if reasons:
-        decided = Decided(name, "tested", TESTED, "; ".join(dict.fromkeys(reasons)))
-    else:
-        lengths = max(family.growth.deciding for family in custom if family.growth)
-        relied = dict.fromkeys(family.why for family in custom)
-        decided = Decided(name, "every", lengths, " and ".join(relied))
+    decided = _count_custom(name, [family for family in families if family.is_custom])
     for n in range(decided.lengths):
         found = find_missing(name, n, families)
         if found is not None:
             return decided, found
     return decided, None
+
+
+def _count_custom(name: str, custom: list[Family]) -> Decided:
+    """How many lengths decide about custom placements, and on what that relies."""
+    reasons = [family.why for family in custom if family.growth is None]
+    if reasons:
+        return Decided(name, "tested", TESTED, "; ".join(dict.fromkeys(reasons)))
+    lengths = max(family.growth.deciding for family in custom if family.growth)
+    relied = dict.fromkeys(family.why for family in custom)
+    return Decided(name, "every", lengths, " and ".join(relied))
 
 
 def _decide_cuts(name: str, families: list[Family]) -> tuple[Decided, Counterexample | None]:

@@ -9,6 +9,7 @@ In reading order:
 - `blocks`: positions that share a scale, legal cuts, and slices of scales;
 - `windows`: parts of a tensor that cut blocks, and the largest magnitudes of blocks;
 - `scales`: layouts of scales, derived from the tensor's layout;
+- `legal`: the sizes at which no rank cuts a block;
 - `format`: the interface of every format;
 - `mxfp8`: blocks of 32 that share a power of two;
 - `fp8`: float32 scales per tile, per channel or per tensor;

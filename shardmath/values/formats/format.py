@@ -25,7 +25,8 @@ from shardmath.proofs.sizes.lengths import Lengths
 from shardmath.values.formats.blocks import Blocks, Index, Sliced, label, read_shape
 from shardmath.values.formats.elements import describe_type
 from shardmath.values.formats.floats import Codes, Float, Floats, decode, encode
-from shardmath.values.formats.scales import find_uncut, lay_blocks, pad_parts
+from shardmath.values.formats.legal import find_uncut
+from shardmath.values.formats.scales import lay_blocks, pad_parts
 from shardmath.values.formats.windows import Window, make_window
 
 __all__ = ["Array", "Format", "Part", "read_array", "read_choice", "read_flag"]

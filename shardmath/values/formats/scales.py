@@ -22,31 +22,19 @@ float32[4, 1] n h on tp=2
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-
-from shardmath.base.arrays import Bools
 from shardmath.base.errors import FormatError
-from shardmath.layouts.algebra.dimension import Dimension, Field, cells, divide_lengths
+from shardmath.layouts.algebra.dimension import Dimension, Field, cells
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.algebra.partition import partition
 from shardmath.layouts.algebra.runs import Runs, Segment
 from shardmath.layouts.fitting import fit
 from shardmath.layouts.layout import Layout, intern
-from shardmath.proofs.sizes.family import (
-    MOST_PAIRS,
-    MOST_PARTS,
-    Family,
-    list_blocks,
-    read_family,
-)
-from shardmath.proofs.sizes.lengths import Lengths
 from shardmath.values.formats.blocks import Blocks, label
 
-__all__ = ["find_uncut", "lay_blocks", "list_stretches", "pad_parts", "spread_last"]
+__all__ = ["find_bad_cut", "lay_blocks", "list_stretches", "pad_parts", "spread_last"]
 
 
 class _BadCut(NamedTuple):
@@ -81,7 +69,7 @@ def lay_blocks(
         if block is None:
             dims.append(Dimension(shape[d], (Field(shape[d]),)))
             continue
-        bad_cut = _find_bad_cut(dim, block)
+        bad_cut = find_bad_cut(dim, block)
         if bad_cut and not duplicated:
             message = _word_bad_cut(layout, what, block, d, bad_cut)
             raise FormatError(f"{label(name)}{message}")
@@ -159,8 +147,8 @@ def list_stretches(runs: Runs) -> list[tuple[int, int]]:
     return [(start, start + n) for start, _, n in in_place.segments]
 
 
-def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
-    """The first stretch that begins or ends inside a block; None if there is none."""
+def find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
+    """Return the first stretch of a part of `dim` that begins or ends inside a block of `block` positions, or None."""
     if block == 1:
         return None
     for cell, runs in enumerate(cells(dim)):
@@ -170,54 +158,6 @@ def _find_bad_cut(dim: Dimension, block: int) -> _BadCut | None:
                 if cut % block and cut != dim.size:
                     return _BadCut(cell, start, stop, cut)
     return None
-
-
-def find_uncut(dim: Dimension, blocks: Iterable[int | None], multiple: int, what: str) -> Lengths:
-    """Return the set of all lengths of a dimension, divided as `dim` is, that are multiples of `multiple`, and at which
-    no part begins or ends inside a block of any of the sizes `blocks` (None: the whole dimension).
-
-    `what` names the dimension in messages. Raises FormatError if not all lengths can be decided.
-    """
-    sizes = {block for block in blocks if block is not None and block > 1}
-    family = read_family(dim)
-    if not sizes or not family.stages:
-        return Lengths.of([n == 0 for n in range(multiple)], settled=0, period=multiple)
-    if family.growth is None or not family.is_counted:
-        why = family.why or "it has listed sizes, blocks, padding or a table"
-        raise FormatError(f"{what}: not all sizes can be decided: {why}; try the shapes you have")
-    # Every border moves by the same number in each period, so its place in a block repeats after this many periods.
-    settled = family.growth.settled
-    period = math.lcm(family.growth.period * math.lcm(*sizes), multiple)
-    is_single = all(digit.axes for stage in family.stages for digit in stage)
-    if (settled + period) * family.pieces > (MOST_PAIRS if is_single else MOST_PARTS):
-        why = f"{settled + period} sizes would decide, more than can be tried"
-        raise FormatError(f"{what}: {why}; try the shapes you have")
-    find = _find_uncut_pieces if is_single else _find_uncut_parts
-    fits = find(family, settled + period, sizes)
-    members = [fit and n % multiple == 0 for n, fit in enumerate(fits)]
-    return Lengths.of(members, settled=settled, period=period)
-
-
-def _find_uncut_parts(family: Family, lengths: int, sizes: set[int]) -> list[bool]:
-    """For each length whether no part begins or ends inside a block."""
-    dims = map(family.at, range(lengths))
-    return [all(_find_bad_cut(dim, block) is None for block in sizes) for dim in dims]
-
-
-def _find_uncut_pieces(family: Family, lengths: int, sizes: set[int]) -> list[bool]:
-    """The same, if each part is one piece: for all lengths at once."""
-    fits: list[bool] = []
-    for tried in list_blocks(lengths, family.pieces):
-        starts, lengths_of = divide_lengths(family.stages, tried)
-        stops = starts + lengths_of
-        ends = tried[:, None, None]
-        cut = np.zeros(stops.shape, bool)
-        for block in sizes:
-            cut |= (starts % block > 0) | ((stops % block > 0) & (stops < ends))
-        cut &= lengths_of > 0
-        is_cut: Bools = cut.reshape(len(tried), -1).any(1)
-        fits += [not one for one in is_cut.tolist()]
-    return fits
 
 
 def _word_bad_cut(layout: Layout, what: str, block: int, d: int, bad: _BadCut) -> str:
