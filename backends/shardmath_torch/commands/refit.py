@@ -247,9 +247,9 @@ def _compare_busiest(sent: dict[int, int], bound: Bounds) -> str:
     ratio = busiest / bound.busiest if bound.busiest else 1.0
     forced_by = _write_ranks(sorted(bound.forced_by))
     least = show_bytes(bound.busiest)
-    why = f"some bytes are only on ranks {forced_by}, one of which must send {least} or more"
+    why = f"only ranks {forced_by} hold some of the bytes, so one of them must send {least} or more"
     if len(bound.forced_by) == 1:
-        why = f"some bytes are only on rank {forced_by}, which must send {least} or more"
+        why = f"only rank {forced_by} holds some of the bytes, so it must send {least} or more"
     return f"busiest sender {show_bytes(busiest)}, {ratio:.4f} times the lower bound: {why}"
 
 

@@ -234,13 +234,13 @@ def _group_by_rules(weights: Weights, src: Side, dst: Side) -> dict[_Rules, list
 
 def _write_group(weights: Weights, rules: _Rules, names: list[str]) -> tuple[str, ...]:
     """The row of a group of tensors, with the largest as an example."""
-    patterns = [rule.pattern if rule else "(none)" for rule in rules]
+    patterns = [rule.pattern if rule else "no rule" for rule in rules]
     texts = [rule.layout if rule else "..." for rule in rules]
     sizes = {name: weights.entries[name].nbytes for name in names}
     largest = max(names, key=lambda name: sizes[name])
     entry = weights.entries[largest]
     return (
-        " / ".join(dict.fromkeys(patterns)),
+        " -> ".join(dict.fromkeys(patterns)),
         str(len(names)),
         show_bytes(sum(sizes.values())),
         *texts,
