@@ -246,9 +246,11 @@ def _check_end(
             element = tuple(s.start for s in t.global_slices)
             has = f"rank {rank} of the {word} holds {runs} of dimension {d}"
             place = f"{local_range.start}:{local_range.stop}"
-            given = f"{global_range.start}:{global_range.stop} at its local positions {place}"
+            given = (
+                f"{global_range.start}:{global_range.stop} at local positions {place} of this rank"
+            )
             what = f"{has}, but the transfer has {given}"
-            raise PlanError(f"{t}, element {element}: {what}; give slices that it holds")
+            raise PlanError(f"{t}, element {element}: {what}; give slices that the rank holds")
     return window
 
 

@@ -364,16 +364,14 @@ def box(*sides: tuple[int, int]) -> tuple[slice, ...]:
         (
             TREE,
             first(global_slices=box((1, 3), (0, 3))),
-            "{t}, element (1, 0): rank 0 of the source holds [0:2] of dimension 0, but the transfer has 1:3 at its "
-            "local positions 0:2; "
-            "give slices that it holds",
+            "{t}, element (1, 0): rank 0 of the source holds [0:2] of dimension 0, but the transfer has 1:3 at "
+            "local positions 0:2 of this rank; give slices that the rank holds",
         ),
         (
             TREE,
             first(dst_rank=3),
             "{t}, element (0, 0): rank 3 of the destination holds [3:6] of dimension 1, but the transfer has 0:3 at "
-            "its local positions 0:3; "
-            "give slices that it holds",
+            "local positions 0:3 of this rank; give slices that the rank holds",
         ),
         (
             TREE,
