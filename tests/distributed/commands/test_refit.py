@@ -276,7 +276,7 @@ def test_the_demo_s_rules_divide_attention_and_ffn() -> None:
     [
         (
             ["--src", "tp=2: colunm (tp n) ...", "--dst", "tp=2"],
-            r"'colunm' matches none.*\n.*\n +\^\ndid you mean 'column'",
+            r"'colunm' matches no tensor of 8.*\n.*\n +\^\ndid you mean 'column'",
         ),
         (
             ["--src", "tp=2: * (tp n) h", "--dst", "tp=2"],
