@@ -156,8 +156,8 @@ def main(steps: int, count: int, page: Path | None = None) -> None:
     about = (
         'The table says how far quantized weights move a model\'s predictions. The column "KL" is KL(bfloat16 || '
         f"format) of the next byte, in nats. It is the mean over {windows.numel():,} bytes of held-out text. The model "
-        f"is a Llama of 4 layers and {size / 1e6:.1f} million weights. The run trains the model for {steps} steps on "
-        "Python's language reference, since a pretrained model needs a network. In bfloat16, the model's loss is "
+        f"is a Llama of 4 layers and {size / 1e6:.1f} million weights. The run downloads nothing, so it trains the "
+        f"model for {steps} steps on Python's language reference. In bfloat16, the model's loss is "
         f"{loss:.2f} nats per byte. Arithmetic is in bfloat16, and only the weights of linear layers are quantized. In "
         'the column "KL", they are rounded to bfloat16 before they are quantized. In the column "KL, of masters", the '
         "float32 weights are quantized directly. The first row quantizes nothing: it compares the model in bfloat16 "
