@@ -107,8 +107,9 @@ class ShardCheckpointEngine(CheckpointEngine):
         self, global_steps: int | None = None
     ) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield nothing: vLLM's workers have the weights."""
-        for nothing in ():
-            yield nothing
+        nothing: tuple[tuple[str, Any], ...] = ()
+        for each in nothing:
+            yield each
 
     def finalize(self) -> None:
         """Do nothing: ranks stay connected between updates."""
