@@ -104,7 +104,7 @@ def test_uneven_strided_shards_are_those_that_verl_refuses(pool: Pool) -> None:
     ("fields", "says"),
     [
         ({"hf_slots": [("w", (4,))]}, "has a converter"),
-        ({"to_hf_chunk": print}, "has a converter"),
+        ({"to_hf_chunk": len}, "has a converter"),
         ({"place": 3}, "offset place=3"),
     ],
     ids=["slots", "converter", "offset"],
