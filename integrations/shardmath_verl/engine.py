@@ -1,4 +1,4 @@
-"""Engine: verl's checkpoint engine "shardmath", by which the ranks of an actor send their shards into vLLM servers.
+"""Engine: verl's checkpoint engine "shardmath". The ranks of an actor send their shards into vLLM servers through it.
 
 1. verl makes an engine in every rank of the actor, and in every worker of the rollout. A rollout's engine does nothing,
    since the workers of vLLM receive the weights themselves.

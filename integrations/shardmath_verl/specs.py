@@ -36,7 +36,7 @@ DTYPE = "bfloat16"
 def from_shard_spec(spec: ShardSpec, dtype: str = DTYPE) -> Layout:
     """Return the layout of the tensor that `spec` describes. A whole tensor is replicated over all ranks.
 
-    Strided placements are read in FSDP2's order, also if sizes do not divide evenly. Collective over
+    Strided placements are read in FSDP2's order, even if sizes do not divide evenly. Collective over
     `spec.gather_group` if the spec has a block. Raises LayoutError or PlacementError for a spec with a converter, with
     an offset instead of a block, or with blocks or placements that no layout has.
     """
