@@ -94,7 +94,7 @@ def to_shard_spec(layout: Layout, device_type: str = "cpu") -> ShardSpec:
     """Return a ShardSpec for this rank's part of a tensor, of which verl reads the elements that `layout` gives it.
 
     Collective over the default group on first use for a mesh. Raises PlacementError if a rank holds something other
-    than one block, or an addend.
+    than one block, or an addend, or if blocks overlap.
     """
     blocks = {rank: _find_block(layout, rank) for rank in layout.mesh.ranks}
     if layout.partial:
@@ -108,6 +108,12 @@ def to_shard_spec(layout: Layout, device_type: str = "cpu") -> ShardSpec:
     if rank not in blocks:
         raise LayoutError(
             f"rank {rank} is not on {layout.mesh}; call to_shard_spec on its ranks only"
+        )
+    held = sum(math.prod(block.local_shape) for block in set(blocks.values()))
+    if held != math.prod(layout.shape):
+        raise PlacementError(
+            f"the blocks of {layout} are not each element once, as verl's ShardSpecs have it; plan a move to a layout "
+            f"whose parts do not overlap"
         )
     first = next(each for each, block in blocks.items() if block == blocks[rank])
     group = group_for(layout.mesh.ranks) or dist.group.WORLD
