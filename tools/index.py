@@ -21,7 +21,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "names.md"
 
 # This environment has neither JAX nor Ray, and only docstrings are read.
-for absent in ("jax", "jax.sharding", "ray", "ray.exceptions"):
+JAX = ("jax", "jax.experimental", "jax.experimental.multihost_utils", "jax.sharding")
+for absent in (*JAX, "ray", "ray.exceptions"):
     sys.modules.setdefault(absent, mock.MagicMock())
 
 MODULES = {
