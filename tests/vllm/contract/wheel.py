@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["VERSION", "fetch_or_skip", "prefer"]
+__all__ = ["VERSION", "fetch_or_skip", "prefer", "prefer_on_cpu"]
 
 VERSION = "0.33.0"
 FOLDER = Path(sys.prefix, "contract", f"vllm-{VERSION}")
@@ -56,3 +56,12 @@ def prefer(folder: str) -> None:
     """Have this process import vLLM from the folder."""
     assert "vllm" not in sys.modules
     sys.path.insert(0, folder)
+
+
+def prefer_on_cpu(folder: str) -> None:
+    """The same, where vLLM builds models for CPUs: its wheel is for GPUs by name, and asks for one."""
+    prefer(folder)
+    from vllm import platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    platforms._current_platform = CpuPlatform()
