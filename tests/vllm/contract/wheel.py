@@ -23,33 +23,34 @@ LOST = ("connection broken", "Connection aborted", "Max retries exceeded", "Read
 """Of which pip says one if the index does not answer."""
 
 
-def fetch_or_skip() -> Path:
+def fetch_or_skip(package: str = "vllm", version: str = VERSION) -> Path:
     """The folder with the files, which pip downloads once (336 MB). Skips the test if pip reaches no index."""
-    if FOLDER.exists():
-        return FOLDER
-    FOLDER.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER.parent) as scratch:
+    to = FOLDER.with_name(f"{package}-{version}")
+    if to.exists():
+        return to
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
         done = subprocess.run(
-            [*command, "--quiet", "--dest", scratch, f"vllm=={VERSION}"],
+            [*command, "--quiet", "--dest", scratch, f"{package}=={version}"],
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
         )
         if done.returncode and any(words in done.stderr for words in LOST):
-            pytest.skip(f"vLLM {VERSION} cannot be downloaded: {done.stderr.strip()[-500:]}")
+            pytest.skip(f"{package} {version} cannot be downloaded: {done.stderr.strip()[-500:]}")
         assert done.returncode == 0, done.stderr
         (wheel,) = Path(scratch).glob("*.whl")
         unpacked = Path(scratch, "unpacked")
         with zipfile.ZipFile(wheel) as archive:
             kept = [name for name in archive.namelist() if name.endswith(".py")]
-            archive.extractall(unpacked, [*kept, f"vllm-{VERSION}.dist-info/METADATA"])
+            archive.extractall(unpacked, [*kept, f"{package}-{version}.dist-info/METADATA"])
         try:
-            os.replace(unpacked, FOLDER)
+            os.replace(unpacked, to)
         except OSError:
             # Another process was faster.
             shutil.rmtree(unpacked, ignore_errors=True)
-    return FOLDER
+    return to
 
 
 def prefer(folder: str) -> None:
