@@ -30,6 +30,7 @@ MODULES = {
     "smt": "shardmath_torch",
     "shardmath_jax": "shardmath_jax",
     "shardmath_ray": "shardmath_ray",
+    "shardmath_sglang": "shardmath_sglang",
     "shardmath_vllm": "shardmath_vllm",
     "sm.buffers": "shardmath.buffers",
     "sm.content": "shardmath.content",
@@ -56,7 +57,8 @@ GROUPS = {
     "Move tensors": """smt.compile smt.Mover smt.Handle smt.Moved smt.commit smt.redistribute smt.progress_bar
         smt.trace smt.compile_changes smt.Changes smt.compile_transformed smt.TransformedMover smt.megatron_hook""",
     "Join separate jobs": "smt.connect smt.disconnect",
-    "Refit an engine": "sm.refit sm.Refit sm.divide smt.Refit smt.record shardmath_vllm.* shardmath_ray.*",
+    "Refit an engine": """sm.refit sm.Refit sm.divide smt.Refit smt.record shardmath_vllm.* shardmath_ray.*
+        shardmath_sglang.*""",
     "How systems store weights": "sm.rules.* sm.storage.*",
     "DTensors and modules": """smt.layout_of smt.from_dtensor smt.to_dtensor smt.Fused smt.set_device_mesh
         smt.checkpointable smt.digest smt.amax smt.sendable""",

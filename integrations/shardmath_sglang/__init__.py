@@ -4,7 +4,7 @@ In reading order:
 
 - `client`: a trainer's connection to a server;
 - `worker`: an engine's rank, which joins a trainer and takes its weights;
-- `plugin`: the hook by which SGLang's ranks find `worker`.
+- `plugin`: the hook that calls `worker` on SGLang's ranks.
 """
 
 from shardmath_sglang.client import SGLangClient

@@ -2,7 +2,7 @@
 
 1. SGLang passes weights on to each rank by `/update_weights_from_tensor`, in a session between
    `/begin_weight_update` and `/end_weight_update`. Here a text goes that way instead, which says what to do.
-2. The format "shardmath" is that of the hook in `plugin`; a server without the plugin rejects it.
+2. The hook in `plugin` takes the load format "shardmath"; a server without the plugin rejects it.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ class SGLangClient(HTTPClient):
         self._tell({"update": update_info}, flush_cache=True)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """Tell the engine that the update is over."""
+        """Tell the engine that the update is over; `weight_version` is the name of the new weights."""
         self._post("end_weight_update")
         if weight_version is not None:
-            self._post("update_weight_version", {"new_version": weight_version})
+            # By default, SGLang would abort all requests for that.
+            named = {"new_version": weight_version, "abort_all_requests": False}
+            self._post("update_weight_version", named)
 
     def _tell(self, said: dict[str, Any], *, flush_cache: bool) -> None:
         """Have each rank's hook do what `said` says."""

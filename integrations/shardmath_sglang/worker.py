@@ -4,8 +4,8 @@
    captured graphs have, what arrives where the loader would write it.
 2. Every element of a tensor is written, except for the padding of vocabularies, or none of it, if `own` names it.
 3. Quantized models are not taken: what runs is not what the loader writes.
-4. SGLang makes some tensors of others, such as those of latent attention, in `load_weights` alone. An update has it
-   make them again.
+4. SGLang computes some tensors from others, as for latent attention, at the end of `load_weights`. An update has the
+   model compute them again.
 """
 
 from __future__ import annotations

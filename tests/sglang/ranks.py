@@ -26,6 +26,8 @@ __all__ = ["ENTRY", "VERSION", "serve"]
 
 VERSION = "0.5.23"
 ENTRY = EntryPoint("shardmath", "shardmath_sglang.plugin:register", "sglang.srt.plugins")
+ABSENT = ("IPython", "gguf", "orjson", "triton")
+"""What SGLang imports and does not call here, besides what the tool stands in for."""
 TOOL = Path(__file__).parents[2] / "tools/sglang_storage.py"
 
 
@@ -36,6 +38,7 @@ def serve(wheel: str, folder: Path, rank: int, tp: int, port: int, orders: Conne
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    tool.ABSENT += ABSENT
     sys.path.insert(0, wheel)
     sys.meta_path.append(tool._Finder())
     from transformers import AutoConfig

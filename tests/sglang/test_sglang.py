@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import multiprocessing
+import os
+import pickle
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,7 +27,12 @@ from tests.sglang import ranks
 from tests.vllm import checkpoints
 from tests.vllm.cases import fields
 from tests.vllm.contract import wheel
+from tests.vllm.served.sessions import run
+from tests.vllm.served.test_clients import answering
 
+ROOT = Path(__file__).parents[2]
+PROGRAM = re.compile(r"^```python\n(# train_sglang\.py, .*?)^```$", re.M | re.S)
+SERVER, STORE = "http://127.0.0.1:30000", "127.0.0.1:29600"
 TP = 2
 TIMEOUT_S = 60.0
 START_S = 120.0
@@ -113,6 +122,53 @@ def inform(workers: int = TP, **given: Any) -> smv.TrainerInfo:
     """A trainer of one rank, which waits no longer than a test."""
     address = f"127.0.0.1:{free_port()}"
     return smv.TrainerInfo(address, 1, workers=workers, rank=0, timeout=TIMEOUT_S, **given)
+
+
+def test_the_page_s_program(tmp_path: Path) -> None:
+    """train_sglang.py of docs/sglang.md, on two ranks under FSDP2, of which none has SGLang."""
+    folders = [checkpoints.save(fields("llama"), tmp_path / str(seed), seed) for seed in range(2)]
+    found = PROGRAM.search((ROOT / "docs/sglang.md").read_text())
+    assert found is not None
+    (text,) = found.groups()
+    assert SERVER in text and STORE in text
+    with started(folders[0]) as engine, serving(engine) as url:
+        text = text.replace(SERVER, url).replace(STORE, f"127.0.0.1:{free_port()}")
+        (tmp_path / "train_sglang.py").write_text(text)
+        path = os.pathsep.join(map(str, [ROOT, ROOT / "backends", ROOT / "integrations"]))
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        words = [*launch, "train_sglang.py", str(folders[1])]
+        printed = run(words, {"PYTHONPATH": path}, tmp_path / "log", timeout=200)
+        assert len(re.findall(r"rank \d sent its shards of 21 parameters", printed)) == 2
+        assert engine.ask("compare", folders[1]) == [([], 1)] * TP
+
+
+def test_a_server_is_told_by_sglang_s_routes() -> None:
+    with answering(200) as (url, heard):
+        client = SGLangClient(url, TP)
+        client.init_weight_transfer_engine({"size": 3})
+        client.start_weight_update()
+        client.update_weights({"number": 1})
+        client.finish_weight_update("v1")
+    begin = ("/begin_weight_update", {"selector": "target"})
+    told = [body for route, body in heard if route == "/update_weights_from_tensor"]
+    entries = [body.pop("serialized_named_tensors") for body in told]
+    texts = [{pickle.loads(base64.b64decode(each)) for each in both} for both in entries]
+    assert texts == [{'{"join": {"size": 3}}'}, {'{"update": {"number": 1}}'}]
+    assert [len(both) for both in entries] == [TP, TP]
+    assert told == [
+        {"load_format": "shardmath", "flush_cache": flushes, "selector": "target"}
+        for flushes in (False, True)
+    ]
+    named = ("/update_weight_version", {"new_version": "v1", "abort_all_requests": False})
+    assert heard == [
+        begin,
+        ("/update_weights_from_tensor", told[0]),
+        ("/end_weight_update", {}),
+        begin,
+        ("/update_weights_from_tensor", told[1]),
+        ("/end_weight_update", {}),
+        named,
+    ]
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mixtral", "qwen3_moe"])
