@@ -10,9 +10,11 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+from contextlib import suppress
 from typing import Any
 
 from shardmath.base.arguments import as_integer
+from shardmath.base.errors import ExchangeError
 from shardmath_vllm.clients import TIMEOUT_S, HTTPClient
 
 __all__ = ["FORMAT", "SGLangClient"]
@@ -36,7 +38,9 @@ class SGLangClient(HTTPClient):
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have the engine's ranks connect to the trainer that `init_info` describes."""
-        self.start_weight_update()
+        # A session stays open after an update that failed, and SGLang opens no second one.
+        with suppress(ExchangeError):
+            self.start_weight_update()
         try:
             self._tell({"join": init_info}, flush_cache=False)
         finally:

@@ -130,6 +130,17 @@ class Engine:
         self.flushes += 1
         return True
 
+    def fail(self, rank: int, why: str) -> None:
+        """Have each later update fail on a rank, once all has arrived there; on none, if `why` is empty."""
+        from sglang.srt.model_loader.loader import post_load_weights
+        from sglang.srt.runtime_context import get_parallel
+
+        from shardmath_sglang import worker
+
+        failing = mock.Mock(side_effect=RuntimeError(why))
+        is_failing = why and get_parallel().tp_rank == rank
+        worker.post_load_weights = failing if is_failing else post_load_weights
+
     def post(self, route: str, text: str) -> tuple[bool, str]:
         """What a scheduler answers to a request that the server passes on."""
         from sglang.srt.managers import io_struct

@@ -191,6 +191,25 @@ def test_sglang_s_models_have_what_was_sent(model: str, tmp_path: Path) -> None:
         trainer.shutdown()
 
 
+def test_a_rank_that_fails_in_an_update_ends_no_process(tmp_path: Path) -> None:
+    """All ranks answer with an error, and a new connection sends all weights again."""
+    folders = [checkpoints.save(fields("llama"), tmp_path / str(seed), seed) for seed in range(2)]
+    with started(folders[0]) as engine, serving(engine) as url:
+        client = SGLangClient(url, TP)
+        trained = load(folders[1])
+        trainer = smv.Trainer.trainer_init(inform(), client=client, source=trained)
+        engine.ask("fail", 1, "no memory left")
+        with pytest.raises(sm.ExchangeError, match=r"(?s)no memory left.*partly new weights"):
+            trainer.send_weights()
+        with pytest.raises(sm.ExchangeError, match="connect again by trainer_init"):
+            trainer.send_weights()
+        engine.ask("fail", 1, "")
+        trainer = smv.Trainer.trainer_init(inform(), client=client, source=trained)
+        trainer.send_weights()
+        assert [different for different, _ in engine.ask("compare", folders[1])] == [[], []]
+        trainer.shutdown()
+
+
 def test_what_does_not_fit_is_an_error_and_the_engine_goes_on(tmp_path: Path) -> None:
     folder = checkpoints.save(fields("llama"), tmp_path / "engine")
     wider = checkpoints.save(fields("llama", intermediate_size=64), tmp_path / "wider", seed=1)
