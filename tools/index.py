@@ -70,6 +70,7 @@ MODULES = {
     "shardmath_ray": "shardmath_ray",
     "shardmath_trl": "shardmath_trl",
     "shardmath_verl": "shardmath_verl",
+    "shardmath_sglang": "shardmath_sglang",
     "shardmath_vllm": "shardmath_vllm",
     "sm.buffers": "shardmath.buffers",
     "sm.content": "shardmath.content",
@@ -97,7 +98,8 @@ GROUPS = {
         smt.trace smt.compile_changes smt.Changes smt.compile_transformed smt.TransformedMover smt.megatron_hook""",
     "Join separate jobs": "smt.connect smt.disconnect",
     "Refit an engine": """sm.refit sm.Refit sm.divide smt.Refit smt.record shardmath_vllm.*
-        shardmath_ray.* shardmath_trl.* shardmath_verl.*""",
+        shardmath_ray.* shardmath_trl.* shardmath_verl.*
+        shardmath_sglang.*""",
     "How systems store weights": "sm.rules.* sm.storage.*",
     "DTensors and modules": """smt.layout_of smt.from_dtensor smt.to_dtensor smt.Fused smt.set_device_mesh
         smt.checkpointable smt.digest smt.amax smt.sendable""",
