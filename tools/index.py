@@ -13,22 +13,64 @@ import importlib
 import inspect
 import itertools
 import sys
+import warnings
 from collections.abc import Iterator
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from unittest import mock
+from types import ModuleType
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "names.md"
 
-# This environment has neither JAX nor Ray, and only docstrings are read.
-for absent in ("jax", "jax.sharding", "ray", "ray.exceptions"):
-    sys.modules.setdefault(absent, mock.MagicMock())
+
+class _Anything(type):
+    """A class of a package that is not installed: a base class, and decorators that change nothing."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_: lambda made: made
+
+
+class _Absent(ModuleType):
+    """A module of a package that is not installed."""
+
+    __path__: tuple[str, ...] = ()
+    __version__ = "not installed"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Anything(name, (), {})
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds every module of packages that this environment does not have: only docstrings are read."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+        is_absent = name.partition(".")[0] in ("accelerate", "jax", "ray", "trl", "verl")
+        return ModuleSpec(name, self) if is_absent else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Absent(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+sys.meta_path.append(_Finder())
+warnings.simplefilter("ignore")  # what a package says of a version that is not there
 
 MODULES = {
     "sm": "shardmath",
     "smt": "shardmath_torch",
     "shardmath_jax": "shardmath_jax",
     "shardmath_ray": "shardmath_ray",
+    "shardmath_trl": "shardmath_trl",
+    "shardmath_verl": "shardmath_verl",
+    "shardmath_sglang": "shardmath_sglang",
     "shardmath_vllm": "shardmath_vllm",
     "sm.buffers": "shardmath.buffers",
     "sm.content": "shardmath.content",
@@ -55,7 +97,9 @@ GROUPS = {
     "Move tensors": """smt.compile smt.Mover smt.Handle smt.Moved smt.commit smt.redistribute smt.progress_bar
         smt.trace smt.compile_changes smt.Changes smt.compile_transformed smt.TransformedMover smt.megatron_hook""",
     "Join separate jobs": "smt.connect smt.disconnect",
-    "Refit an engine": "sm.refit sm.Refit sm.divide smt.Refit smt.record shardmath_vllm.* shardmath_ray.*",
+    "Refit an engine": """sm.refit sm.Refit sm.divide smt.Refit smt.record shardmath_vllm.*
+        shardmath_ray.* shardmath_trl.* shardmath_verl.*
+        shardmath_sglang.*""",
     "How systems store weights": "sm.rules.* sm.storage.*",
     "DTensors and modules": """smt.layout_of smt.from_dtensor smt.to_dtensor smt.Fused smt.set_device_mesh
         smt.checkpointable smt.digest smt.amax smt.sendable""",

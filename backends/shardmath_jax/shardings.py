@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.experimental.multihost_utils import global_array_to_host_local_array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 import shardmath as sm
@@ -21,7 +22,14 @@ from shardmath.base.text import shown
 from shardmath.layouts.algebra.runs import from_ranges
 from shardmath.layouts.per_axis import find_axes
 
-__all__ = ["from_sharding", "layout_of", "local_shards", "to_array", "to_sharding"]
+__all__ = [
+    "from_sharding",
+    "held_by_process",
+    "layout_of",
+    "local_shards",
+    "to_array",
+    "to_sharding",
+]
 
 RankOf: TypeAlias = Callable[[Any], int]
 """A function that takes a device, and returns the rank that it is."""
@@ -65,6 +73,13 @@ def from_sharding(
         ranks[device]: [_read_slice(part, n) for part, n in zip(index, sizes, strict=True)]
         for device, index in sharding.devices_indices_map(sizes).items()
     }
+    return _find_layout(sharding, sizes, held, dtype)
+
+
+def _find_layout(
+    sharding: Sharding, sizes: tuple[int, ...], held: Mapping[int, list[sm.Runs]], dtype: str
+) -> sm.Layout:
+    """The layout in which each rank has what it holds. Raises LayoutError if no single layout has that."""
     found = sm.from_holdings(sizes, held, dtype=dtype)
     if isinstance(found, tuple):
         what = f"no single layout has what the devices of {sharding} hold"
@@ -171,6 +186,30 @@ def local_shards(array: jax.Array, *, rank_of: RankOf = _by_id) -> dict[int, jax
     """
     ranks = _number(array.sharding.device_set, rank_of)
     return {ranks[shard.device]: shard.data for shard in array.addressable_shards}
+
+
+def held_by_process(array: jax.Array) -> tuple[sm.Layout, jax.Array]:
+    """Return the layout of an array over processes, and the part that this process has on all of its devices together.
+    A process is the rank `jax.process_index()`.
+
+    The part is one array on a CPU device, without a copy if the process has only that device. Raises LayoutError for
+    unreduced sums, and ValueError, as JAX does, if a process's devices are not a block of the mesh.
+    """
+    sharding, sizes = array.sharding, array.shape
+    if layout_of(array).partial:
+        what = f"the devices of {sharding} hold summands of the array"
+        raise LayoutError(f"{what}; move it to a sharding without unreduced axes first")
+    held: dict[int, list[set[tuple[int, int]]]] = {}
+    for device, index in sharding.devices_indices_map(sizes).items():
+        ranges = held.setdefault(device.process_index, [set() for _ in sizes])
+        for dim, part, n in zip(ranges, index, sizes, strict=True):
+            start, stop, _ = part.indices(n)
+            dim.add((start, stop))
+    runs = {rank: [from_ranges(sorted(dim)) for dim in ranges] for rank, ranges in held.items()}
+    layout = _find_layout(sharding, sizes, runs, array.dtype.name)
+    if isinstance(sharding, NamedSharding):
+        array = global_array_to_host_local_array(array, sharding.mesh, sharding.spec)
+    return layout, jax.device_put(array, jax.local_devices(backend="cpu")[0])
 
 
 def to_array(

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
-import socket
-from dataclasses import replace
-from typing import Any
-
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import is_peft_model
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from shardmath.base.errors import ExchangeError
-from shardmath.base.text import word_error
-from shardmath_vllm import HTTPClient, Trainer, TrainerInfo
+from shardmath_trl.connecting import check_server, connect
+from shardmath_vllm import Trainer
 
 __all__ = ["ShardGeneration"]
 
@@ -34,12 +28,7 @@ class ShardGeneration(VLLMGeneration):
         if self.accelerator.is_main_process:
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             self.vllm_client = VLLMClient(base_url=url, connection_timeout=self.server_timeout)
-            transfer = self.vllm_client.get_server_info()["weight_transfer_config"] or {}
-            if transfer.get("backend") != TrainerInfo.backend:
-                raise RuntimeError(
-                    f"the vLLM server at {url} has the weight transfer {transfer.get('backend')!r}; start it with "
-                    """--weight-transfer-config '{"backend": "shardmath"}'"""
-                )
+            check_server(self.vllm_client, url)
         # As TRL does: other ranks do not run ahead while rank 0 waits for the server.
         self.accelerator.wait_for_everyone()
 
@@ -74,44 +63,7 @@ class ShardGeneration(VLLMGeneration):
         self._trainer.send_weights()
 
     def _connect(self) -> Trainer:
-        """Connect this rank to the server's workers. Rank 0 asks the server how many they are."""
-        is_first = self.accelerator.is_main_process
-        told: list[Any] = [self._describe_or_fail() if is_first else None]
-        broadcast_object_list(told)
-        if isinstance(told[0], ExchangeError):
-            raise told[0]
-        return Trainer.trainer_init(
-            replace(told[0], rank=self.accelerator.process_index),
-            client=HTTPClient(self.vllm_client.base_url) if is_first else [],
-            source=self.accelerator.unwrap_model(self.model),
-        )
-
-    def _describe_or_fail(self) -> TrainerInfo | ExchangeError:
-        """The info of rank 0, or an error for all ranks, which wait for the info."""
-        try:
-            return self._describe()
-        except Exception as error:
-            what = f"rank 0 cannot ask the server at {self.vllm_client.base_url}"
-            return ExchangeError(f"{what}: {word_error(error)}; start it again")
-
-    def _describe(self) -> TrainerInfo:
-        """The info of rank 0: where all ranks connect, and what the server has."""
-        dtype = self.vllm_client.get_server_info()["model_config"]["dtype"]
-        return TrainerInfo(
-            f"{_find_own_address(self.vllm_client.host)}:{self.group_port}",
-            self.accelerator.num_processes,
-            workers=self.vllm_client.get_world_size(),
-            dtype=dtype.removeprefix("torch."),
-            transport="nccl" if self.accelerator.device.type == "cuda" else "gloo",
-            run=secrets.token_hex(8),
-            rank=0,
-        )
-
-
-def _find_own_address(server: str) -> str:
-    """The address of this machine on its way to the server."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        # It sends nothing: a port of UDP may have nobody behind it.
-        way.connect((server, 9))
-        address: str = way.getsockname()[0]
-    return address
+        """Connect this rank to the server's workers."""
+        client = self.vllm_client if self.accelerator.is_main_process else None
+        url = client.base_url if client else ""
+        return connect(self.accelerator, self.model, client, url, self.group_port)

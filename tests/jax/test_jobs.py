@@ -63,6 +63,35 @@ def test_into_another_jax_job() -> None:
     assert arrived == [None] * EACH + [pytest.approx(sums)] * EACH
 
 
+@pytest.mark.parametrize(("processes", "read"), [(1, 24), (2, 18)])
+def test_what_a_process_of_several_devices_holds(processes: int, read: int) -> None:
+    """All that JAX makes a local array of: not if devices of two processes take turns in a row of the mesh."""
+    devices = 8 // processes
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    of_jax = free_address()
+    started = []
+    try:
+        for place in range(processes):
+            words = ["-m", "tests.jax.held", str(place), str(processes), of_jax]
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *words],
+                    cwd=ROOT,
+                    env=ENVIRONMENT | {"XLA_FLAGS": flags},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        printed = [each.communicate(timeout=100)[0].splitlines()[-1] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+    for count, said in map(json.loads, printed):
+        assert count == read
+        assert all("contiguous subcube" in words for words in said)
+
+
 def read_programs() -> dict[str, tuple[str, str]]:
     """The programs of the page, and what they print, by name."""
     found = {name: (code, text) for name, code, text in PROGRAM.findall(PAGE.read_text())}

@@ -133,6 +133,16 @@ def test_unreduced_sums() -> None:
     assert shardmath_jax.to_sharding(layout).spec == sharding.spec
 
 
+def test_unreduced_sums_are_not_a_process_s() -> None:
+    mesh = Mesh(np.array(DEVICES), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(np.ones((8, 8), np.float32), P("d", None))
+        summed = P(None, None, unreduced={"d"})
+        array = jax.jit(lambda x: jax.numpy.matmul(x.T, x, out_sharding=summed))(rows)
+    with pytest.raises(sm.LayoutError, match="summands of the array; move it to a sharding"):
+        shardmath_jax.held_by_process(array)
+
+
 def test_unconstrained_dimensions_are_refused() -> None:
     mesh = Mesh(np.array(DEVICES), ("d",))
     with pytest.raises(sm.LayoutError, match=r"dimension 1 of .* is unconstrained; name the axes"):

@@ -21,5 +21,5 @@ def ask() -> Iterator[Ask]:
     """Calls a function in that process, and returns what it does."""
     folder = wheel.fetch_or_skip()
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, wheel.prefer, (str(folder),)) as process:
+    with ProcessPoolExecutor(1, spawn, wheel.prefer_on_cpu, (str(folder),)) as process:
         yield lambda function, *args: process.submit(function, *args).result(TIMEOUT_S)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 import pkgutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +18,8 @@ from tests.distributed.pool import free_port
 
 __all__ = [
     "ask_for_draft",
+    "compare_loaders",
+    "digest",
     "import_all",
     "list_engine",
     "list_executor",
@@ -24,6 +28,8 @@ __all__ = [
     "list_pauses",
     "list_routes",
     "name_version",
+    "queue_while_paused",
+    "record_again",
     "refuse_a_method",
     "register",
     "send",
@@ -169,6 +175,96 @@ def list_pauses() -> list[str]:
 
     hints = get_type_hints(api_router.pause_generation, include_extras=False)
     return list(get_args(hints["mode"]))
+
+
+def queue_while_paused() -> dict[str, bool]:
+    """Whether a request waits that comes during a pause, by mode; another one gets an error at once."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    found = {}
+    for mode in list_pauses():
+        core: Any = SimpleNamespace(
+            pause_scheduler=lambda mode, clear_cache: None,
+            scheduler=SimpleNamespace(has_request=lambda request: False),
+            errors=[],
+        )
+        core._send_finish_outputs_to_client = lambda *told, core=core: core.errors.append(told[-1])
+        EngineCoreProc.pause_generation(core, mode)
+        request = SimpleNamespace(
+            request_id="new", client_index=0, abort_immediately=False, kv_transfer_params=None
+        )
+        rejected = EngineCoreProc._reject_add_while_paused(core, request)
+        assert rejected == any(error.retryable for error in core.errors)
+        found[mode] = not rejected
+    return found
+
+
+def compare_loaders(folder: Path) -> list[str]:
+    """What the newer loader of a saved model stores otherwise than rows declare."""
+    from tests.vllm import test_recording
+
+    return [fault for tp in test_recording.SIZES for fault in test_recording.compare(folder, tp)]
+
+
+def record_again(folder: Path, tp: int, quantization: dict[str, str] | None) -> list[str]:
+    """What the worker records of each rank's model, which may quantize again what is quantized."""
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from shardmath_vllm.workers.loading import Loading
+    from tests.vllm import checkpoints, engine
+
+    shapes = checkpoints.shapes_of(folder)
+    more: dict[str, Any] = {"quantization_config": quantization} if quantization else {}
+    config = engine.configure(folder, tp, **more).model_config
+    digests = []
+    for rank in range(tp):
+        with engine.built(folder, rank, tp, "cpu", **more) as model:
+            record_metadata_for_reloading(model)
+            layer = model.get_submodule("model.layers.0.mlp.down_proj")
+            source: Any = getattr(layer.quant_method, "requantization_source", None)
+            assert (source is not None) == bool(more)
+            digests.append(Loading(model, config).record(shapes).digest)
+    return digests
+
+
+def digest(folder: Path, tp: int) -> tuple[list[dict[str, str]], dict[str, int], dict[str, int]]:
+    """What vLLM's checker computes of each worker's weights, and what ours does of all weights, and of the file's."""
+    from vllm.model_executor.model_loader.weight_checksum import compute_tensor_digests
+
+    import shardmath as sm
+    from shardmath.models.systems.hugging_face import hugging_face, logical_shapes
+    from shardmath.models.systems.vllm import vllm
+    from tests.vllm import checkpoints, engine
+
+    config = json.loads((folder / "config.json").read_text())
+    shapes = checkpoints.shapes_of(folder)
+    logical = logical_shapes(config, shapes)
+
+    def digest_stored(side: Any, held: dict[int, list[tuple[str, Tensor]]]) -> dict[str, int]:
+        # numpy has no bfloat16: its bits.
+        stored = {
+            rank: {(0, name): each.detach().view(torch.uint16).numpy() for name, each in pairs}
+            for rank, pairs in held.items()
+        }
+        arrays = sm.storage.gather(sm.storage.bind(side, logical), stored, list(held))
+        mesh = sm.Mesh()
+        layouts = {
+            name: sm.Layout(each.shape, mesh, {}, dtype="bfloat16") for name, each in arrays.items()
+        }
+        found = sm.content.digest_of(layouts, {0: arrays})
+        assert isinstance(found, dict)
+        return found
+
+    theirs = []
+    held = {}
+    for rank in range(tp):
+        with engine.built(folder, rank, tp, "cpu") as model:
+            model.load_weights(checkpoints.read(folder))
+            theirs.append(compute_tensor_digests(model))
+            held[rank] = list(model.named_parameters())
+    ours = digest_stored(vllm(config, ranks=range(tp), tp=tp), held)
+    file = digest_stored(hugging_face(config, shapes), {0: list(checkpoints.read(folder))})
+    return theirs, ours, file
 
 
 def send() -> list[bool]:

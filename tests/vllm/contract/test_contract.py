@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from shardmath import formats
+from tests.vllm import checkpoints
+from tests.vllm.cases import MODELS, fields
 from tests.vllm.contract import inside, wheel
 from tests.vllm.contract.conftest import Ask
+
+NOT_BUILT = {"gpt2"}
+"""Needs an operation that only the compiled part of vLLM has."""
+TILED = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 32, "num_key_value_heads": 8}
+"""Sizes of which tiles of 128 x 128 are whole on two ranks."""
 
 
 def test_the_version_is_the_one_that_was_downloaded(ask: Ask) -> None:
@@ -85,6 +97,48 @@ def test_a_server_has_the_routes_that_clients_and_pages_name(ask: Ask) -> None:
     assert routes["/finish_weight_update"] == ["raw_request", "weight_version"]
     assert {"/pause", "/resume", "/weight_checker"} <= set(routes)
     assert ask(inside.list_pauses) == ["abort", "wait", "keep"]
+
+
+def test_only_one_pause_lets_new_requests_wait(ask: Ask) -> None:
+    """The others answer them with an error, after which clients may try again."""
+    assert ask(inside.queue_while_paused) == {"abort": False, "wait": False, "keep": True}
+
+
+@pytest.mark.parametrize("model", sorted(MODELS.keys() - NOT_BUILT))
+def test_loaders_store_what_rows_declare(ask: Ask, model: str, tmp_path: Path) -> None:
+    """Of the newer vLLM's own models, built on the meta device, over 1, 2 and 4 ranks."""
+    assert ask(inside.compare_loaders, checkpoints.save(fields(model), tmp_path)) == []
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_that_quantizes_again_is_sent_its_checkpoint(
+    ask: Ask, tp: int, tmp_path: Path
+) -> None:
+    """It loads what a checkpoint has, as without it, and makes other tensors of that later."""
+    whole = checkpoints.save(fields("llama", **TILED), tmp_path / "whole")
+    tiles = formats.FP8Blocks((128, 128))
+    quantized = [
+        checkpoints.quantize(whole, tmp_path / "fp8", tiles),
+        checkpoints.quantize_int8(whole, tmp_path / "int8"),
+    ]
+    for folder in quantized:
+        again = ask(inside.record_again, folder, tp, {"linear": "fp8_per_channel"})
+        assert again == ask(inside.record_again, folder, tp, None)
+
+
+def test_vllm_s_checksums_are_of_a_worker_s_part_and_ours_of_the_whole(
+    ask: Ask, tmp_path: Path
+) -> None:
+    folder = checkpoints.save(fields("llama"), tmp_path)
+    (one,), ours, file = ask(inside.digest, folder, 1)
+    two, ours_of_two, _ = ask(inside.digest, folder, 2)
+    assert ours == ours_of_two == file
+    assert len(ours) == len(checkpoints.shapes_of(folder))
+    # By vLLM's, only what all workers have whole can be compared.
+    for worker in two:
+        same = {name for name, checksum in worker.items() if checksum == one[name]}
+        assert same == {name for name in one if name.endswith("norm.weight")}
+        assert len(same) < len(worker) == len(one)
 
 
 def test_a_source_of_vllm_s_is_a_source(ask: Ask) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["VERSION", "fetch_or_skip", "prefer"]
+__all__ = ["VERSION", "fetch_or_skip", "prefer", "prefer_on_cpu"]
 
 VERSION = "0.33.0"
 FOLDER = Path(sys.prefix, "contract", f"vllm-{VERSION}")
@@ -23,36 +23,46 @@ LOST = ("connection broken", "Connection aborted", "Max retries exceeded", "Read
 """Of which pip says one if the index does not answer."""
 
 
-def fetch_or_skip() -> Path:
+def fetch_or_skip(package: str = "vllm", version: str = VERSION) -> Path:
     """The folder with the files, which pip downloads once (336 MB). Skips the test if pip reaches no index."""
-    if FOLDER.exists():
-        return FOLDER
-    FOLDER.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=FOLDER.parent) as scratch:
+    to = FOLDER.with_name(f"{package}-{version}")
+    if to.exists():
+        return to
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=to.parent) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
         done = subprocess.run(
-            [*command, "--quiet", "--dest", scratch, f"vllm=={VERSION}"],
+            [*command, "--quiet", "--dest", scratch, f"{package}=={version}"],
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
         )
         if done.returncode and any(words in done.stderr for words in LOST):
-            pytest.skip(f"vLLM {VERSION} cannot be downloaded: {done.stderr.strip()[-500:]}")
+            pytest.skip(f"{package} {version} cannot be downloaded: {done.stderr.strip()[-500:]}")
         assert done.returncode == 0, done.stderr
         (wheel,) = Path(scratch).glob("*.whl")
         unpacked = Path(scratch, "unpacked")
         with zipfile.ZipFile(wheel) as archive:
             kept = [name for name in archive.namelist() if name.endswith(".py")]
-            archive.extractall(unpacked, [*kept, f"vllm-{VERSION}.dist-info/METADATA"])
+            archive.extractall(unpacked, [*kept, f"{package}-{version}.dist-info/METADATA"])
         try:
-            os.replace(unpacked, FOLDER)
+            os.replace(unpacked, to)
         except OSError:
             # Another process was faster.
             shutil.rmtree(unpacked, ignore_errors=True)
-    return FOLDER
+    return to
 
 
 def prefer(folder: str) -> None:
     """Have this process import vLLM from the folder."""
     assert "vllm" not in sys.modules
     sys.path.insert(0, folder)
+
+
+def prefer_on_cpu(folder: str) -> None:
+    """The same, where vLLM builds models for CPUs: its wheel is for GPUs by name, and asks for one."""
+    prefer(folder)
+    from vllm import platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    platforms._current_platform = CpuPlatform()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -186,6 +187,67 @@ def test_vllm_s_own_client_and_ours_refit_two_servers_at_once(
     trainer.send_weights()
     ask(f"{urls[0]}/resume", {})
     assert [complete(url) for url in urls] == [expected[1], expected[1]]
+    trainer.shutdown()
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_server_that_is_paused_in_any_way_takes_weights(
+    urls: list[str], folders: list[Path], expected: list[Any], mode: str
+) -> None:
+    """By a pause, vLLM drops its caches itself, unless it keeps its requests."""
+    model = load(folders[1])
+    with meet(urls, model) as trainer:
+        trainer.send_weights()
+        assert complete(urls[0]) == expected[1]
+        model.load_state_dict(load(folders[0]).state_dict())
+        ask(f"{urls[0]}/pause?mode={mode}", {})
+        assert ask(f"{urls[0]}/is_paused") == {"is_paused": True}
+        trainer.send_weights()
+        ask(f"{urls[0]}/resume", {})
+        assert [complete(url) for url in urls] == [expected[0], expected[0]]
+
+
+def test_vllm_s_checker_finds_what_an_engine_is_started_on(
+    urls: list[str], folders: list[Path], expected: list[Any]
+) -> None:
+    """Its checksums are of each worker's part: equal of engines of equal TP, also after weights were lost."""
+    model = load(folders[0])
+    with meet(urls, model) as trainer:
+        trainer.send_weights()
+        checked = [ask(f"{url}/weight_checker", {"action": "checksum"}) for url in urls]
+        assert checked[0] == checked[1]
+        baseline = checked[0]["checksums"]
+        assert {name.split(":")[3] for name in baseline} == {"tp0", "tp1"}
+        for url in urls:
+            ask(f"{url}/weight_checker", {"action": "reset"})
+        said = {"action": "compare", "baseline": baseline}
+        assert not ask(f"{urls[0]}/weight_checker", said)["match"]
+        assert complete(urls[0]) != expected[0]
+        trainer.send_weights()
+        for url in urls:
+            found = ask(f"{url}/weight_checker", said)
+            assert found == {"match": True, "mismatches": []}
+            assert complete(url) == expected[0]
+
+
+def test_a_draft_is_refused_and_the_next_update_works(
+    urls: list[str], folders: list[Path], expected: list[Any]
+) -> None:
+    with meet(urls, load(folders[1])) as trainer:
+        with pytest.raises(HTTPError) as refused:
+            ask(f"{urls[0]}/start_draft_weight_update", {})
+        said = refused.value.read().decode()
+        assert "WorkerEngine does not support draft model weight updates" in said
+        trainer.send_weights()
+        assert [complete(url) for url in urls] == [expected[1], expected[1]]
+
+
+@contextmanager
+def meet(urls: list[str], model: torch.nn.Module) -> Iterator[smv.Trainer]:
+    """A trainer of the model, which both servers have joined."""
+    clients = [smv.HTTPClient(url) for url in urls]
+    trainer = smv.Trainer.trainer_init(inform(), client=clients, source=model)
+    yield trainer
     trainer.shutdown()
 
 

@@ -30,7 +30,9 @@ __all__ = [
     "is_refusing",
     "kill",
     "mend",
+    "sleep",
     "step",
+    "wake",
     "watch",
     "widen",
 ]
@@ -61,6 +63,18 @@ def generate(llm: Any, adapter: Path | None = None) -> Any:
         likely = [{token: one.logprob for token, one in at.items()} for at in output.logprobs]
         answers.append((list(output.token_ids), likely))
     return answers
+
+
+# An engine that sleeps
+
+
+def sleep(llm: Any, level: int) -> None:
+    llm.sleep(level=level)
+
+
+def wake(llm: Any, tags: list[str] | None = None) -> bool:
+    """Whether all of the engine is awake now."""
+    return bool(llm.wake_up(tags))
 
 
 # A request under way

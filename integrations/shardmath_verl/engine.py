@@ -1,0 +1,115 @@
+"""Engine: verl's checkpoint engine "shardmath". The ranks of an actor send their shards into vLLM servers through it.
+
+1. verl makes an engine in every rank of the actor, and in every worker of the rollout. A rollout's engine does nothing,
+   since the workers of vLLM receive the weights themselves.
+2. Ranks connect at the first update, and after one that failed. verl calls all methods before every update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+from shardmath.base.errors import ExchangeError
+from shardmath_ray import find_address
+from shardmath_vllm import HTTPClient, Trainer, TrainerInfo
+
+__all__ = ["ShardCheckpointEngine"]
+
+
+@CheckpointEngineRegistry.register("shardmath")
+class ShardCheckpointEngine(CheckpointEngine):
+    """A checkpoint engine of verl that sends the shards of a module to the vLLM servers at `urls`, which get parameters
+    of type `dtype`.
+
+    verl passes `bucket_size`, which is not used, and `is_master` only on ranks of an actor. The other arguments come
+    from verl's `engine_kwargs`.
+    """
+
+    takes_training_engine = True
+
+    def __init__(
+        self,
+        bucket_size: int,
+        is_master: bool | None = None,
+        *,
+        urls: Sequence[str],
+        dtype: str = "bfloat16",
+    ) -> None:
+        self._is_master = is_master
+        self._urls = list(urls)
+        self._dtype = dtype
+        self._told: dict[str, Any] = {}
+        self._trainer: Trainer | None = None
+
+    def prepare(self) -> dict[str, Any]:
+        """Return an address for the ranks to connect at, on the actor's first rank."""
+        if not self._is_master:
+            return {}
+        address, run = find_address()
+        return {"address": address, "run": run}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Return the arguments of `init_process_group` for each rank of the actor, and for each worker."""
+        each = {**metadata[0], "actors": actor_wg_world_size, "workers": rollout_world_size}
+        actors = {name: [value] * actor_wg_world_size for name, value in each.items()}
+        actors["rank"] = list(range(actor_wg_world_size))
+        return actors, {"rank": [-1] * rollout_world_size}
+
+    def init_process_group(
+        self, rank: int, actors: int = 0, workers: int = 0, **address: str
+    ) -> None:
+        """Keep what a rank of the actor needs to connect. Raises ValueError if servers would have unequal workers."""
+        if rank < 0:
+            return
+        servers = len(self._urls)
+        if not servers or workers % servers:
+            raise ValueError(
+                f"the rollout has workers={workers}, which urls={self._urls} do not divide evenly; pass the URL of "
+                f"each replica's server in engine_kwargs"
+            )
+        each = [workers // servers] * servers
+        self._told = {**address, "trainers": actors, "workers": each, "rank": rank}
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
+        """Send the shards of `weights.module`, as they are now. Collective over the actor's ranks.
+
+        Raises TypeError if verl passes a generator of whole tensors instead of a training engine, and ExchangeError
+        on all ranks if the update fails.
+        """
+        if not hasattr(weights, "module"):
+            raise TypeError(
+                f"verl passes {type(weights).__name__} to the checkpoint engine, which is for whole tensors, not the "
+                f"training engine, whose module is sharded; change verl as docs/verl.md says"
+            )
+        try:
+            if self._trainer is None:
+                self._trainer = self._connect(weights.module)
+            self._trainer.send_weights()
+        except ExchangeError:
+            self._trainer = None
+            raise
+        return {}
+
+    def _connect(self, module: Any) -> Trainer:
+        """Connect this rank to the workers of all servers."""
+        on_gpus = next(module.parameters()).device.type == "cuda"
+        info = TrainerInfo(dtype=self._dtype, transport="nccl" if on_gpus else "gloo", **self._told)
+        clients = [HTTPClient(url) for url in self._urls] if info.is_sender else []
+        return Trainer.trainer_init(info, client=clients, source=module)
+
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncGenerator[tuple[str, Any], None]:
+        """Yield nothing: vLLM's workers have the weights."""
+        nothing: tuple[tuple[str, Any], ...] = ()
+        for each in nothing:
+            yield each
+
+    def finalize(self) -> None:
+        """Do nothing: ranks stay connected between updates."""
