@@ -21,6 +21,7 @@ from shardmath import (
     clear_caches,
     plan,
     testing,
+    without,
 )
 from shardmath.layouts.edits import relabeled, window
 
@@ -396,3 +397,20 @@ def test_the_last_plan_is_kept_as_long_as_its_caller_keeps_it() -> None:
     del alone
     gc.collect()
     assert gone() is None
+
+
+def test_what_only_seems_to_be_the_last_plan_is_planned_anew() -> None:
+    """Arguments are compared as objects: an array has no truth, and windows may have other numbers."""
+    halves = tuple(Layout((8,), Mesh(ranks=[r]), f"(n)=<{4 * r}:{4 * r + 4}>") for r in (0, 1))
+    whole = Layout((8,), Mesh(tp=2, ranks=[8, 9]), "(tp n)")
+    kept = plan({"w": whole}, {"w": halves})
+    for wrong in (np.zeros(8), {"w": np.zeros(8)}):
+        with pytest.raises(PlanError):
+            plan(wrong, {"w": halves})
+    assert plan({"w": whole}, {"w": halves}) is kept
+    left = without(kept, [0], window=True)
+    numbered = plan({"w": whole}, {"w": left.dst["w"]}, window=True)
+    plain = plan({"w": whole}, {"w": tuple(left.dst["w"])}, window=True)
+    assert numbered.dst["w"].local_names("w") == ["w[1]"]
+    assert plain.dst["w"].local_names("w") == ["w"]
+    assert plan({}, {}) == plan({}, {}) != plan({"w": whole}, {"w": whole})
