@@ -34,6 +34,7 @@ from shardmath.plans.programs.loads import LEGS, count_messages, sum_pairs, sum_
 from shardmath.plans.programs.program import Program
 from shardmath.plans.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
 from shardmath.plans.programs.streams import list_bundles
+from shardmath.plans.programs.tapers import HEAVIEST
 from shardmath.plans.stretches import list_all_receivers, row_at
 from shardmath.plans.units import is_legal_cut
 from shardmath.proofs.plan_proof import prove
@@ -99,6 +100,11 @@ def _check_numbers(prog: Program) -> None:
     )
     positive = all(type(n) is int and n > 0 for n in counts)
     _require(positive, prog, f"counts {counts} are not all positive integers")
+    weights = prog.weights
+    # Sums of weights, times the bytes of a stream, stay far below the largest integer of 64 bits.
+    is_small = all(type(n) is int and 0 < n <= HEAVIEST for n in weights)
+    fit = len(weights) in (0, prog.slots)
+    _require(is_small and fit, prog, f"its weights are not one integer up to {HEAVIEST} per slot")
     ranks = max(1, len(prog.ranks))
     # `schedule` doubles the turns until there are at least 2 * LEGS * ranks (see `turn_of`).
     most_turns = 4 * LEGS * ranks

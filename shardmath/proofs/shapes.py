@@ -112,7 +112,8 @@ def check_plan_shapes(plan: Plan) -> None:
 def check_program_shapes(prog: Program) -> None:
     """Raise PlanError unless the program's tables (not its plan's) have the right types and numbers of dimensions."""
     checked_ids: set[int] = set()
-    for field, kind in {"slots": int, "turns": int, "legs": Legs}.items():
+    kinds = {"slots": int, "turns": int, "weights": tuple[int, ...], "legs": Legs}
+    for field, kind in kinds.items():
         _check_kind(getattr(prog, field), kind, f"Program.{field}", checked_ids)
 
 

@@ -12,6 +12,7 @@ In reading order:
 - `part`: everything that one rank does;
 - `fanout`: the choice of relays;
 - `loads`: bytes by rank and link, and the time that they take;
+- `tapers`: weights of slots that fall, so that little is relayed at the end;
 - `scheduling`: the choice of relays and of the number of rounds;
 - `certify`: a program compared with its bound.
 """

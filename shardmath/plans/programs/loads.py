@@ -26,7 +26,14 @@ from shardmath.base.arrays import Bools, Ints, Offsets, distinct, number_alike
 from shardmath.plans.balance import make_grid
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.programs.legs import Bundle, Streams
-from shardmath.plans.programs.program import Program, Slices, cut_streams, list_slices, turn_of
+from shardmath.plans.programs.program import (
+    Program,
+    Slices,
+    cut_streams,
+    list_slices,
+    rotate_slots,
+    turn_of,
+)
 from shardmath.plans.programs.streams import list_bundles, list_streams
 
 __all__ = [
@@ -184,7 +191,7 @@ def sum_round_loads(prog: Program) -> Loads:
     Bytes are exact, slice by slice. The latest loads are cached with the legs: a program that is scheduled is often
     certified and proved next.
     """
-    rounds = prog.slots, prog.turns, prog.topology.ranks_per_node, prog.ranks
+    rounds = prog.slots, prog.weights, prog.turns, prog.topology.ranks_per_node, prog.ranks
     batches, cached = prog.legs._loads.get(rounds, (None, None))
     if cached is not None and batches is prog.plan.batches:
         return cached
@@ -215,9 +222,12 @@ def _sum_rounds(prog: Program) -> Loads:
         for line in large_lines:
             streams = list_streams(prog.legs, line)
             codes = _code_ends(prog, streams, ranks, shape)
+            # Of lines alike, each begins at another slot.
+            rotated_offset = slot_offset[rotate_slots(prog, np.arange(prog.slots), line)]
             for in_first_slot, by_slot in _count_line(prog, line, streams, codes, counted):
-                place = in_first_slot[:, None] + slot_offset
-                np.add.at(loads, place, by_slot)
+                place = in_first_slot[:, None] + rotated_offset
+                # Flat, since `add.at` takes half as long if it has one dimension.
+                np.add.at(loads, place.ravel(), by_slot.ravel())
     return loads.reshape(shape)
 
 
@@ -245,8 +255,7 @@ def _list_ends(
     """
     slices = cut_streams(prog, streams)
     line = prog.legs.lines.blocks.owners_of(streams.block)
-    # A line begins one slot later than the line before.
-    slot = (slices.slot + line[slices.stream]) % prog.slots
+    slot = rotate_slots(prog, slices.slot, line[slices.stream])
     nbytes = slices.hi - slices.lo
     for code in codes:
         yield code[slices.stream] + slot_offset[slot], nbytes
@@ -274,8 +283,7 @@ def _count_line(
             counted.clear()
         counted[kind] = tables
     for (code, _), table in zip(ends, tables, strict=True):
-        # A line begins one slot later than the line before.
-        yield code, np.roll(table, line, axis=1)
+        yield code, table
 
 
 def _describe_line(

@@ -7,8 +7,9 @@
 2. The bytes that go from one rank to another are a **stream** (`list_streams`). A stream is relayed as
    it arrived.
 3. Streams are cut into `slots` **slices**. A slice is relayed one slot later for every leg, so no
-   rank sends what it does not have. Streams begin at different slots in turn, so that small ones,
-   which stay whole, do not all go at once.
+   rank sends what it does not have. Slots may **taper off**: the last ones are lighter, so that little is
+   left to relay at the end. Streams begin at different slots in turn, so that small ones, which stay
+   whole, do not all go at once.
 4. A **step** is (phase, slot, turn): phases bring the addends of a fold in their order,
    turns divide the peers of a rank, and the legs, into groups. Steps are ordered, and a message is
    in one step at both ends: in the earliest step in which any rank waits all messages are posted, so
@@ -45,7 +46,15 @@ from shardmath.plans.programs.stretch_parts import Stretches, StretchParts, list
 from shardmath.plans.stretches import list_kept
 from shardmath.plans.transfers import Transfer
 
-__all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", "turn_of"]
+__all__ = [
+    "Program",
+    "Slices",
+    "cut_streams",
+    "digest_program",
+    "list_slices",
+    "rotate_slots",
+    "turn_of",
+]
 
 
 @public
@@ -55,10 +64,12 @@ class Program:
     by `schedule`.
 
     Each rank-to-rank stream is cut into `slots` slices, so that a relay forwards one slice while it
-    receives the next; the peers of a rank take `turns` turns. No rank has more than
+    receives the next; the peers of a rank take `turns` turns. If `weights` are given, one per slot, slices are not
+    even: each is as large as its slot is heavy. No rank has more than
     `max_inflight_bytes` bytes, or `max_ops_per_group` messages, in flight in a round. Two programs
     are equal if they send the same messages in the same rounds. `assumes_nodes` says that no topology
     was given: `certify` and `crossing_bytes` then raise PlanError, as for a plan without a topology.
+    Raises PlanError if there are weights, but not one per slot.
     """
 
     plan: Plan
@@ -70,6 +81,12 @@ class Program:
     max_ops_per_group: int
     digest: str
     assumes_nodes: bool = False
+    weights: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.weights and len(self.weights) != self.slots:
+            what = f"{plural(self.slots, 'slot')} but {plural(self.weights, 'weight')}"
+            raise PlanError(f"a program has {what}; give weights=() for slots of equal weight")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self.digest == other.digest
@@ -78,8 +95,24 @@ class Program:
         return hash(self.digest)
 
     def __repr__(self) -> str:
+        where = self.word_nodes()
+        return f"<program of {self.plan!r}, {where}, {self.word_rounds()}, {self.digest[:12]}>"
+
+    @property
+    def alike_slots(self) -> int:
+        """The number of slots that have the weight of the first one, before the first slot that has another weight. It
+        is the number of all slots if these are even."""
+        for slot, weight in enumerate(self.weights):
+            if weight != self.weights[0]:
+                return slot
+        return self.slots
+
+    def word_rounds(self) -> str:
+        """Return a text that says how many slots and turns the program has, and how many slots are lighter than the
+        first ones."""
         rounds = f"{plural(self.slots, 'slot')} of {plural(self.turns, 'turn')}"
-        return f"<program of {self.plan!r}, {self.word_nodes()}, {rounds}, {self.digest[:12]}>"
+        lighter = self.slots - self.alike_slots
+        return f"{rounds}, the last {lighter} lighter" if lighter else rounds
 
     def word_nodes(self) -> str:
         """Return a text that says how many ranks a node of the program has, and whether that is assumed."""
@@ -169,7 +202,7 @@ def digest_program(prog: Program) -> str:
         bands.cuts,
     ]
     legs = [column.tolist() for column in columns]
-    limits = prog.max_inflight_bytes, prog.max_ops_per_group, prog.slots, prog.turns
+    limits = prog.max_inflight_bytes, prog.max_ops_per_group, prog.slots, prog.turns, *prog.weights
     return digest(("program", prog.plan.digest, prog.topology, prog.legs.sharing, limits, legs))
 
 
@@ -257,10 +290,20 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
     """Cut `streams` (bytes from rank to rank) into nonempty Slices, each with the time slot in which it is sent."""
     slices = cut_streams(prog, streams)
     line = prog.legs.lines.blocks.owners_of(streams.block)
-    # Each line begins one slot later than the line before, each leg one later than the leg before.
-    slot = (slices.slot + line[slices.stream]) % prog.slots
-    slot += streams.leg[slices.stream] - 1
-    return slices._replace(slot=slot)
+    slot = rotate_slots(prog, slices.slot, line[slices.stream])
+    # Each leg begins one slot later than the leg before.
+    return slices._replace(slot=slot + streams.leg[slices.stream] - 1)
+
+
+def rotate_slots(prog: Program, slot: Ints, by: Ints | int) -> Ints:
+    """Return the time slots that are `by` places after `slot`, in a circle of the slots that have the weight of the
+    first one. Lighter slots, which follow them, are returned as they are.
+
+    Streams that are too small to be cut go whole in one slot, and not all of them should go in the same one.
+    """
+    alike = prog.alike_slots
+    rotated: Ints = np.where(slot < alike, (slot + by) % alike, slot)
+    return rotated
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
@@ -280,9 +323,22 @@ def cut_streams(prog: Program, streams: Streams) -> Slices:
     hi = borders[cut_root, at + 1]
     counts = np.bincount(cut_root, minlength=len(first))
     slice_index, stream = _give_to_streams(counts, root)
+    slot = _order_slots(prog)[at[slice_index]]
     # Roots begin at different slots; all streams of one root begin at the same.
-    slot = at[slice_index] + streams.root[stream]
-    return Slices(stream, slot % prog.slots, lo[slice_index], hi[slice_index])
+    slot = rotate_slots(prog, slot, streams.root[stream])
+    return Slices(stream, slot, lo[slice_index], hi[slice_index])
+
+
+def _order_slots(prog: Program) -> Ints:
+    """The slots in the order of a stream's slices: first the tail, lightest first, then the slots that are alike.
+
+    Cuts move back to the begin of a row, so the first slice is shorter than planned, and the last one longer. A stream
+    that is not cut is all last slice. In this order, the lightest slot has the first slice, and a heavy one the last.
+    """
+    slots = np.arange(prog.slots)
+    alike = prog.alike_slots
+    tail = slots[alike:]
+    return np.append(tail[::-1], slots[:alike])
 
 
 def _give_to_streams(counts: Ints, root: Ints) -> tuple[Ints, Ints]:
@@ -296,16 +352,19 @@ def _give_to_streams(counts: Ints, root: Ints) -> tuple[Ints, Ints]:
 def _find_borders(prog: Program, block: Ints, lo: Ints, hi: Ints) -> Ints:
     """The borders of the slices of bytes lo..hi-1 of blocks: by block a row of slots + 1 borders.
 
-    Borders are evenly spaced, and then snapped to rows of boxes.
+    Each slice has its slot's share of the bytes; then borders are snapped to rows of boxes.
     """
     lo = lo[:, None]
     hi = hi[:, None]
-    inner = np.arange(1, prog.slots)
+    weights = np.array(prog.weights or [1] * prog.slots, np.int64)
+    ends = weights[_order_slots(prog)].cumsum()
+    inner, total = ends[:-1], ends[-1]
     length = hi - lo
-    even = lo + length * inner // prog.slots
+    # length * inner // total, in two parts: the product may exceed 64 bits.
+    planned = lo + length // total * inner + length % total * inner // total
     grid = make_grid(prog.legs.lines, prog.plan.batches)
-    snapped = grid.snapped(block.repeat(len(inner)), even.ravel())
-    snapped = snapped.reshape(even.shape)
+    snapped = grid.snapped(block.repeat(len(inner)), planned.ravel())
+    snapped = snapped.reshape(planned.shape)
     # A row may begin before its stream does: the first slices are then empty.
     snapped = np.maximum(snapped, lo)
     return np.hstack((lo, snapped, hi))

@@ -5,7 +5,7 @@
    if the sources' links are the bottleneck, nodes of the destination also relay to other nodes.
 2. Rounds: the fewest slots and turns that keep every rank's bytes in a round within
    `max_inflight_bytes`, and its messages within `max_ops_per_group`, counted exactly. Slots divide
-   every stream, turns the peers of a rank.
+   every stream, turns the peers of a rank. If bytes are relayed, and that is faster, slots taper off.
 3. `as_planned` is the program that compiling a plan runs: its own senders, all transfers straight,
    nothing divided. The plan's own topology and `fanout="none"` keep these senders.
 4. Limits that no program can keep raise PlanError before any search: a piece that is not cut,
@@ -51,6 +51,7 @@ from shardmath.plans.programs.loads import (
 )
 from shardmath.plans.programs.program import Program, digest_program
 from shardmath.plans.programs.streams import list_bundles
+from shardmath.plans.programs.tapers import find_taper
 
 __all__ = ["MOST_ROUNDS", "MOST_SLOTS", "Fanout", "as_planned", "run_straight", "schedule"]
 
@@ -69,6 +70,9 @@ latency."""
 
 ABOUT = 1.005
 """The fewest slots are taken whose time is at most this factor above the best."""
+
+WORTH = 1.001
+"""Slots taper off only if even ones would take this factor longer: a second program takes time to measure."""
 
 MOST_SLOTS = 1 << 12
 """Most slots that are tried. Turns divide the bytes of a slot further, at no more cost than the messages themselves."""
@@ -264,10 +268,9 @@ def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Undivided
 
 def _choose_slots(topology: Topology, loads: Loads) -> tuple[float, int]:
     """The estimated time of the legs, and the number of slots for it, if slices could have any size."""
-    # Axis 1 is the hop: later hops are those of relays. Without relays, more slots save no time.
-    has_relays = loads[:, 1:].any()
     options = []
-    for slots in SLOTS if has_relays else (1,):
+    # Without relays, more slots save no time.
+    for slots in SLOTS if _has_relays(loads) else (1,):
         time = estimate_slots(topology, loads, slots)
         options.append((time, slots))
     least, _ = min(options)
@@ -275,21 +278,55 @@ def _choose_slots(topology: Topology, loads: Loads) -> tuple[float, int]:
     return next(option for option in options if option[0] <= least * ABOUT)
 
 
+def _has_relays(loads: Loads) -> bool:
+    """Whether any bytes are relayed: axis 1 is the leg, and all legs but the first relay."""
+    return bool(loads[:, 1:].any())
+
+
 def _find_rounds(undivided: _Undivided, slots: int) -> tuple[float, Program]:
     """The time of a program with the fewest turns and slots that keep its limits; and the program.
 
-    The program has at least `slots` slots. More slots are tried as long as they help, then more turns.
+    If slots do not taper off, there are at least `slots` of them.
     """
     prog = replace(undivided.prog, turns=_choose_turns(undivided))
-    limit = prog.max_inflight_bytes
-    most_slots = _count_most_slots(prog)
     undivided = undivided._replace(prog=prog)
-    _check_bytes(undivided, most_slots)
     # If slices were even, the fullest rank's bytes, all legs and both directions, would need this
     # many slots.
     fullest = int(undivided.by_rank.max(initial=0))
-    least = -(-fullest // limit)
-    trial = replace(prog, slots=min(max(least, slots), most_slots))
+    slots = max(slots, -(-fullest // prog.max_inflight_bytes))
+    estimate = estimate_slots(prog.topology, undivided.loads, slots)
+    tapered = _find_tapered(undivided, estimate / WORTH)
+    if tapered is not None and tapered[0] < estimate / WORTH:
+        return tapered
+    even = _find_even(undivided, slots)
+    return even if tapered is None else min(tapered, even, key=itemgetter(0))
+
+
+def _find_tapered(undivided: _Undivided, enough: float) -> tuple[float, Program] | None:
+    """The time of the program whose slots taper off, and the program; None if it would not take less than `enough`
+    seconds, or has no room within its limits."""
+    prog = undivided.prog
+    # Turns divide the messages of a slot, so that light slots would cost several latencies.
+    if prog.turns > 1 or not _has_relays(undivided.loads):
+        return None
+    taper = find_taper(prog.topology, undivided.loads, prog.max_inflight_bytes)
+    if taper is None or taper.seconds >= enough:
+        return None
+    tapered = replace(prog, slots=len(taper.weights), weights=taper.weights)
+    time, inflight = _measure(tapered)
+    return (time, tapered) if inflight <= prog.max_inflight_bytes else None
+
+
+def _find_even(undivided: _Undivided, slots: int) -> tuple[float, Program]:
+    """The time of a program with at least `slots` even slots, and the program.
+
+    More slots are tried as long as they help, then more turns.
+    """
+    prog = undivided.prog
+    limit = prog.max_inflight_bytes
+    most_slots = _count_most_slots(prog)
+    _check_bytes(undivided, most_slots)
+    trial = replace(prog, slots=min(slots, most_slots))
     best = trial
     best_inflight = None
     # Give up on slots if even GROWTH times as many as the best program has do not improve on it.

@@ -34,13 +34,16 @@ from tests.distributed.tasks.scenarios import (
     staging,
     tensors_of,
 )
+from tests.property.drawn.programs import weighted
 
 pytestmark = pytest.mark.long
 
 Wanted = dict[int, dict[str, bytes]]
 Side = Mapping[str, tuple[sm.Layout, ...]]
-Way = tuple[int, str, int]
-"""Ranks of a node, fan-out, and parts: what makes a program of a plan."""
+Parts = int | tuple[int, ...]
+Way = tuple[int, str, Parts]
+"""Ranks of a node, fan-out, and parts, or the weights of slots: what makes a program of a plan."""
+TAPER = (500, 500, 60, 7, 1)
 FANOUTS = ("auto", "none", "node")
 
 
@@ -53,9 +56,12 @@ def nodes_of(n: int) -> sm.Topology:
 
 
 @functools.cache
-def program(plan: sm.Plan, per_node: int, fanout: Any, parts: int = 1) -> sm.Program:
-    """The plan's program, with about 1/parts of what its fullest rank moves under way at once."""
+def program(plan: sm.Plan, per_node: int, fanout: Any, parts: Parts = 1) -> sm.Program:
+    """The plan's program, with about 1/parts of what its fullest rank moves under way at once, or slots of these
+    weights."""
     make = functools.partial(sm.schedule, plan, topology=nodes_of(per_node), fanout=fanout)
+    if isinstance(parts, tuple):
+        return weighted(make(), parts)
     if parts == 1:
         return make()
     most = max(
@@ -68,12 +74,12 @@ def program(plan: sm.Plan, per_node: int, fanout: Any, parts: int = 1) -> sm.Pro
             parts -= 1
 
 
-def ways(*parts: int) -> list[Way]:
+def ways(*parts: Parts) -> list[Way]:
     """All fan-outs, on nodes of 2 and of 4 ranks."""
     return [(n, fanout, k) for n in (2, 4) for fanout in FANOUTS for k in parts]
 
 
-def programs(plan: sm.Plan, *parts: int) -> list[sm.Program]:
+def programs(plan: sm.Plan, *parts: Parts) -> list[sm.Program]:
     return [program(plan, *way) for way in ways(*parts)]
 
 
@@ -211,10 +217,11 @@ SPREADS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 @pytest.mark.parametrize("name", SPREADS)
 def test_what_is_relayed_arrives(pool: Pool, name: str) -> None:
-    """All fan-outs, on nodes of 2 and 4 ranks, in one round and in several: always the plan's bytes."""
+    """All fan-outs, on nodes of 2 and 4 ranks, in one round, in several, and in slots that taper off: always the plan's
+    bytes."""
     plan = sm.plan(*SPREADS[name]())
     assert any(max(legs(prog)) > 1 for prog in programs(plan, 1))
-    check(pool, moved_by(plan, thinned([None, *ways(1, 6)], len(name))))
+    check(pool, moved_by(plan, thinned([None, *ways(1, 6, TAPER)], len(name))))
 
 
 @pytest.mark.parametrize("lying", ["transposed", "strided"])
@@ -241,19 +248,19 @@ def test_big_tensors_go_in_stripes_and_many_rounds(pool: Pool, plan: sm.Plan, la
     narrow = programs(plan, 24)
     assert any(max(legs(prog)) == last for prog in narrow)
     assert all(max(len(prog.for_rank(r)) for r in prog.ranks) > 12 for prog in narrow)
-    check(pool, moved_by(plan, thinned([None, *ways(1, 24)], last)))
+    check(pool, moved_by(plan, thinned([None, *ways(1, 24, TAPER)], last)))
     check(pool, moved_by(plan, thinned(ways(24), last), lying="transposed"))
 
 
 def test_random_programs(pool: Pool) -> None:
-    """Random layouts, meshes that overlap or not, reductions, empty dimensions, scalars; half in many rounds."""
+    """Random layouts, meshes that overlap or not, reductions, empty dimensions, scalars; many in several rounds."""
     cases = []
     for seed in thinned(range(400, 450)):
         plan = random_plan(seed)
         case, wanted = case_of(plan, seed)
         cases += [
             (as_program(case, program(plan, *way)), wanted)
-            for way in thinned(ways(1 + seed % 2 * 4), seed)
+            for way in thinned(ways((1, 5, TAPER)[seed % 3]), seed)
         ]
     check(pool, cases)
 
@@ -461,8 +468,8 @@ def relays(prog: sm.Program, rank: int) -> bool:
 @functools.cache
 def some_programs() -> list[tuple[sm.Program, dict[int, tuple[Round, ...]]]]:
     """Programs of all kinds, and every rank's rounds."""
-    plans = [(sm.plan(*make()), ways(1, 6)) for make in SPREADS.values()]
-    plans += [(random_plan(seed), ways(1, 5)) for seed in thinned(range(12))]
+    plans = [(sm.plan(*make()), ways(1, 6, TAPER)) for make in SPREADS.values()]
+    plans += [(random_plan(seed), ways(1, 5, TAPER)) for seed in thinned(range(12))]
     plans += [(BIG, ways(24))]
     made = [
         program(plan, *way)

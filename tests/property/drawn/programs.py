@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 from unittest import mock
 
@@ -36,6 +37,8 @@ from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import local_tensors
 from shardmath.plans.programs.messages import Message, Round
+from shardmath.plans.programs.program import digest_program
+from shardmath.plans.programs.tapers import HEAVIEST
 
 Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 Arrays: TypeAlias = dict[int, dict[str, np.ndarray]]
@@ -264,16 +267,30 @@ def plans(draw: st.DrawFn) -> Plan:
     return plan(*draw(sides()), topology=draw(st.one_of(st.none(), topologies())))
 
 
+def weighted(prog: Program, weights: Sequence[int]) -> Program:
+    """The program with slots of these weights, whatever `schedule` would choose; even slots without any."""
+    slots = len(weights) or prog.slots
+    made = replace(prog, slots=slots, weights=tuple(weights), max_inflight_bytes=1 << 30)
+    return replace(made, digest=digest_program(made))
+
+
+def weights() -> st.SearchStrategy[list[int]]:
+    """Weights of slots, which fall and rise; none of even slots."""
+    return st.lists(st.sampled_from([1, 2, 7, 500, 501, HEAVIEST]), max_size=9)
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Programs of all kinds of plans, on all kinds of nodes, many within narrow limits."""
+    """Programs of all kinds of plans, on all kinds of nodes, many within narrow limits or with weights of slots."""
     p = draw(plans())
     where, fanout = draw(topologies()), draw(st.sampled_from(FANOUTS))
     limits = draw(st.sampled_from([{}, {}, {"max_inflight_bytes": 400}, {"max_ops_per_group": 4}]))
     try:
-        return schedule(p, topology=where, fanout=fanout, **limits)
+        made = schedule(p, topology=where, fanout=fanout, **limits)
     except PlanError:
-        return schedule(p, topology=where, fanout=fanout)
+        made = schedule(p, topology=where, fanout=fanout)
+    chosen = draw(st.one_of(st.just([]), weights()))
+    return weighted(made, chosen) if chosen else made
 
 
 ONE, TWO, FOUR = (Mesh(a=n) for n in (1, 2, 4))
@@ -326,6 +343,13 @@ def every_program() -> dict[str, Program]:
             "relays": of((24,), (ONE, "n"), (WIDE, "n"), 1, "auto"),
             "three legs": of(
                 (24,), (TWO, "(a n)"), (Mesh(x=6, y=3, ranks=range(3, 21)), "n"), 3, "auto"
+            ),
+            "tapering off": weighted(
+                of((24, 6), (TWO, "(a n) h"), (WIDE, "n h"), 4, "node"), (500, 500, 60, 7, 1)
+            ),
+            "tapering off on three legs": weighted(
+                of((24,), (TWO, "(a n)"), (Mesh(x=6, y=3, ranks=range(3, 21)), "n"), 3, "auto"),
+                (9, 2, 5),
             ),
             "in between": of(
                 (40,), (TWO, "n"), (Mesh(x=5, y=2, ranks=range(1, 11)), "n"), 2, "auto"

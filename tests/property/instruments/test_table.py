@@ -136,7 +136,7 @@ def test_why_a_program_is_not_nearer_to_its_bound(capsys: pytest.CaptureFixture[
     assert main(["refit-table", "--row", "3"]) == 0
     reason = capsys.readouterr().out.splitlines()[-1]
     assert reason.startswith(
-        "qwen3-4b PP4 DP2 -> TP4 DP2: rank 1 sends 1.10 GB in 22.1 ms; 0.4 ms more"
+        "qwen3-4b PP4 DP2 -> TP4 DP2: rank 1 sends 1.10 GB in 22.1 ms; 0.1 ms more"
     )
 
 

@@ -118,6 +118,32 @@ def slices_follow_each_other(prog: Program) -> None:
             ).all()
 
 
+def slices_weigh_what_their_slots_do(prog: Program) -> None:
+    """Slots take their shares of a stream in their order, each up to the row in which its share ends."""
+    shares = prog.weights or (1,) * prog.slots
+    alike = len(list(itertools.takewhile(lambda weight: weight == shares[0], shares)))
+    order = [*reversed(range(alike, prog.slots)), *range(alike)]
+    ends = list(itertools.accumulate(shares[slot] for slot in order))
+    grid = make_grid(prog.legs.lines, prog.plan.batches)
+    for line in range(len(prog.legs.lines.holders)):
+        of = list_streams(prog.legs, line)
+        cut = list_slices(prog, of)
+        found = set(zip(*(column.tolist() for column in cut), strict=True))
+        expected = set()
+        for i, (block, leg, lo, hi, root) in enumerate(
+            zip(*(x.tolist() for x in (of.block, of.leg, of.lo, of.hi, of.root)), strict=True)
+        ):
+            begin = lo
+            for slot, end in zip(order, ends, strict=True):
+                place = np.array([lo + (hi - lo) * end // ends[-1]])
+                at = grid.snapped(np.array([block]), place)[0] if end < ends[-1] else hi
+                turned = (slot + root + line) % alike if slot < alike else slot
+                if begin < at:
+                    expected.add((i, turned + leg - 1, begin, at))
+                begin = max(begin, at)
+        assert found == expected
+
+
 def streams_of_a_root_are_alike(prog: Program) -> None:
     """What is relayed of a stream is the same bytes of the same block, in a later leg."""
     for line in range(len(prog.legs.lines.holders)):
@@ -142,6 +168,7 @@ LAWS = (
     copies_stay,
     messages_are_their_pieces,
     slices_follow_each_other,
+    slices_weigh_what_their_slots_do,
     streams_of_a_root_are_alike,
     pickles,
 )

@@ -1,0 +1,129 @@
+"""Tapers: weights of slots that fall, so that little is left to relay when the holders are done.
+
+1. The last slot is relayed after all bytes have left the holders. If slots are even, that takes the time of relaying
+   one slot: more slots make it shorter, and each costs a latency.
+2. Let a slot take `rate` times as long to relay as to receive. If each slot has `rate` times the bytes of the slot
+   before, a slot is relayed exactly while the next one arrives. Then n slots leave only rate^n of all bytes for the
+   end, and a few slots suffice until that costs less than a latency.
+3. If the first slot would exceed `max_inflight_bytes`, several slots of the same weight come first: a **head**. The
+   slots that fall are the **tail**.
+4. Weights are computed from integers, so that they are the same on every machine.
+
+>>> _fall(head=2, tail=3, rate=RATE // 2)
+(1048576, 1048576, 524288, 262144, 131072)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardmath.base.arrays import Ints
+from shardmath.plans.flows.topology import Topology
+from shardmath.plans.programs.loads import Loads, time_links
+
+__all__ = ["HEAVIEST", "Taper", "find_taper"]
+
+Floats: TypeAlias = NDArray[np.float64]
+
+HEAVIEST = 1 << 20
+"""The weight of the first slot. Weights are integers, so that lighter slots are rounded to a millionth of it."""
+
+RATE = 1 << 16
+"""Rates are integers too: at rate r, a slot is r / RATE times as heavy as the slot before."""
+
+FASTEST = RATE // 16
+SLOWEST = RATE * 9 // 10
+"""Limits of rates: slots that hardly fall would be too many, and those that fall faster save nothing more."""
+
+TAILS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24)
+"""Options for the number of slots that fall."""
+
+LONGEST_HEAD = 128
+"""Most slots of a head: the last of so many even slots is short already."""
+
+MARGIN = 1.005
+"""Slices are cut at rows, which may make a slot heavier than planned by about this factor."""
+
+
+class Taper(NamedTuple):
+    """Weights of slots, and the seconds that a program with slots of these weights should take."""
+
+    seconds: float
+    weights: tuple[int, ...]
+
+
+def find_taper(where: Topology, loads: Loads, limit: int) -> Taper | None:
+    """Return the fastest Taper by estimate of those in which no rank has more than `limit` bytes in flight in a round;
+    None if there is none. `loads` has the bytes by phase, hop, rank and link: of each partial value of a sum, from
+    holders in the first hop and from relays in later ones."""
+    by_link = time_links(where, loads)
+    phases, legs, *_ = loads.shape
+    seconds = _pick_distinct(by_link.reshape(phases, legs, -1))
+    nbytes = _pick_distinct(loads.sum(axis=-1))
+    found = []
+    for weights in _list_tapers(seconds, nbytes, limit):
+        share = np.array(weights) / sum(weights)
+        inflight = _fill_rounds(share, nbytes).max(initial=0)
+        if inflight * MARGIN > limit:
+            continue
+        by_round = _fill_rounds(share, seconds).max(axis=-1, initial=0.0)
+        latency = where.latency_s * np.count_nonzero(by_round)
+        found.append(Taper(float(by_round.sum() + latency), weights))
+    return min(found, default=None)
+
+
+Amounts = TypeVar("Amounts", Ints, Floats)
+
+
+def _pick_distinct(table: Amounts) -> Amounts:
+    """The table without columns that repeat others: most ranks of a program are like others."""
+    phases, legs, columns = table.shape
+    flat = table.reshape(phases * legs, columns)
+    return np.unique(flat, axis=1).reshape(phases, legs, -1)
+
+
+def _fill_rounds(share: Floats, by_leg: Ints | Floats) -> Floats:
+    """By phase, round and column, what slots of these shares have of amounts by phase, leg and column."""
+    phases, legs, columns = by_leg.shape
+    rounds = np.zeros((phases, len(share) + legs - 1, columns))
+    for leg in range(legs):
+        # A leg sends a slot one round after the leg before it.
+        rounds[:, leg : leg + len(share)] += share[:, None] * by_leg[:, leg, None]
+    return rounds
+
+
+def _list_tapers(seconds: Floats, nbytes: Ints, limit: int) -> Iterator[tuple[int, ...]]:
+    """The tapers to choose from, given the seconds of links and the bytes of ranks by phase, leg and column."""
+    rate = _find_rate(seconds)
+    # The most bytes of a rank: in the first leg, and in all legs.
+    first = float(nbytes[:, 0].max(initial=0))
+    fullest = float(nbytes.sum(axis=1).max(initial=0))
+    for tail in TAILS:
+        falling = sum(_fall(1, tail, rate)[1:]) / HEAVIEST
+        # The most that a rank has in flight is between these, so one of these heads has room.
+        heads = {math.ceil(most * MARGIN / limit - falling) for most in (first, fullest)}
+        for head in sorted(heads):
+            if head <= LONGEST_HEAD:
+                yield _fall(max(head, 1), tail, rate)
+
+
+def _find_rate(seconds: Floats) -> int:
+    """The rate at which relaying a slot takes as long as receiving the next one, in units of 1 / RATE."""
+    receiving, *relaying = seconds.max(axis=(0, 2), initial=0.0).tolist()
+    rate = RATE * max(relaying) / receiving if receiving else 0.0
+    # Rounded up: a slot that is relayed for too long costs more than one that is relayed too early.
+    return min(max(math.ceil(rate), FASTEST), SLOWEST)
+
+
+def _fall(head: int, tail: int, rate: int) -> tuple[int, ...]:
+    """The weights of `head` slots that are alike, and of `tail` slots that fall at a rate."""
+    weights = [HEAVIEST] * head
+    for _ in range(tail):
+        lighter = weights[-1] * rate // RATE
+        weights.append(max(lighter, 1))
+    return tuple(weights)
