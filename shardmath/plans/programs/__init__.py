@@ -10,6 +10,7 @@ In reading order:
 - `program`: a plan as rounds of messages, with relays;
 - `cutting`: a plan as rounds of messages, without relays;
 - `part`: everything that one rank does;
+- `mates`: ranks that send for the busy holders of their node;
 - `fanout`: the choice of relays;
 - `loads`: bytes by rank and link, and the time that they take;
 - `tapers`: weights of slots that fall, so that little is relayed at the end;

@@ -2,7 +2,8 @@
 
 1. `fanout`: "none" sends every replica its own copy; "node" sends each byte once to each node, to
    one replica of it, and spreads it there; "auto" takes the fastest of these two and a third way:
-   if the sources' links are the bottleneck, nodes of the destination also relay to other nodes.
+   if the sources' links are the bottleneck, nodes of the destination also relay to other nodes. A fourth
+   way has other ranks of the sources' nodes send, if their links have room.
 2. Rounds: the fewest slots and turns that keep every rank's bytes in a round within
    `max_inflight_bytes`, and its messages within `max_ops_per_group`, counted exactly. Slots divide
    every stream, turns the peers of a rank. If bytes are relayed, and that is faster, slots taper off.
@@ -36,10 +37,9 @@ from shardmath.plans.balance import measure_uncut
 from shardmath.plans.demands import Demands, gather_lines
 from shardmath.plans.flows.topology import Topology, checked
 from shardmath.plans.plan import Plan
-from shardmath.plans.programs.fanout import find_legs
-from shardmath.plans.programs.legs import Legs, legs_as_cut
+from shardmath.plans.programs.fanout import Way, find_legs
+from shardmath.plans.programs.legs import Legs, count_lags, legs_as_cut
 from shardmath.plans.programs.loads import (
-    LEGS,
     Loads,
     Pairs,
     count_messages,
@@ -57,12 +57,17 @@ __all__ = ["MOST_ROUNDS", "MOST_SLOTS", "Fanout", "as_planned", "run_straight", 
 
 Fanout: TypeAlias = Literal["auto", "none", "node"]
 
-WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {
-    "none": ((False, False),),
-    "node": ((True, False),),
-    "auto": ((True, True), (True, False), (False, False)),
+WAYS: dict[str, tuple[Way, ...]] = {
+    "none": (Way(by_node=False),),
+    "node": (Way(by_node=True),),
+    "auto": (
+        Way(by_node=True, relays=True),
+        Way(by_node=True),
+        Way(by_node=False),
+        Way(by_node=True, mates=True),
+    ),
 }
-"""By fanout, the options (by node, relays between nodes); of equally fast ones the first is taken."""
+"""By fanout, the options; of equally fast ones the first is taken."""
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Options for the number of slots if there are relays. Many slots keep all legs busy for most of the time; few save
@@ -155,12 +160,12 @@ def _assumes_nodes(plan: Plan, topology: Topology | None) -> bool:
 def _list_legs(plan: Plan, demands: Demands, topology: Topology, fanout: str) -> Iterator[Legs]:
     """The legs to choose from."""
     per_node = topology.ranks_per_node
-    for by_node, relays in WAYS[fanout]:
+    for way in WAYS[fanout]:
         # The plan has balanced its lines for its own topology already.
         if fanout == "none" and topology == plan.topology:
             yield legs_as_cut(plan.lines)
         else:
-            yield from find_legs(plan, demands, per_node, by_node=by_node, relays=relays)
+            yield from find_legs(plan, demands, per_node, way)
 
 
 def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
@@ -244,7 +249,9 @@ def _find_fastest(options: Iterable[Program]) -> Program:
         try:
             timed.append(_find_rounds(undivided, slots))
         except PlanError as error:
-            failed.append(error)
+            # With mates, limits are narrower than they have to be.
+            if undivided.prog.legs.mates is None:
+                failed.append(error)
     if not timed:
         raise failed[0]
     _, fastest = min(timed, key=itemgetter(0))
@@ -381,8 +388,11 @@ def _choose_turns(undivided: _Undivided) -> int:
 def _list_turns(prog: Program, pairs: Pairs) -> list[int]:
     """The numbers of turns to choose from: the program's own, doubled until there are enough.
 
-    With enough turns, no rank has two peers or two legs in one turn (`turn_of`).
+    With enough turns, no rank has two peers or two legs in one turn (`turn_of`). With mates there is one turn, since
+    they keep what they are handed until the next slot.
     """
+    if prog.legs.mates is not None:
+        return [1]
     ranks = max(len(prog.ranks), 1)
     legs = int(pairs.leg.max(initial=0)) + 1
     # Turns double, so that the last number up to this one is 2 * legs * ranks or more.
@@ -408,8 +418,8 @@ def _count_most_slots(prog: Program) -> int:
 def _check_bytes(undivided: _Undivided, slots: int) -> None:
     """Raise PlanError if this many slots leave too many bytes in flight, whatever the turns."""
     *_, most_turns = _list_turns(undivided.prog, undivided.pairs)
-    # A leg sends a slot one step after the leg before it, so the last slot takes LEGS - 1 further steps.
-    rounds = (slots + LEGS - 1) * most_turns
+    # A hop sends a slot one step after the hop before it, so the last slot takes some further steps.
+    rounds = (slots + count_lags(undivided.prog.legs) - 1) * most_turns
     # All slices of a pair are in one turn; those of a rank may be spread over all rounds.
     pair = int(undivided.pairs.nbytes.max(initial=0))
     rank = int(undivided.by_rank.max(initial=0))

@@ -7,9 +7,11 @@
    end, and a few slots suffice until that costs less than a latency.
 3. If the first slot would exceed `max_inflight_bytes`, several slots of the same weight come first: a **head**. The
    slots that fall are the **tail**.
-4. Weights are computed from integers, so that they are the same on every machine.
+4. In the same way, bytes that a holder hands to a rank of its node (`mates`) make the others wait for the first slot.
+   So one slot before the head, the **rise**, is as light as handing is fast.
+5. Weights are computed from integers, so that they are the same on every machine.
 
->>> _fall(head=2, tail=3, rate=RATE // 2)
+>>> _weigh(rise=0, head=2, tail=3, rate=RATE // 2)
 (1048576, 1048576, 524288, 262144, 131072)
 """
 
@@ -99,31 +101,38 @@ def _fill_rounds(share: Floats, by_leg: Ints | Floats) -> Floats:
 
 def _list_tapers(seconds: Floats, nbytes: Ints, limit: int) -> Iterator[tuple[int, ...]]:
     """The tapers to choose from, given the seconds of links and the bytes of ranks by phase, leg and column."""
-    rate = _find_rate(seconds)
-    # The most bytes of a rank: in the first leg, and in all legs.
-    first = float(nbytes[:, 0].max(initial=0))
-    fullest = float(nbytes.sum(axis=1).max(initial=0))
+    rise, rate = _find_rates(seconds)
+    # The most bytes of a rank: in one leg, and in all legs.
+    by_rank = nbytes.sum(axis=1)
+    most_bytes = float(nbytes.max(initial=0)), float(by_rank.max(initial=0))
     for tail in TAILS:
-        falling = sum(_fall(1, tail, rate)[1:]) / HEAVIEST
+        lighter = sum(_weigh(rise, 1, tail, rate)) / HEAVIEST - 1
         # The most that a rank has in flight is between these, so one of these heads has room.
-        heads = {math.ceil(most * MARGIN / limit - falling) for most in (first, fullest)}
+        heads = {math.ceil(most * MARGIN / limit - lighter) for most in most_bytes}
         for head in sorted(heads):
             if head <= LONGEST_HEAD:
-                yield _fall(max(head, 1), tail, rate)
+                yield _weigh(rise, max(head, 1), tail, rate)
 
 
-def _find_rate(seconds: Floats) -> int:
-    """The rate at which relaying a slot takes as long as receiving the next one, in units of 1 / RATE."""
-    receiving, *relaying = seconds.max(axis=(0, 2), initial=0.0).tolist()
-    rate = RATE * max(relaying) / receiving if receiving else 0.0
+def _find_rates(seconds: Floats) -> tuple[int, int]:
+    """How light the rise should be, 0 without one; and the rate at which relaying a slot takes as long as receiving the
+    next one. Both are in units of 1 / RATE."""
+    by_leg = seconds.max(axis=(0, 2), initial=0.0).tolist()
+    slowest = by_leg.index(max(by_leg))
+    handing = max(by_leg[:slowest], default=0.0)
+    relaying = max(by_leg[slowest + 1 :], default=0.0)
+    total = by_leg[slowest] or 1.0
+    rise, rate = (math.ceil(RATE * part / total) for part in (handing, relaying))
     # Rounded up: a slot that is relayed for too long costs more than one that is relayed too early.
-    return min(max(math.ceil(rate), FASTEST), SLOWEST)
+    return rise, min(max(rate, FASTEST), SLOWEST)
 
 
-def _fall(head: int, tail: int, rate: int) -> tuple[int, ...]:
-    """The weights of `head` slots that are alike, and of `tail` slots that fall at a rate."""
+def _weigh(rise: int, head: int, tail: int, rate: int) -> tuple[int, ...]:
+    """The weights of a first slot that is lighter by the rate `rise`, unless that is 0; of `head` slots that are alike;
+    and of `tail` slots that fall by `rate`."""
     weights = [HEAVIEST] * head
     for _ in range(tail):
         lighter = weights[-1] * rate // RATE
         weights.append(max(lighter, 1))
-    return tuple(weights)
+    first = [max(HEAVIEST * rise // RATE, 1)] if rise else []
+    return (*first, *weights)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
 from shardmath.plans.demands import Demands
-from shardmath.plans.programs.legs import Bands, Bundle, Streams
+from shardmath.plans.programs.legs import Bands, Bundle, Mates, Streams
 from shardmath.plans.programs.streams import list_streams
 from shardmath.plans.programs.tapers import HEAVIEST
 from shardmath.proofs.program_proof import prove_program
@@ -30,6 +30,7 @@ from tests.property.drawn.programs import (
     cut_anywhere,
     nodes_of,
     programs,
+    programs_with_mates,
 )
 
 
@@ -60,6 +61,12 @@ def test_programs_are_proved_and_right(name: str) -> None:
 @given(programs())
 def test_random_programs_are_proved(prog: Program) -> None:
     verify(prog)
+
+
+@given(programs_with_mates())
+def test_random_programs_with_mates_are_proved(prog: Program) -> None:
+    verify(prog)
+    assert carried_out(prog)
 
 
 def test_a_proof_does_not_depend_on_what_schedule_leaves_whole() -> None:
@@ -93,6 +100,12 @@ def leaves(prog: Program) -> Iterator[tuple[str, Any, Callable[[Any], Program]]]
         return dataclasses.replace(prog, legs=dataclasses.replace(legs, **new))
 
     yield "sharing", legs.sharing, lambda new: put(sharing=new)
+    for f in dataclasses.fields(Mates) if legs.mates else ():
+        yield (
+            f"Mates.{f.name}",
+            getattr(legs.mates, f.name),
+            lambda new, f=f: put(mates=dataclasses.replace(legs.mates, **{f.name: new})),
+        )
     for f in dataclasses.fields(Bands):
         yield (
             f"Bands.{f.name}",
@@ -176,6 +189,7 @@ TOLD = (
         for x in ("sets", "holders", "near", "first", "receivers", "addend", "count", "nbytes")
     ]
     + [f"Demands.{x}" for x in ("row_first", "batch", "unit", "lo", "at", "each")]
+    + ["Mates.first", "Mates.rank", "Mates.feeder"]
     + [*COUNTS, "sharing"]
 )
 """What says who does what. Demands' own cuts, and where their blocks begin on them, are for `Plan.transfers`."""
