@@ -49,7 +49,7 @@ __all__ = ["Way", "find_legs"]
 
 class Way(NamedTuple):
     """A way to route bytes. With `by_node`, they enter each node once, not once per rank. Busy holders leave bytes to
-    nodes that have received them (`relays`), or to other ranks of their own nodes (`mates`)."""
+    nodes that have received them (`relays`), or to idle ranks of the same node (`mates`)."""
 
     by_node: bool
     relays: bool = False
@@ -60,7 +60,7 @@ def find_legs(plan: Plan, demands: Demands, per_node: int, way: Way) -> Iterator
     """Yield the routes of all bytes in `demands` by this `way`, as one Legs, on nodes of `per_node` ranks. Yields
     nothing if the way has relays or mates and no sender needs them.
 
-    Without bytes that others send, the legs would equal those of a way without relays and mates.
+    Relays and mates that send nothing change nothing: the legs would equal the legs without them.
     """
     empty = np.zeros(0, np.int64)
     no_bands = Bands(*[empty] * 10)

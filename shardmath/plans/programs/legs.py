@@ -35,6 +35,7 @@ __all__ = [
     "count_legs",
     "count_straight",
     "find_lags",
+    "find_passed_on",
     "find_relayed",
     "legs_as_cut",
     "list_nodes",
@@ -97,6 +98,12 @@ def find_relayed(leg: Ints) -> Bools:
     return (leg > 1) & (leg < HANDING)
 
 
+def find_passed_on(leg: Ints) -> Bools:
+    """Return whether the sender in each hop `leg` is another rank than one that holds the bytes at the source."""
+    passed_on: Bools = (leg > 1) & (leg != HANDING)
+    return passed_on
+
+
 class Streams(NamedTuple):
     """A table of streams: in row i, bytes `lo[i]` to `hi[i]` - 1 of block `block[i]` go from rank `sender[i]` to rank
     `receiver[i]`, in hop `leg[i]`. A block is bytes that the same ranks need.
@@ -132,7 +139,7 @@ class Bundle(NamedTuple):
 class Mates:
     """Ranks that send bytes of a line although they do not hold it, by line. A line is bytes that the same ranks hold.
 
-    Line l has the mates first[l]..first[l+1]-1, whose pieces follow those of the line's holders. Mate i is
+    Line l has the mates first[l]..first[l+1]-1, whose pieces follow the pieces of the line's holders. Mate i is
     `rank[i]`, and the holder `feeder[i]`, on its node, hands it the bytes. A rank is several mates of a line if
     several holders feed it.
     """

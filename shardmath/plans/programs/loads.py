@@ -152,7 +152,7 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
 
 def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
     """Add up the rows of `pairs` into an array of byte counts, with indices [partial value, lag, place of a rank in
-    `prog.ranks`, link]. The lag of a hop is the number of slots by which it is later than the first hop. Links 0 and 1
+    `prog.ranks`, link]. The lag of a hop is how many slots later than the first hop it sends. Links 0 and 1
     are bytes sent and received inside a node, links 2 and 3 bytes sent to and received from other nodes."""
     shape = _count_phases(prog), count_lags(prog.legs), len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
@@ -340,7 +340,7 @@ def _code_ends(
 
 class RoundPairs(NamedTuple):
     """A table of messages: in round (`phase[i]`, `slot[i]`, `turn[i]`) and hop `leg[i]`, counted from 1, rank
-    `sender[i]` sends `nbytes[i]` bytes to rank `receiver[i]`."""
+    `sender[i]` sends `nbytes[i]` bytes to rank `receiver[i]`. `beyond` is as in Streams."""
 
     phase: Ints
     slot: Ints
@@ -348,6 +348,7 @@ class RoundPairs(NamedTuple):
     leg: Ints
     sender: Ints
     receiver: Ints
+    beyond: Ints
     nbytes: Ints
 
 
@@ -372,9 +373,10 @@ def _cut_in_rounds(prog: Program, streams: Streams) -> Ints:
     phase = prog.legs.lines.addend[streams.block]
     sender, receiver = _find_places(ranks, streams)
     turn = turn_of(sender + receiver, streams.leg, len(ranks)) % prog.turns
-    by_stream = np.stack((phase, turn, streams.leg, streams.sender, streams.receiver))
-    phase, turn, *ends = by_stream[:, slices.stream]
-    return np.stack((phase, slices.slot, turn, *ends, slices.hi - slices.lo))
+    ends = streams.sender, streams.receiver, streams.beyond
+    by_stream = np.stack((phase, turn, streams.leg, *ends))
+    phase, turn, *others = by_stream[:, slices.stream]
+    return np.stack((phase, slices.slot, turn, *others, slices.hi - slices.lo))
 
 
 def _sum_alike(columns: Ints) -> Ints:
@@ -428,7 +430,7 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
     """Estimate the seconds for sending the bytes in `loads`, given by phase, lag, rank and link. The bytes of each lag
-    are cut into `slots` equal parts, and those of lag i + 1 run one part behind those of lag i."""
+    are cut into `slots` equal parts, and the bytes of lag i + 1 run one part behind the bytes of lag i."""
     total = 0.0
     lags = loads.shape[1]
     few = min(slots, lags)

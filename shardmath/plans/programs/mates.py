@@ -60,7 +60,7 @@ class MateShares(NamedTuple):
 def choose_mates(
     plan: Plan, demands: Demands, node_sizes: list[list[int]], per_node: int
 ) -> MateShares | None:
-    """Choose the bytes that mates send, if some holder has to send more than some rank has to send or to take in anyway;
+    """Choose the bytes that mates send, if some holder has to send more than some rank has to send or take in anyway;
     None otherwise. `node_sizes[i]` are the numbers of receivers of block i on each of their nodes, which have
     `per_node` ranks."""
     sent = _count_sent(demands, node_sizes)
@@ -87,7 +87,7 @@ def _find_together(plan: Plan, holders: list[Ranks], per_node: int) -> list[Rank
     members: dict[int, list[int]] = {}
     for rank in plan.ranks:
         members.setdefault(rank // per_node, []).append(rank)
-    # Without a function or a comprehension per line, since there may be tens of thousands of lines.
+    # Without a function per line, since there may be tens of thousands of lines.
     found = []
     for held in holders:
         ranks: set[int] = set()
@@ -114,6 +114,19 @@ def _divide_shed(
     lengths = [*busy.values(), *(shed[line] for line in lines)]
     senders = [*zip(busy), *mates]
     parts = shares(lengths, senders)[len(busy) :]
+    rows = _list_shares(lines, mates, parts, holders, per_node)
+    return MateShares(*np.array(rows, np.int64).reshape(-1, 4).T)
+
+
+def _list_shares(
+    lines: list[int],
+    mates: list[Ranks],
+    parts: list[list[int]],
+    holders: list[Ranks],
+    per_node: int,
+) -> list[tuple[int, int, int, int]]:
+    """The rows of MateShares, given the bytes of each mate of these lines. Holders on its node feed it evenly."""
+    # Without a function per line, since there may be tens of thousands of lines.
     rows = []
     for line, ranks, by_mate in zip(lines, mates, parts, strict=True):
         for mate, nbytes in zip(ranks, by_mate, strict=True):
@@ -127,7 +140,7 @@ def _divide_shed(
                 if done < end:
                     rows.append((line, mate, feeder, end - done))
                 done = end
-    return MateShares(*np.array(rows, np.int64).reshape(-1, 4).T)
+    return rows
 
 
 def _sum_kept(sent: list[int], shed: list[int], holders: list[Ranks]) -> dict[int, int]:

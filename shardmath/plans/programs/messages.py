@@ -62,7 +62,7 @@ class Message(NamedTuple):
 
     A piece begins at the first byte after the piece before that is aligned to its elements. In legs 2 and 3
     a message is relayed. In leg 4 the receiver only keeps it in staging, and in leg 5 sends it on as it is: its
-    pieces are those that the holder would send straight, from its own tensors to those of the last receiver.
+    pieces are those that the holder would send straight, from its own tensors to the last receiver's.
     """
 
     step: Step

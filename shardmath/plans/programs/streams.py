@@ -6,7 +6,7 @@
 2. A stream is relayed as it arrived, so both ends of every leg cut it at the same places.
 3. Leg 1 leaves the holders. Legs 2 and 3 are relayed: to other nodes, then inside a node. In a node
    that was served straight, the relay inside it is already leg 2. What mates send takes legs 4 and 5
-   in the place of leg 1.
+   instead of leg 1.
 4. Lines are handled in bundles; a line's streams do not depend on the lines bundled with it.
 """
 

@@ -555,3 +555,79 @@ def test_a_wrong_number_takes_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+# Mates
+
+
+OTHER = "a mate sends other bytes than it is handed, or to another rank"
+
+
+@pytest.mark.parametrize(
+    ("leg", "column", "message"),
+    [
+        (4, "beyond", OTHER),
+        (5, "beyond", OTHER),
+        (4, "receiver", OTHER),
+        (4, "root", OTHER),
+        (4, "sender", "are handed on by a rank that does not hold them"),
+    ],
+)
+def test_streams_of_mates(leg: int, column: str, message: str) -> None:
+    """One number of a stream to a mate, or from it, is another."""
+    prog = PROGRAMS["mates"]
+    line = next(
+        i for i in range(len(prog.legs.lines.holders)) if 5 in list_streams(prog.legs, i).leg
+    )
+    made = list_streams(prog.legs, line)
+    new = getattr(made, column).copy()
+    new[np.flatnonzero(made.leg == leg)[0]] += 1
+    with (
+        having_streams(prog, line, made._replace(**{column: new})),
+        pytest.raises(PlanError, match=message),
+    ):
+        prove_program(prog)
+
+
+def test_a_mate_that_is_handed_nothing() -> None:
+    """Nor may it be handed anything that it does not send."""
+    prog = PROGRAMS["mates"]
+    line = next(
+        i for i in range(len(prog.legs.lines.holders)) if 5 in list_streams(prog.legs, i).leg
+    )
+    made = list_streams(prog.legs, line)
+    handing = np.flatnonzero(made.leg == 4)
+    for rows in (handing[:1], handing):
+        fewer = Streams(*(np.delete(column, rows) for column in made))
+        with having_streams(prog, line, fewer), pytest.raises(PlanError, match=OTHER):
+            prove_program(prog)
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({"rank": np.array([99])}, "mates are not ranks of the program"),
+        ({"feeder": np.array([-1])}, "mates are not ranks of the program"),
+        ({"feeder": np.zeros(0, np.int64)}, "tables of mates are not of one length"),
+        ({"first": np.zeros(0, np.int64)}, "tables of mates are not of one length"),
+        ({"rank": np.zeros(1)}, "mates are not of 64-bit integers"),
+    ],
+)
+def test_tables_of_mates(new: dict[str, np.ndarray], message: str) -> None:
+    prog = PROGRAMS["mates"]
+    mates = prog.legs.mates
+    assert mates is not None
+    wrong = {}
+    for name, column in new.items():
+        plain = getattr(mates, name)
+        wrong[name] = np.resize(column, len(plain)) if len(column) else column
+    legs = dataclasses.replace(prog.legs, mates=dataclasses.replace(mates, **wrong))
+    with pytest.raises(PlanError, match=message):
+        prove_program(dataclasses.replace(prog, legs=legs))
+
+
+def test_mates_have_one_turn() -> None:
+    """What they are handed would else stay while other messages are in flight, which no limit counts."""
+    prog = dataclasses.replace(PROGRAMS["mates"], turns=2)
+    with pytest.raises(PlanError, match="mates would keep bytes for several turns"):
+        prove_program(prog)
