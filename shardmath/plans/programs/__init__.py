@@ -15,5 +15,6 @@ In reading order:
 - `loads`: bytes by rank and link, and the time that they take;
 - `tapers`: weights of slots that fall, so that little is relayed at the end;
 - `scheduling`: the choice of relays and of the number of rounds;
+- `alternatives`: what a move would take if it were done in other ways;
 - `certify`: a program compared with its bound.
 """

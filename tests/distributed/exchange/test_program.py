@@ -300,6 +300,19 @@ def test_what_mates_send_arrives(pool: Pool, last: str) -> None:
     check(pool, moved_by(staged(last, "sum"), ways[:2], seed=2))
 
 
+def test_large_pieces_go_over_mates_one_by_one(pool: Pool) -> None:
+    """Over gloo they are messages of their own, from the holder to the mate and on."""
+    wide = sm.Mesh(dp=2, tp=2, ranks=range(4, 8))
+    names = *((f"w{i}", 0) for i in range(9)), ("x", 2), ("y", 3)
+    src = {name: layout((1024, 300), sm.Mesh(x=1, ranks=(rank,)), "n h") for name, rank in names}
+    dst = {name: layout((1024, 300), wide, "n h") for name in src}
+    plan = sm.plan(src, dst)
+    way = 4, "mates", (5, 1)
+    handed = [m for one in program(plan, *way).for_rank(0) for m in one.sends if m.is_handing]
+    assert any(piece.nbytes > 1 << 20 for m in handed for piece in m.pieces[1:])
+    check(pool, moved_by(plan, [way]))
+
+
 def test_what_mates_keep_is_within_the_limit(pool: Pool) -> None:
     """What a rank is handed, and sends on a slot later, is in flight in both; and nothing is staged besides."""
     prog = program(staged(), 4, "mates", (1, 1, 1, 1))
