@@ -61,67 +61,79 @@ class Taper(NamedTuple):
 
 def find_taper(where: Topology, loads: Loads, limit: int) -> Taper | None:
     """Return the fastest Taper by estimate of those in which no rank has more than `limit` bytes in flight in a round;
-    None if there is none. `loads` has the bytes by phase, hop, rank and link: of each partial value of a sum, from
-    holders in the first hop and from relays in later ones."""
-    by_link = time_links(where, loads)
-    phases, legs, *_ = loads.shape
-    seconds = _pick_distinct(by_link.reshape(phases, legs, -1))
-    nbytes = _pick_distinct(loads.sum(axis=-1))
+    None if there is none. `loads` has the bytes by phase (partial value of a sum), lag (slots behind the first hop),
+    rank and link."""
+    phases, lags, *_ = loads.shape
+    by_link = time_links(where, loads).reshape(phases, lags, -1)
+    seconds = list(map(_pick_largest, by_link))
+    nbytes = list(map(_pick_largest, loads.sum(axis=-1)))
     found = []
     for weights in _list_tapers(seconds, nbytes, limit):
         share = np.array(weights) / sum(weights)
-        inflight = _fill_rounds(share, nbytes).max(initial=0)
+        inflight = max(_fill_rounds(share, by_lag).max(initial=0) for by_lag in nbytes)
         if inflight * MARGIN > limit:
             continue
-        by_round = _fill_rounds(share, seconds).max(axis=-1, initial=0.0)
-        latency = where.latency_s * np.count_nonzero(by_round)
-        found.append(Taper(float(by_round.sum() + latency), weights))
+        time = 0.0
+        for by_lag in seconds:
+            by_round = _fill_rounds(share, by_lag)
+            latency = where.latency_s * int(np.count_nonzero(by_round))
+            time += float(by_round.sum()) + latency
+        found.append(Taper(time, weights))
     return min(found, default=None)
 
 
 Amounts = TypeVar("Amounts", Ints, Floats)
 
 
-def _pick_distinct(table: Amounts) -> Amounts:
-    """The table without columns that repeat others: most ranks of a program are like others."""
-    phases, legs, columns = table.shape
-    flat = table.reshape(phases * legs, columns)
-    return np.unique(flat, axis=1).reshape(phases, legs, -1)
+def _pick_largest(table: Amounts) -> Amounts:
+    """The columns that may be the fullest in some round, of amounts by lag and column: all but those of which another
+    column has as much in every row."""
+    remaining: Amounts = table[:, np.argsort(-table.sum(axis=0), kind="stable")]
+    largest: list[Amounts] = []
+    while remaining.size:
+        # The one with the largest sum has more in some row than each of the others.
+        first = remaining[:, :1]
+        largest.append(first)
+        remaining = remaining[:, (remaining > first).any(axis=0)]
+    return np.hstack([table[:, :0], *largest])
 
 
-def _fill_rounds(share: Floats, by_leg: Ints | Floats) -> Floats:
-    """By phase, round and column, what slots of these shares have of amounts by phase, leg and column."""
-    phases, legs, columns = by_leg.shape
-    rounds = np.zeros((phases, len(share) + legs - 1, columns))
-    for leg in range(legs):
-        # A leg sends a slot one round after the leg before it.
-        rounds[:, leg : leg + len(share)] += share[:, None] * by_leg[:, leg, None]
-    return rounds
+def _fill_rounds(share: Floats, by_lag: Ints | Floats) -> Floats:
+    """By round, the most that a column has of slots of these shares, of amounts by lag and column."""
+    lags, columns = by_lag.shape
+    rounds = np.zeros((len(share) + lags - 1, columns))
+    for lag in range(lags):
+        rounds[lag : lag + len(share)] += share[:, None] * by_lag[lag]
+    fullest: Floats = rounds.max(axis=1, initial=0.0)
+    return fullest
 
 
-def _list_tapers(seconds: Floats, nbytes: Ints, limit: int) -> Iterator[tuple[int, ...]]:
-    """The tapers to choose from, given the seconds of links and the bytes of ranks by phase, leg and column."""
+def _list_tapers(
+    seconds: list[Floats], nbytes: list[Ints], limit: int
+) -> Iterator[tuple[int, ...]]:
+    """The tapers to choose from, given the seconds of links and the bytes of ranks of each phase, by lag and column."""
     rise, rate = _find_rates(seconds)
-    # The most bytes of a rank: in one leg, and in all legs.
-    by_rank = nbytes.sum(axis=1)
-    most_bytes = float(nbytes.max(initial=0)), float(by_rank.max(initial=0))
+    # The most bytes of a rank: of one lag, and of all.
+    alone = max(int(by_lag.max(initial=0)) for by_lag in nbytes)
+    together = max(int(by_lag.sum(axis=0).max(initial=0)) for by_lag in nbytes)
     for tail in TAILS:
         lighter = sum(_weigh(rise, 1, tail, rate)) / HEAVIEST - 1
         # The most that a rank has in flight is between these, so one of these heads has room.
-        heads = {math.ceil(most * MARGIN / limit - lighter) for most in most_bytes}
+        heads = {math.ceil(most * MARGIN / limit - lighter) for most in (alone, together)}
         for head in sorted(heads):
             if head <= LONGEST_HEAD:
                 yield _weigh(rise, max(head, 1), tail, rate)
 
 
-def _find_rates(seconds: Floats) -> tuple[int, int]:
+def _find_rates(seconds: list[Floats]) -> tuple[int, int]:
     """How light the rise should be, 0 without one; and the rate at which relaying a slot takes as long as receiving the
     next one. Both are in units of 1 / RATE."""
-    by_leg = seconds.max(axis=(0, 2), initial=0.0).tolist()
-    slowest = by_leg.index(max(by_leg))
-    handing = max(by_leg[:slowest], default=0.0)
-    relaying = max(by_leg[slowest + 1 :], default=0.0)
-    total = by_leg[slowest] or 1.0
+    by_phase = [by_lag.max(axis=1, initial=0.0) for by_lag in seconds]
+    fullest = np.max(by_phase, axis=0).tolist()
+    slowest = fullest.index(max(fullest))
+    handing = max(fullest[:slowest], default=0.0)
+    relaying = max(fullest[slowest + 1 :], default=0.0)
+    total = fullest[slowest] or 1.0
     rise, rate = (math.ceil(RATE * part / total) for part in (handing, relaying))
     # Rounded up: a slot that is relayed for too long costs more than one that is relayed too early.
     return rise, min(max(rate, FASTEST), SLOWEST)
