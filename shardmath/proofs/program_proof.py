@@ -7,7 +7,8 @@ The proof reads what `for_rank` expands: the lines (bytes with equal holders), a
    every receiver wants it.
 2. **Once**: end to end, the streams to each rank that asks for a block are the block's content, and
    no stream goes to another rank.
-3. **In hand**: a stream of the first leg leaves a holder. A relayed stream repeats a stream of an
+3. **In hand**: a stream of the first leg leaves a holder, or a rank that a holder hands the same bytes one
+   slot earlier, for this stream alone. A relayed stream repeats a stream of an
    earlier leg that arrived at its sender: same root and same bytes, so cut at the same places,
    each slice at least one slot later. It is not added on top of another addend.
 4. Streams begin and end where pieces may be cut.
@@ -29,11 +30,19 @@ from shardmath.base.errors import PlanError
 from shardmath.layouts.holdings import label
 from shardmath.plans.balance import make_grid, measure_lines
 from shardmath.plans.demands import Demands
-from shardmath.plans.programs.legs import Streams
-from shardmath.plans.programs.loads import LEGS, count_messages, sum_pairs, sum_round_loads
+from shardmath.plans.programs.legs import (
+    HANDED,
+    HANDING,
+    Bundle,
+    Streams,
+    count_legs,
+    find_lags,
+)
+from shardmath.plans.programs.loads import count_messages, sum_pairs, sum_round_loads
 from shardmath.plans.programs.program import Program
 from shardmath.plans.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
 from shardmath.plans.programs.streams import list_bundles
+from shardmath.plans.programs.tapers import HEAVIEST
 from shardmath.plans.stretches import list_all_receivers, row_at
 from shardmath.plans.units import is_legal_cut
 from shardmath.proofs.plan_proof import prove
@@ -57,14 +66,15 @@ def _prove(prog: Program) -> None:
     demands = prog.legs.lines
     _check_numbers(prog)
     _check_bands(prog)
+    _check_mates(prog)
     misfit = find_misfit_of_bands(prog.legs)
     _require(not misfit, prog, misfit)
     # The plan's own cuts do not matter: the streams, checked below, say who sends what.
     prove(replace(prog.plan, lines=_send_from_first(demands)))
     for bundle in list_bundles(prog.legs):
-        streams = bundle.streams
+        _check_inside(prog, bundle.streams)
+        streams = _check_handed(prog, bundle)
         inbox = _list_inbox(prog, bundle.lines)
-        _check_inside(prog, streams)
         request, known = inbox.find(streams.block, streams.receiver)
         _require_none(prog, streams, ~known, "go to a rank that does not ask for them")
         begin = inbox.base[request] + streams.lo
@@ -99,9 +109,14 @@ def _check_numbers(prog: Program) -> None:
     )
     positive = all(type(n) is int and n > 0 for n in counts)
     _require(positive, prog, f"counts {counts} are not all positive integers")
+    weights = prog.weights
+    # Sums of weights, times the bytes of a stream, stay far below the largest integer of 64 bits.
+    is_small = all(type(n) is int and 0 < n <= HEAVIEST for n in weights)
+    fit = len(weights) in (0, prog.slots)
+    _require(is_small and fit, prog, f"its weights are not one integer up to {HEAVIEST} per slot")
     ranks = max(1, len(prog.ranks))
-    # `schedule` doubles the turns until there are at least 2 * LEGS * ranks (see `turn_of`).
-    most_turns = 4 * LEGS * ranks
+    # `schedule` doubles the turns until there are at least 2 * ranks per leg (see `turn_of`).
+    most_turns = 4 * count_legs(prog.legs) * ranks
     rounds = prog.slots * prog.turns * ranks
     are_few = prog.slots <= MOST_SLOTS and prog.turns <= most_turns and rounds <= MOST_ROUNDS
     given = f"{prog.slots} slots and {prog.turns} turns"
@@ -117,7 +132,53 @@ def _check_bands(prog: Program) -> None:
         _require(integers, prog, f"Bands.{field.name} is not of 64-bit integers")
 
 
+def _check_mates(prog: Program) -> None:
+    """Check that mates are ranks of the program, and that they keep what they are handed for one slot of one turn."""
+    mates = prog.legs.mates
+    if mates is None:
+        return
+    columns = mates.first, mates.rank, mates.feeder
+    integers = all(column.dtype == np.int64 for column in columns)
+    _require(integers, prog, "mates are not of 64-bit integers")
+    ends = np.append(mates.first, len(mates.rank))
+    fits = (
+        len(mates.first) == len(prog.legs.lines.holders) + 1
+        and len(mates.rank) == len(mates.feeder) == mates.first[-1]
+        and mates.first[0] == 0
+        and (np.diff(ends) >= 0).all()
+    )
+    _require(fits, prog, "tables of mates are not of one length")
+    known = np.isin(np.append(mates.rank, mates.feeder), prog.ranks).all()
+    _require(known, prog, "mates are not ranks of the program")
+    _require(prog.turns == 1, prog, "mates would keep bytes for several turns")
+
+
 # Streams
+
+
+def _check_handed(prog: Program, bundle: Bundle) -> Streams:
+    """Check that mates send what holders hand to them, and return the streams without those that hand bytes."""
+    streams = bundle.streams
+    is_handing = streams.leg == HANDING
+    handing = _take(streams, is_handing)
+    held = _is_held(prog.legs.lines, bundle.lines, handing)
+    _require_none(prog, handing, ~held, "are handed on by a rank that does not hold them")
+    handed = _take(streams, streams.leg == HANDED)
+    for some in (handing, handed):
+        _require_none(prog, some, some.sender == some.receiver, "go nowhere")
+    # Each stream is handed alone: the same bytes, from the same rank, for the same receiver.
+    by_handing = handing.block, handing.root, handing.lo, handing.hi, handing.receiver
+    by_handed = handed.block, handed.root, handed.lo, handed.hi, handed.sender
+    one = np.stack((*by_handing, handing.beyond, handing.sender))
+    other = np.stack((*by_handed, handed.receiver, handed.beyond))
+    same = np.array_equal(one[:, np.lexsort(one)], other[:, np.lexsort(other)])
+    _require(same, prog, "a mate sends other bytes than it is handed, or to another rank")
+    return _take(streams, ~is_handing)
+
+
+def _take(streams: Streams, some: Bools) -> Streams:
+    """These of the streams."""
+    return Streams(*(column[some] for column in streams))
 
 
 class _Inbox(NamedTuple):
@@ -264,14 +325,16 @@ def _check_in_hand(
 ) -> None:
     """Check that every sender has the bytes: as a holder, or from the same stream of an earlier leg."""
     demands = prog.legs.lines
-    is_relayed = streams.leg != 1
+    is_straight = streams.leg == 1
+    is_relayed = ~is_straight & (streams.leg != HANDED)
     held = _is_held(demands, lines, streams)
-    _require_none(prog, streams, ~is_relayed & ~held, "leave a rank that does not hold them")
+    _require_none(prog, streams, is_straight & ~held, "leave a rank that does not hold them")
     # A relay has the later addends of an element only folded into the first one.
     is_added = demands.addend[streams.block] > 0
     what = "are relayed where another addend is already"
     _require_none(prog, streams, is_relayed & is_added, what)
-    has_come = _have_come(inbox, streams, begin)
+    lags = find_lags(prog.legs, streams.leg)
+    has_come = _have_come(inbox, streams, begin, lags)
     what = "are relayed by a rank that does not have them yet"
     _require_none(prog, streams, is_relayed & ~has_come, what)
 
@@ -286,9 +349,9 @@ def _is_held(demands: Demands, lines: Ints, streams: Streams) -> Bools:
     return np.isin(sent_codes, held_codes)
 
 
-def _have_come(inbox: _Inbox, streams: Streams, begin: Ints) -> Bools:
-    """Whether the bytes of each stream came to its sender as the same stream of an earlier leg. `begin` has the place
-    in the inbox at which each stream begins."""
+def _have_come(inbox: _Inbox, streams: Streams, begin: Ints, lags: Ints) -> Bools:
+    """Whether the bytes of each stream came to its sender as the same stream of an earlier leg, as `lags` say. `begin`
+    has the place in the inbox at which each stream begins."""
     out = np.zeros(len(begin), bool)
     # Only a rank that asks for the block itself can relay it.
     request, known = inbox.find(streams.block, streams.sender)
@@ -296,7 +359,7 @@ def _have_come(inbox: _Inbox, streams: Streams, begin: Ints) -> Bools:
     # The place of these bytes in the sender's own inbox, and the stream that brought them there.
     place = inbox.base[request[asked]] + streams.lo[asked]
     came = _find_last_at(begin, place)
-    is_same = streams.leg[came] < streams.leg[asked]
+    is_same = lags[came] < lags[asked]
     for column in (streams.root, streams.lo, streams.hi):
         is_same &= column[came] == column[asked]
     out[asked] = is_same

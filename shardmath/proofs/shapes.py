@@ -23,7 +23,7 @@ from shardmath.plans.adjoint import Transposed
 from shardmath.plans.demands import Batch, Demands
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan
-from shardmath.plans.programs.legs import Bands, Legs
+from shardmath.plans.programs.legs import Bands, Legs, Mates
 from shardmath.plans.programs.program import Program
 from shardmath.plans.reduction import Reduction
 from shardmath.plans.template import Members, Template
@@ -36,7 +36,7 @@ __all__ = [
     "require",
 ]
 
-TABLES = (Bands, Batch, Demands, Legs, Members, Overlay, Partition, Template)
+TABLES = (Bands, Batch, Demands, Legs, Mates, Members, Overlay, Partition, Template)
 """Classes whose fields are checked too."""
 
 PLAIN = (int, str)
@@ -71,8 +71,8 @@ def _check_kind(value: object, kind: Any, what: str, checked_ids: set[int]) -> N
         require(value.ndim == ndim, f"{what} has {plural(value.ndim, 'dimension')}, not {ndim}")
     elif isinstance(value, tuple) and origin is tuple:
         _check_items(value, get_args(kind)[0], what, checked_ids)
-    elif origin in TABLES:
-        _check_fields(value, origin, checked_ids)
+    elif type(value) in TABLES:
+        _check_fields(value, type(value), checked_ids)
 
 
 def _check_fields(table: object, kind: type, checked_ids: set[int]) -> None:
@@ -112,7 +112,8 @@ def check_plan_shapes(plan: Plan) -> None:
 def check_program_shapes(prog: Program) -> None:
     """Raise PlanError unless the program's tables (not its plan's) have the right types and numbers of dimensions."""
     checked_ids: set[int] = set()
-    for field, kind in {"slots": int, "turns": int, "legs": Legs}.items():
+    kinds = {"slots": int, "turns": int, "weights": tuple[int, ...], "legs": Legs}
+    for field, kind in kinds.items():
         _check_kind(getattr(prog, field), kind, f"Program.{field}", checked_ids)
 
 

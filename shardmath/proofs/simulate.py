@@ -30,7 +30,7 @@ from shardmath.plans.plan import Movable, Plan
 from shardmath.plans.transfers import Transfer
 
 if TYPE_CHECKING:
-    from shardmath.plans.programs.messages import Step
+    from shardmath.plans.programs.messages import Message, Step
     from shardmath.plans.programs.program import Program
 
 __all__ = ["Array", "Shards", "simulate"]
@@ -112,12 +112,13 @@ def _make_destination(plan: Movable, held: _Arrays) -> dict[int, dict[str, Array
     return out
 
 
-def _enter(out: _Arrays, pieces: list[tuple[Transfer, _Arrays]]) -> None:
-    """Move the pieces, each from the arrays next to it, into `out`; all are read before any is written."""
-    read = []
-    for t, source in pieces:
-        array = source[t.src_rank][t.src_tensor]
-        read.append((t, array[t.src_slices].copy()))
+def _read(t: Transfer, source: _Arrays) -> Array:
+    """The piece's elements, where they are at their sender."""
+    return source[t.src_rank][t.src_tensor][t.src_slices].copy()
+
+
+def _enter(out: _Arrays, read: list[tuple[Transfer, Array]]) -> None:
+    """Write the pieces with these elements into `out`."""
     for t, piece in read:
         fold = FOLD[t.op]
         array = out[t.dst_rank][t.dst_tensor]
@@ -129,20 +130,43 @@ def _run_transfers(plan: Plan | Transposed, held: _Arrays, out: _Arrays) -> None
     """Run all transfers of a plan, in order of addend."""
     for rank in out:
         transfers = sorted(plan.transfers(dst=rank), key=lambda t: t.addend)
-        _enter(out, [(t, held) for t in transfers])
+        _enter(out, [(t, _read(t, held)) for t in transfers])
+
+
+_Handed: TypeAlias = dict[tuple[int, int, int], list[Array]]
+"""What ranks have been handed and keep in staging: elements of pieces, by rank, holder and last receiver."""
 
 
 def _run_rounds(prog: Program, held: _Arrays, out: _Arrays) -> None:
     """Run all rounds of all ranks, step by step; relayed pieces are read from destination arrays."""
-    steps: dict[Step, list[tuple[Transfer, _Arrays]]] = {}
-    for rank in out:
+    steps: dict[Step, list[Message]] = {}
+    for rank in prog.ranks:
         for round_ in prog.for_rank(rank):
-            pieces = steps.setdefault(round_.step, [])
-            for message in round_.arriving:
-                source = out if message.relayed else held
-                pieces += [(t, source) for t in message.pieces]
+            messages = steps.setdefault(round_.step, [])
+            messages += (*round_.receives, *round_.keeps)
+    handed: _Handed = {}
     for step in sorted(steps):
-        _enter(out, steps[step])
+        _run_step(steps[step], held, out, handed)
+
+
+def _run_step(messages: list[Message], held: _Arrays, out: _Arrays, handed: _Handed) -> None:
+    """Move all messages of a step; all are read before any is written."""
+    entering: list[tuple[Transfer, Array]] = []
+    kept: _Handed = {}
+    for message in messages:
+        first = message.pieces[0]
+        ends = first.src_rank, first.dst_rank
+        if message.is_handed:
+            elements = handed.pop((message.src_rank, *ends))
+        else:
+            source = out if message.relayed else held
+            elements = [_read(t, source) for t in message.pieces]
+        if message.is_handing:
+            kept[message.dst_rank, *ends] = elements
+        else:
+            entering += zip(message.pieces, elements, strict=True)
+    _enter(out, entering)
+    handed.update(kept)
 
 
 def _read_arrays(plan: Movable, shards: Shards, rank: int) -> dict[str, Array]:

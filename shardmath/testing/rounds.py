@@ -143,10 +143,13 @@ def _check_way(way: str, message: Message, rank: int, *, goes: bool) -> None:
 
 def _check_pieces(rank: int, message: Message) -> None:
     """Raise PlanError unless all pieces of the message go from its sender to its receiver, and its sizes are as
-    `make_message` computes them from the pieces."""
+    `make_message` computes them from the pieces. What is handed to a rank, and what it was handed, goes on or came from
+    elsewhere."""
     where = f"rank {rank}, step {message.step}: the message {message}"
     for piece in message.pieces:
-        if (piece.src_rank, piece.dst_rank) != (message.src_rank, message.dst_rank):
+        leaves = message.is_handed or piece.src_rank == message.src_rank
+        arrives = message.is_handing or piece.dst_rank == message.dst_rank
+        if not (leaves and arrives):
             what = f"{where} has the piece {piece}"
             ends = f"rank {message.src_rank} to rank {message.dst_rank}"
             raise PlanError(f"{what}; give the message only pieces from {ends}")

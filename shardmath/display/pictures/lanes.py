@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardmath.base.arrays import Ints, Offsets, number_alike
+from shardmath.plans.programs.legs import find_passed_on
 from shardmath.plans.programs.loads import (
     Loads,
     RoundPairs,
@@ -155,7 +156,7 @@ def _list_halves(
     numbers = column_of[pairs.phase, pairs.slot, pairs.turn]
     per_node = prog.topology.ranks_per_node
     far = pairs.sender // per_node != pairs.receiver // per_node
-    amounts = np.stack((pairs.nbytes, pairs.nbytes * far, pairs.nbytes * (pairs.leg > 1)))
+    amounts = np.stack((pairs.nbytes, pairs.nbytes * far, pairs.nbytes * find_passed_on(pairs.leg)))
     fullest = _find_fullest(prog, loads, columns)
     halves = {}
     for way, (rank, peer) in _list_ends(pairs).items():

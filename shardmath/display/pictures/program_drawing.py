@@ -41,6 +41,7 @@ from shardmath.display.pictures.lanes import Column, Half, Lanes, list_lanes
 from shardmath.plans.flows.certificate import Certificate
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.programs.certify import certify, find_running
+from shardmath.plans.programs.legs import find_passed_on
 from shardmath.plans.programs.loads import sum_pairs
 from shardmath.plans.programs.program import Program
 
@@ -127,8 +128,8 @@ def _describe(scene: _Scene, count: int) -> Iterator[str]:
     if scene.where is not None:
         far = int(pairs.nbytes[pairs.far].sum())
         texts.append(f"{show_bytes(far)} of it from node to node")
-    # Hop 0 leaves the holders.
-    relayed = int(pairs.nbytes[pairs.leg > 0].sum())
+    # Hops of pairs are counted from 0.
+    relayed = int(pairs.nbytes[find_passed_on(pairs.leg + 1)].sum())
     if relayed:
         texts.append(f"{show_bytes(relayed)} of it relayed")
     yield ", ".join(texts)

@@ -208,11 +208,10 @@ def _transfers(plan: Plan | Transposed, most: int) -> str:
 @_text.register
 def _(program: Program, most: int) -> str:
     p = program.plan
-    # A slot is for one slice of the data, and its turns are for different peers of a rank.
     tensors = plural(p.src, "tensor")
     between = f"{len(p.src_ranks)} and {len(p.dst_ranks)} ranks"
-    rounds = f"{plural(program.slots, 'slot')} of {plural(program.turns, 'turn')}"
     room = f"at most {show_bytes(program.max_inflight_bytes)} under way per rank"
+    rounds = program.word_rounds()
     head = f"{tensors} between {between}, {program.word_nodes()}: {rounds}, {room}"
     rows = [_program_row(program, rank) for rank in program.ranks[:most]]
     loads = make_table(["rank", "rounds", "messages", "sends", "receives"], rows)

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardmath.base.drawn import html, svg
@@ -41,13 +42,32 @@ class Certificate:
 
     `plan_s` is the plan's time in seconds, `bound_s` a time that no plan can beat, and `witness`
     names the ranks and links that prove it. `ratio` is `plan_s / bound_s`; it is 1.0 if nothing
-    has to move.
+    has to move. `explain` says all of this in sentences.
     """
 
     bound_s: float
     plan_s: float
     ratio: float
     witness: Witness | None
+    _compare: Callable[[], Sequence[tuple[str, float]]] | None = field(
+        default=None, repr=False, compare=False
+    )
+
+    def explain(self) -> str:
+        """Return sentences that say what the bound is, which ranks force it, and how long the plan takes; and what it
+        would take without relays, stage by stage, and after a gather, as other systems do it."""
+        w = self.witness
+        if w is None:
+            return "Nothing has to move."
+        bound = f"{show_si(self.bound_s)}s"
+        lines = [
+            f"No schedule takes less than {bound}: {self._word_witness(w)}.",
+            f"This takes {show_si(self.plan_s)}s, {self.ratio:.4g} times the bound.",
+        ]
+        for what, seconds in self._compare() if self._compare else ():
+            ratio = seconds / self.bound_s
+            lines.append(f"{what} {show_si(seconds)}s, {ratio:.4g} times the bound.")
+        return "\n".join(lines)
 
     @property
     def latency_s(self) -> float:
@@ -69,15 +89,16 @@ class Certificate:
         if w is None:
             return f"{plan}; nothing has to move"
         bound = f"{self.ratio:.4g} times the bound of {show_si(self.bound_s)}s"
+        return f"{plan}, {bound}: {self._word_witness(w)}"
+
+    def _word_witness(self, w: Witness) -> str:
+        """The ranks that force the bound, their bytes and their rate."""
         verb = "take in" if w.direction == "in" else "give out"
         rate = f"{show_si(w.bytes_per_s)}B/s"
         # Latency is left out if the bytes explain the bound.
         has_latency = self.latency_s > self.bound_s / 100
         latency = f", after {show_si(self.latency_s)}s of latency" if has_latency else ""
-        return (
-            f"{plan}, {bound}: {count_ranks(w.ranks)} must {verb} {show_si(w.nbytes)}B "
-            f"at {rate}{latency}"
-        )
+        return f"{count_ranks(w.ranks)} must {verb} {show_si(w.nbytes)}B at {rate}{latency}"
 
 
 def make_certificate(bound: tuple[float, Witness | None], plan_s: float) -> Certificate:

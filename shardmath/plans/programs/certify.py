@@ -17,6 +17,8 @@ receiver the plan was free to choose (the addend of a Partial destination) do no
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from shardmath.plans.flows.bound import find_bound
 from shardmath.plans.flows.certificate import Certificate, Witness, make_certificate
 from shardmath.plans.flows.topology import Topology, checked
 from shardmath.plans.plan import Plan
+from shardmath.plans.programs.alternatives import Alternative, list_alternatives
 from shardmath.plans.programs.loads import estimate_seconds, sum_pairs, sum_round_loads
 from shardmath.plans.programs.program import Program
 from shardmath.plans.programs.scheduling import run_straight
@@ -52,7 +55,13 @@ def certify(plan: Plan | Program, topology: Topology | None = None) -> Certifica
     loads = sum_round_loads(prog)
     time = estimate_seconds(prog.topology, loads)
     least = _find_least(prog.plan, prog.plan.lines, prog.topology)
-    return make_certificate(least, time)
+    certificate = make_certificate(least, time)
+    return replace(certificate, _compare=partial(_compare, prog.plan, prog.topology))
+
+
+def _compare(plan: Plan, topology: Topology) -> tuple[Alternative, ...]:
+    """What other ways to move the plan's bytes would take."""
+    return list_alternatives(plan, topology, list_blocks(plan))
 
 
 @memo(2)

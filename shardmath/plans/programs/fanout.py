@@ -4,24 +4,23 @@
 2. Relays: if the holders' links are the bottleneck, nodes of the destination relay a share to
    other nodes. Only lines whose holders would send too much **shed** copies, evenly over
    the line's blocks (`shardmath.plans.flows.shedding` says how much).
-3. The nodes that receive a block are divided into **classes** of equal size. A **plot** says which bytes of the
+3. Mates: if some holders' links are the bottleneck and other ranks of their nodes have room, these send
+   a share of the lines. Only lines whose holders would send too much are shed to them.
+4. The nodes that receive a block are divided into **classes** of equal size. A **plot** says which bytes of the
    block's content go straight from the holders to which classes; these relay them to the others.
-4. Only integers decide, so every rank decides the same; the first leg's lines are cut by `flow`.
+5. Only integers decide, so every rank decides the same; the first leg's lines are cut by `flow`.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
-from fractions import Fraction
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints, Offsets, ranges
+from shardmath.base.arrays import Ints, Offsets, ranges
 from shardmath.base.memo import memo
 from shardmath.plans.balance import make_grid, share_lines
 from shardmath.plans.demands import Demands
@@ -35,31 +34,46 @@ from shardmath.plans.programs.legs import (
     list_nodes,
     measure_bands,
 )
+from shardmath.plans.programs.mates import (
+    MateShares,
+    add_mates,
+    choose_mates,
+    count_handed,
+    find_far,
+    find_most_taken_in,
+)
 from shardmath.plans.programs.streams import bundle_lines, list_straight
 
-__all__ = ["find_legs"]
+__all__ = ["Way", "find_legs"]
 
 
-def find_legs(
-    plan: Plan, demands: Demands, per_node: int, *, by_node: bool, relays: bool
-) -> Iterator[Legs]:
-    """Yield the routes of all bytes in `demands`, as one Legs. With `by_node`, bytes enter each node of `per_node`
-    ranks once, not once per rank; `relays` lets nodes forward bytes for busy senders, and yields nothing if no sender
-    needs it.
+class Way(NamedTuple):
+    """A way to route bytes. With `by_node`, they enter each node once, not once per rank. Busy holders leave bytes to
+    nodes that have received them (`relays`), or to idle ranks of the same node (`mates`)."""
 
-    Relays that shed nothing change nothing: the legs would equal those without relays.
+    by_node: bool
+    relays: bool = False
+    mates: bool = False
+
+
+def find_legs(plan: Plan, demands: Demands, per_node: int, way: Way) -> Iterator[Legs]:
+    """Yield the routes of all bytes in `demands` by this `way`, as one Legs, on nodes of `per_node` ranks. Yields
+    nothing if the way has relays or mates and no sender needs them.
+
+    Relays and mates that send nothing change nothing: the legs would equal the legs without them.
     """
     empty = np.zeros(0, np.int64)
     no_bands = Bands(*[empty] * 10)
-    sharing = per_node if by_node else 1
+    sharing = per_node if way.by_node else 1
     bare = Legs(demands, no_bands, sharing)
     node_sizes = _count_by_node(demands, sharing)
-    shed_by_block = _choose_shed(demands, node_sizes) if relays else {}
-    if relays and not shed_by_block:
+    shed_by_block = _choose_shed(demands, node_sizes) if way.relays else {}
+    shares = choose_mates(plan, demands, node_sizes, per_node) if way.mates else None
+    if (way.relays and not shed_by_block) or (way.mates and shares is None):
         return
     plots = _plot_blocks(demands, node_sizes, shed_by_block)
     legs = replace(bare, bands=_make_bands(plan, bare, node_sizes, plots))
-    yield _cut_first_leg(plan, legs, node_sizes)
+    yield _cut_first_leg(plan, legs, node_sizes, shares)
 
 
 @memo(2)
@@ -90,7 +104,7 @@ def _choose_shed(demands: Demands, node_sizes: list[list[int]]) -> dict[int, int
     The target is a load that some rank has in any case: the bytes that the fullest rank takes in, or those
     that the fullest holder sends if each byte leaves its holders once.
     """
-    is_far = _find_far(demands)
+    is_far = find_far(demands)
     node_counts = list(map(len, node_sizes))
     copies = np.array(node_counts, np.int64) * is_far
     is_sent = copies > 0
@@ -100,18 +114,10 @@ def _choose_shed(demands: Demands, node_sizes: list[list[int]]) -> dict[int, int
     once = demands.blocks.sums(once_bytes).tolist()
     holders = [demands.held_by(line) for line in range(len(sent))]
     least_sent = find_least_sent(once, holders)
-    most_taken_in = _find_most_taken_in(demands, node_sizes, is_far)
+    most_taken_in = find_most_taken_in(demands, node_sizes, is_far)
     target = max(least_sent, most_taken_in)
     by_line = shed_to_target(sent, once, holders, target)
     return _divide_among_blocks(demands, copies.tolist(), by_line)
-
-
-def _find_far(demands: Demands) -> Bools:
-    """The blocks whose copies may be relayed from node to node."""
-    is_far = demands.blocks.spread(~demands.near)
-    # Addends after the first are folded on arrival, and cannot be relayed.
-    is_first: Bools = demands.addend == 0
-    return is_far & is_first
 
 
 def _divide_among_blocks(demands: Demands, copies: list[int], by_line: list[int]) -> dict[int, int]:
@@ -128,42 +134,6 @@ def _divide_among_blocks(demands: Demands, copies: list[int], by_line: list[int]
                 can_shed[block] = sizes[block]
         shed |= _spread_evenly(can_shed, copies, nbytes)
     return shed
-
-
-def _find_most_taken_in(demands: Demands, node_sizes: list[list[int]], is_far: Bools) -> int:
-    """The most bytes that a rank takes in from other nodes, each node taking every byte once.
-
-    Receivers of far lines have no holder on their node, so all of them receive from other nodes.
-    """
-    # By number of a set of receivers: all its blocks have the same nodes.
-    wanted: Counter[int] = Counter()
-    sizes_of_set: dict[int, list[int]] = {}
-    far_blocks = np.flatnonzero(is_far).tolist()
-    for block in far_blocks:
-        set_number = int(demands.receivers[block])
-        wanted[set_number] += int(demands.nbytes[block])
-        sizes_of_set[set_number] = node_sizes[block]
-    # Exact fractions, so that the target does not depend on the order in which shares are summed.
-    load: defaultdict[int, Fraction] = defaultdict(Fraction)
-    for set_number, nbytes in wanted.items():
-        ranks = demands.sets[set_number]
-        shares = _share_in_nodes(nbytes, sizes_of_set[set_number])
-        for rank, share in zip(ranks, shares, strict=True):
-            load[rank] += share
-    fullest = max(load.values(), default=0)
-    return math.ceil(fullest)
-
-
-def _share_in_nodes(nbytes: int, sizes: list[int]) -> list[Fraction]:
-    """The bytes that each rank takes in, one stripe each, in nodes of these sizes.
-
-    Receivers ascend, so those of one node follow each other.
-    """
-    shares = []
-    for size in sizes:
-        stripe = Fraction(nbytes, size)
-        shares += [stripe] * size
-    return shares
 
 
 def _spread_evenly(sizes: dict[int, int], copies: list[int], nbytes: int) -> dict[int, int]:
@@ -349,8 +319,10 @@ def _list_borders(span: int, replicas: Set[int]) -> list[int]:
 # The first leg among holders
 
 
-def _cut_first_leg(plan: Plan, legs: Legs, node_sizes: list[list[int]]) -> Legs:
-    """The legs with the first leg's lines cut among their holders."""
+def _cut_first_leg(
+    plan: Plan, legs: Legs, node_sizes: list[list[int]], shares: MateShares | None
+) -> Legs:
+    """The legs with the first leg's lines cut among their holders, and among the mates that have these shares."""
     lines = legs.lines
     bands_by_block = Offsets(legs.bands.first)
     block_of_band = bands_by_block.owners()
@@ -361,7 +333,11 @@ def _cut_first_leg(plan: Plan, legs: Legs, node_sizes: list[list[int]]) -> Legs:
     block_bytes = bands_by_block.sums(band_bytes)
     length = lines.blocks.sums(block_bytes)
     start = lines.blocks.begin(block_bytes)
-    cut_first, cuts = share_lines(lines, length.tolist())
+    handed = count_handed(shares, len(length))
+    cut_first, cuts = share_lines(lines, (length - handed).tolist())
+    if shares is not None:
+        cut_first, cuts, mates = add_mates(cut_first, cuts, shares)
+        legs = replace(legs, mates=mates)
     bands = replace(legs.bands, start=start, cut_first=cut_first, cuts=cuts)
     unsnapped_legs = replace(legs, bands=bands)
     snapped = _snap_cuts(plan, unsnapped_legs)

@@ -4,6 +4,9 @@
    the nodes, whose ranks relay it to the others.
 2. The first leg is cut among the holders as lines are. The bytes from one rank to another are a
    **stream**.
+3. If the links of a line's holders are too slow, **mates** send some of its bytes: other ranks of their
+   nodes. A holder hands these bytes to the mate (leg 4), which sends them one slot later (leg 5), together
+   with what holders send straight (leg 1).
 """
 
 from __future__ import annotations
@@ -14,18 +17,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Ints, Offsets, begins, join, lengths, ranges
+from shardmath.base.arrays import Bools, Ints, Offsets, begins, join, lengths, ranges
 from shardmath.plans.demands import Demands
 from shardmath.plans.stretches import list_all_receivers
 
 __all__ = [
     "Bands",
     "Bundle",
+    "HANDED",
+    "HANDING",
     "Legs",
+    "Mates",
     "Nodes",
     "Streams",
     "bundle",
+    "count_lags",
+    "count_legs",
     "count_straight",
+    "find_lags",
+    "find_passed_on",
+    "find_relayed",
     "legs_as_cut",
     "list_nodes",
     "measure_bands",
@@ -56,11 +67,50 @@ class Bands:
     cuts: Ints
 
 
+HANDING = 4
+"""The leg in which holders hand bytes to mates. Legs 1, 2 and 3 go straight, to other nodes, and inside nodes."""
+
+HANDED = 5
+"""The leg in which mates send the bytes that they were handed."""
+
+LAGS = np.array([0, 0, 1, 2, -1, 0])
+"""By leg, from 1 on: how many slots later than the first leg it sends a slice."""
+
+
+def find_lags(legs: Legs, leg: Ints) -> Ints:
+    """Return by how many slots each hop `leg` lags behind the first hop of `legs` that sends anything."""
+    lags: Ints = LAGS[leg]
+    return lags if legs.mates is None else lags + 1
+
+
+def count_lags(legs: Legs) -> int:
+    """Return how many hops a byte takes at most, one slot after the other."""
+    return 3 if legs.mates is None else 4
+
+
+def count_legs(legs: Legs) -> int:
+    """Return the number of the last of the hops, which are numbered from 1."""
+    return 3 if legs.mates is None else HANDED
+
+
+def find_relayed(leg: Ints) -> Bools:
+    """Return whether the sender in each hop `leg` reads from its destination tensors, in which the bytes arrived."""
+    return (leg > 1) & (leg < HANDING)
+
+
+def find_passed_on(leg: Ints) -> Bools:
+    """Return whether the sender in each hop `leg` is another rank than one that holds the bytes at the source."""
+    passed_on: Bools = (leg > 1) & (leg != HANDING)
+    return passed_on
+
+
 class Streams(NamedTuple):
     """A table of streams: in row i, bytes `lo[i]` to `hi[i]` - 1 of block `block[i]` go from rank `sender[i]` to rank
     `receiver[i]`, in hop `leg[i]`. A block is bytes that the same ranks need.
 
-    Streams of a line with the same `root` are one stream of the first leg and its relays.
+    Streams of a line with the same `root` are one stream of the first leg and its relays. `beyond[i]` is
+    the rank to which a mate sends on what it is handed, in leg 4, or from which it was handed them, in leg
+    5; 0 in other legs.
     """
 
     block: Ints
@@ -70,6 +120,7 @@ class Streams(NamedTuple):
     lo: Ints
     hi: Ints
     root: Ints
+    beyond: Ints
 
 
 class Bundle(NamedTuple):
@@ -85,17 +136,32 @@ class Bundle(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Mates:
+    """Ranks that send bytes of a line although they do not hold it, by line. A line is bytes that the same ranks hold.
+
+    Line l has the mates first[l]..first[l+1]-1, whose pieces follow the pieces of the line's holders. Mate i is
+    `rank[i]`, and the holder `feeder[i]`, on its node, hands it the bytes. A rank is several mates of a line if
+    several holders feed it.
+    """
+
+    first: Ints
+    rank: Ints
+    feeder: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Legs:
     """A description of the bytes that each rank sends in each hop (leg) of a plan. It consists of all bytes with the
     ranks that hold and need them (`lines`), and their routes (`bands`).
 
     `sharing` neighboring ranks share the bytes that enter their group: a node's ranks, or 1 if every
-    rank is served separately.
+    rank is served separately. `mates` is None if only holders send in the first leg.
     """
 
     lines: Demands
     bands: Bands
     sharing: int
+    mates: Mates | None = None
     _bundles: dict[int, Bundle] = field(default_factory=dict, init=False, repr=False)
     _loads: dict[object, tuple[object, Ints]] = field(default_factory=dict, init=False, repr=False)
 

@@ -25,12 +25,18 @@ from numpy.typing import NDArray
 from shardmath.base.arrays import Bools, Ints, Offsets, distinct, number_alike
 from shardmath.plans.balance import make_grid
 from shardmath.plans.flows.topology import Topology
-from shardmath.plans.programs.legs import Bundle, Streams
-from shardmath.plans.programs.program import Program, Slices, cut_streams, list_slices, turn_of
+from shardmath.plans.programs.legs import Bundle, Streams, count_lags, count_legs, find_lags
+from shardmath.plans.programs.program import (
+    Program,
+    Slices,
+    cut_streams,
+    list_slices,
+    rotate_slots,
+    turn_of,
+)
 from shardmath.plans.programs.streams import list_bundles, list_streams
 
 __all__ = [
-    "LEGS",
     "Loads",
     "Pairs",
     "RoundPairs",
@@ -45,9 +51,6 @@ __all__ = [
     "time_rounds",
 ]
 
-LEGS = 3
-"""The number of legs: straight, to other nodes, inside nodes."""
-
 LINKS = 4
 """The number of links: near out, near in, far out, far in. A link's number is 2 * far + incoming."""
 
@@ -58,15 +61,16 @@ Loads: TypeAlias = NDArray[np.int64]
 class Pairs(NamedTuple):
     """A table of numbers of bytes: in hop `leg[i]`, counted from 0, rank number `sender[i]` sends `nbytes[i]` bytes to
     rank number `receiver[i]`. `phase[i]` is the index of the partial value to which the bytes belong, or 0 if they are
-    not reduced.
+    not reduced. Bytes for other ranks `beyond[i]` are other messages.
 
-    `sender` and `receiver` are places among the program's ranks.
+    `sender` and `receiver` are places among the program's ranks, and so is `beyond` in legs of mates (`Streams`).
     """
 
     phase: Ints
     leg: Ints
     sender: Ints
     receiver: Ints
+    beyond: Ints
     far: Bools
     nbytes: Ints
 
@@ -77,18 +81,22 @@ def sum_pairs(prog: Program) -> Pairs:
     ranks = np.array(prog.ranks, np.int64)
     count = len(ranks)
     phases = _count_phases(prog)
-    shape = phases, LEGS, count, count
+    shape = phases, count_legs(prog.legs), count, count, count
     code, nbytes = _sum_lines(prog, ranks, shape)
-    phase, leg, sender, receiver = np.unravel_index(code, shape)
+    phase, leg, sender, receiver, beyond = np.unravel_index(code, shape)
     senders = ranks[sender]
     receivers = ranks[receiver]
     far = _is_far(prog, senders, receivers)
-    return Pairs(phase, leg, sender, receiver, far, nbytes)
+    return Pairs(phase, leg, sender, receiver, beyond, far, nbytes)
 
 
-def _sum_lines(prog: Program, ranks: Ints, shape: tuple[int, int, int, int]) -> tuple[Ints, Ints]:
-    """The distinct (phase, hop, sender, receiver) of all lines, and the bytes of each. Each is coded as its place in a
-    table of this shape; senders and receivers are places in `ranks`, the program's ranks, ascending."""
+_PairShape: TypeAlias = tuple[int, int, int, int, int]
+"""The numbers of phases, legs, senders, receivers, and ranks beyond."""
+
+
+def _sum_lines(prog: Program, ranks: Ints, shape: _PairShape) -> tuple[Ints, Ints]:
+    """The distinct (phase, hop, sender, receiver, beyond) of all lines, and the bytes of each. Each is coded as its
+    place in a table of this shape; ranks are places in `ranks`, the program's ranks, ascending."""
     empty = np.zeros(0, np.int64)
     codes = [empty]
     sizes = [empty]
@@ -101,12 +109,14 @@ def _sum_lines(prog: Program, ranks: Ints, shape: tuple[int, int, int, int]) -> 
 
 
 def _sum_streams(
-    prog: Program, streams: Streams, ranks: Ints, shape: tuple[int, int, int, int]
+    prog: Program, streams: Streams, ranks: Ints, shape: _PairShape
 ) -> tuple[Ints, Ints]:
     """The same as `_sum_lines`, of these streams."""
     phase = prog.legs.lines.addend[streams.block]
     sender, receiver = _find_places(ranks, streams)
-    place = phase, streams.leg - 1, sender, receiver
+    # In legs without a rank beyond, `beyond` is 0, and any place may stand for it.
+    beyond = np.searchsorted(ranks, streams.beyond)
+    place = phase, streams.leg - 1, sender, receiver, beyond
     code = np.ravel_multi_index(place, shape)
     return _sum_by_code(code, streams.hi - streams.lo)
 
@@ -141,15 +151,16 @@ def _sum_by_code(code: Ints, nbytes: Ints) -> tuple[Ints, Ints]:
 
 
 def sum_leg_loads(prog: Program, pairs: Pairs) -> Loads:
-    """Add up the rows of `pairs` into an array of byte counts, with indices [partial value, hop, place of a rank in
-    `prog.ranks`, link]. Links 0 and 1 are bytes sent and received inside a node, links 2 and 3 bytes sent to and
-    received from other nodes."""
-    shape = _count_phases(prog), LEGS, len(prog.ranks), LINKS
+    """Add up the rows of `pairs` into an array of byte counts, with indices [partial value, lag, place of a rank in
+    `prog.ranks`, link]. The lag of a hop is how many slots later than the first hop it sends. Links 0 and 1
+    are bytes sent and received inside a node, links 2 and 3 bytes sent to and received from other nodes."""
+    shape = _count_phases(prog), count_lags(prog.legs), len(prog.ranks), LINKS
     loads = np.zeros(shape, np.int64)
+    lag = find_lags(prog.legs, pairs.leg + 1)
     out_link = 2 * pairs.far
     in_link = out_link + 1
-    sent = pairs.phase, pairs.leg, pairs.sender, out_link
-    received = pairs.phase, pairs.leg, pairs.receiver, in_link
+    sent = pairs.phase, lag, pairs.sender, out_link
+    received = pairs.phase, lag, pairs.receiver, in_link
     np.add.at(loads, sent, pairs.nbytes)
     np.add.at(loads, received, pairs.nbytes)
     return loads
@@ -159,11 +170,12 @@ def count_messages(pairs: Pairs, turns: int, ranks: int) -> Ints:
     """Return an array of shape (`turns`, `ranks`): how many messages each rank sends and receives in each turn, added
     up. In hop h, counted from 0, ranks number r and s exchange messages in turn (r + s + 2 * `ranks` * h) % `turns`.
 
-    There is one message for each leg and peer in each direction, whatever the phase.
+    There is one message for each leg and peer in each direction, whatever the phase, and in legs of mates one for each
+    rank beyond.
     """
-    # One number for (leg, sender, receiver).
+    # One number for (leg, sender, receiver, beyond).
     from_sender = pairs.leg * ranks + pairs.sender
-    code = from_sender * ranks + pairs.receiver
+    code = (from_sender * ranks + pairs.receiver) * ranks + pairs.beyond
     _, first = np.unique(code, return_index=True)
     sender = pairs.sender[first]
     receiver = pairs.receiver[first]
@@ -184,7 +196,7 @@ def sum_round_loads(prog: Program) -> Loads:
     Bytes are exact, slice by slice. The latest loads are cached with the legs: a program that is scheduled is often
     certified and proved next.
     """
-    rounds = prog.slots, prog.turns, prog.topology.ranks_per_node, prog.ranks
+    rounds = prog.slots, prog.weights, prog.turns, prog.topology.ranks_per_node, prog.ranks
     batches, cached = prog.legs._loads.get(rounds, (None, None))
     if cached is not None and batches is prog.plan.batches:
         return cached
@@ -200,7 +212,7 @@ def _sum_rounds(prog: Program) -> Loads:
     ranks = np.array(prog.ranks, np.int64)
     phases = _count_phases(prog)
     # The last slot's slices are relayed in the slots after it.
-    slots = prog.slots + LEGS - 1
+    slots = prog.slots + count_lags(prog.legs) - 1
     shape = phases, slots, prog.turns, len(ranks), LINKS
     loads = np.zeros(math.prod(shape), np.int64)
     # The distance of each slot from the first slot, in the flat table.
@@ -215,9 +227,12 @@ def _sum_rounds(prog: Program) -> Loads:
         for line in large_lines:
             streams = list_streams(prog.legs, line)
             codes = _code_ends(prog, streams, ranks, shape)
+            # Of lines alike, each begins at another slot.
+            rotated_offset = slot_offset[rotate_slots(prog, np.arange(prog.slots), line)]
             for in_first_slot, by_slot in _count_line(prog, line, streams, codes, counted):
-                place = in_first_slot[:, None] + slot_offset
-                np.add.at(loads, place, by_slot)
+                place = in_first_slot[:, None] + rotated_offset
+                # Flat, since `add.at` takes half as long if it has one dimension.
+                np.add.at(loads, place.ravel(), by_slot.ravel())
     return loads.reshape(shape)
 
 
@@ -245,8 +260,7 @@ def _list_ends(
     """
     slices = cut_streams(prog, streams)
     line = prog.legs.lines.blocks.owners_of(streams.block)
-    # A line begins one slot later than the line before.
-    slot = (slices.slot + line[slices.stream]) % prog.slots
+    slot = rotate_slots(prog, slices.slot, line[slices.stream])
     nbytes = slices.hi - slices.lo
     for code in codes:
         yield code[slices.stream] + slot_offset[slot], nbytes
@@ -274,8 +288,7 @@ def _count_line(
             counted.clear()
         counted[kind] = tables
     for (code, _), table in zip(ends, tables, strict=True):
-        # A line begins one slot later than the line before.
-        yield code, np.roll(table, line, axis=1)
+        yield code, table
 
 
 def _describe_line(
@@ -314,7 +327,7 @@ def _code_ends(
     phase = prog.legs.lines.addend[streams.block]
     sum_of_places = sender + receiver
     turn = turn_of(sum_of_places, streams.leg, len(ranks)) % prog.turns
-    slot = streams.leg - 1
+    slot = find_lags(prog.legs, streams.leg)
     # Links 0 and 1 are bytes sent and received inside a node, links 2 and 3 between nodes.
     out_link = 2 * _is_far(prog, streams.sender, streams.receiver)
     in_link = out_link + 1
@@ -327,7 +340,7 @@ def _code_ends(
 
 class RoundPairs(NamedTuple):
     """A table of messages: in round (`phase[i]`, `slot[i]`, `turn[i]`) and hop `leg[i]`, counted from 1, rank
-    `sender[i]` sends `nbytes[i]` bytes to rank `receiver[i]`."""
+    `sender[i]` sends `nbytes[i]` bytes to rank `receiver[i]`. `beyond` is as in Streams."""
 
     phase: Ints
     slot: Ints
@@ -335,6 +348,7 @@ class RoundPairs(NamedTuple):
     leg: Ints
     sender: Ints
     receiver: Ints
+    beyond: Ints
     nbytes: Ints
 
 
@@ -359,9 +373,10 @@ def _cut_in_rounds(prog: Program, streams: Streams) -> Ints:
     phase = prog.legs.lines.addend[streams.block]
     sender, receiver = _find_places(ranks, streams)
     turn = turn_of(sender + receiver, streams.leg, len(ranks)) % prog.turns
-    by_stream = np.stack((phase, turn, streams.leg, streams.sender, streams.receiver))
-    phase, turn, *ends = by_stream[:, slices.stream]
-    return np.stack((phase, slices.slot, turn, *ends, slices.hi - slices.lo))
+    ends = streams.sender, streams.receiver, streams.beyond
+    by_stream = np.stack((phase, turn, streams.leg, *ends))
+    phase, turn, *others = by_stream[:, slices.stream]
+    return np.stack((phase, slices.slot, turn, *others, slices.hi - slices.lo))
 
 
 def _sum_alike(columns: Ints) -> Ints:
@@ -414,14 +429,15 @@ def time_rounds(where: Topology, loads: Loads) -> NDArray[np.float64]:
 
 
 def estimate_slots(where: Topology, loads: Loads, slots: int) -> float:
-    """Estimate the seconds for sending the bytes in `loads`, given by phase, hop, rank and link. Each hop is cut into
-    `slots` equal parts, and hop i + 1 runs one part behind hop i."""
+    """Estimate the seconds for sending the bytes in `loads`, given by phase, lag, rank and link. The bytes of each lag
+    are cut into `slots` equal parts, and the bytes of lag i + 1 run one part behind the bytes of lag i."""
     total = 0.0
-    few = min(slots, LEGS)
-    for slot in range(few + LEGS - 1):
-        legs = [leg for leg in range(LEGS) if 0 <= slot - leg < few]
-        # Slots beyond the few are in the middle, when all legs are in flight: they take the same time.
-        count = 1 + slots - few if len(legs) == LEGS else 1
-        load = loads[:, legs].sum(axis=1)
+    lags = loads.shape[1]
+    few = min(slots, lags)
+    for slot in range(few + lags - 1):
+        in_flight = [lag for lag in range(lags) if 0 <= slot - lag < few]
+        # Slots beyond the few are in the middle, when all hops are in flight: they take the same time.
+        count = 1 + slots - few if len(in_flight) == lags else 1
+        load = loads[:, in_flight].sum(axis=1)
         total += count * estimate_seconds(where, load / slots)
     return total

@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.text import plural
 from shardmath.layouts.algebra.box import Box, from_slices
+from shardmath.plans.programs.legs import HANDED, HANDING
 from shardmath.plans.transfers import Transfer
 
 __all__ = [
@@ -59,8 +60,9 @@ class Message(NamedTuple):
     """A message of `nbytes` bytes from rank `src_rank` to rank `dst_rank`, which carries `pieces` (transfers, or parts
     of them) one after another. Piece i begins at byte `starts[i]` of the message.
 
-    A piece begins at the first byte after the piece before that is aligned to its elements. From leg 2
-    on a message is relayed.
+    A piece begins at the first byte after the piece before that is aligned to its elements. In legs 2 and 3
+    a message is relayed. In leg 4 the receiver only keeps it in staging, and in leg 5 sends it on as it is: its
+    pieces are those that the holder would send straight, from its own tensors to the last receiver's.
     """
 
     step: Step
@@ -79,7 +81,17 @@ class Message(NamedTuple):
     @property
     def relayed(self) -> bool:
         """Whether the sender only relays the message: it reads the pieces from its destination tensors."""
-        return self.leg > 1
+        return 1 < self.leg < HANDING
+
+    @property
+    def is_handing(self) -> bool:
+        """Whether the receiver only keeps the message in staging, to send it on in the next slot."""
+        return self.leg == HANDING
+
+    @property
+    def is_handed(self) -> bool:
+        """Whether the sender sends what it was handed in the slot before, as it is."""
+        return self.leg == HANDED
 
     def __str__(self) -> str:
         return (
@@ -116,8 +128,9 @@ class Round(NamedTuple):
 
     @property
     def arriving(self) -> tuple[Message, ...]:
-        """The messages that bring elements to this rank: received or kept."""
-        return (*self.receives, *self.keeps)
+        """The messages that bring elements to this rank's tensors: received or kept."""
+        brought = [m for m in self.receives if not m.is_handing]
+        return (*brought, *self.keeps)
 
     def __str__(self) -> str:
         phase, slot, turn = self.step

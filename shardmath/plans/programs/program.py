@@ -7,8 +7,9 @@
 2. The bytes that go from one rank to another are a **stream** (`list_streams`). A stream is relayed as
    it arrived.
 3. Streams are cut into `slots` **slices**. A slice is relayed one slot later for every leg, so no
-   rank sends what it does not have. Streams begin at different slots in turn, so that small ones,
-   which stay whole, do not all go at once.
+   rank sends what it does not have. Slots may **taper off**: the last ones are lighter, so that little is
+   left to relay at the end. Streams begin at different slots in turn, so that small ones, which stay
+   whole, do not all go at once.
 4. A **step** is (phase, slot, turn): phases bring the addends of a fold in their order,
    turns divide the peers of a rank, and the legs, into groups. Steps are ordered, and a message is
    in one step at both ends: in the earliest step in which any rank waits all messages are posted, so
@@ -37,7 +38,14 @@ from shardmath.plans.collectives.collective import Collective, recognize_all
 from shardmath.plans.demands import Demands
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan
-from shardmath.plans.programs.legs import Legs, Streams
+from shardmath.plans.programs.legs import (
+    HANDED,
+    HANDING,
+    Legs,
+    Streams,
+    find_lags,
+    find_relayed,
+)
 from shardmath.plans.programs.messages import Message, Round, gather_rounds
 from shardmath.plans.programs.spelling import spell_parts
 from shardmath.plans.programs.streams import list_bundles
@@ -45,7 +53,15 @@ from shardmath.plans.programs.stretch_parts import Stretches, StretchParts, list
 from shardmath.plans.stretches import list_kept
 from shardmath.plans.transfers import Transfer
 
-__all__ = ["Program", "Slices", "cut_streams", "digest_program", "list_slices", "turn_of"]
+__all__ = [
+    "Program",
+    "Slices",
+    "cut_streams",
+    "digest_program",
+    "list_slices",
+    "rotate_slots",
+    "turn_of",
+]
 
 
 @public
@@ -55,10 +71,12 @@ class Program:
     by `schedule`.
 
     Each rank-to-rank stream is cut into `slots` slices, so that a relay forwards one slice while it
-    receives the next; the peers of a rank take `turns` turns. No rank has more than
+    receives the next; the peers of a rank take `turns` turns. If `weights` are given, one per slot, slices are not
+    even: each is as large as its slot is heavy. No rank has more than
     `max_inflight_bytes` bytes, or `max_ops_per_group` messages, in flight in a round. Two programs
     are equal if they send the same messages in the same rounds. `assumes_nodes` says that no topology
     was given: `certify` and `crossing_bytes` then raise PlanError, as for a plan without a topology.
+    Raises PlanError if there are weights, but not one per slot.
     """
 
     plan: Plan
@@ -70,6 +88,12 @@ class Program:
     max_ops_per_group: int
     digest: str
     assumes_nodes: bool = False
+    weights: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.weights and len(self.weights) != self.slots:
+            what = f"{plural(self.slots, 'slot')} but {plural(self.weights, 'weight')}"
+            raise PlanError(f"a program has {what}; give weights=() for slots of equal weight")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self.digest == other.digest
@@ -78,8 +102,15 @@ class Program:
         return hash(self.digest)
 
     def __repr__(self) -> str:
+        where = self.word_nodes()
+        return f"<program of {self.plan!r}, {where}, {self.word_rounds()}, {self.digest[:12]}>"
+
+    def word_rounds(self) -> str:
+        """Return a text that says how many slots and turns the program has, and how many slots are lighter than
+        others."""
         rounds = f"{plural(self.slots, 'slot')} of {plural(self.turns, 'turn')}"
-        return f"<program of {self.plan!r}, {self.word_nodes()}, {rounds}, {self.digest[:12]}>"
+        lighter = sum(weight < max(self.weights) for weight in self.weights)
+        return f"{rounds}, {lighter} of them lighter" if lighter else rounds
 
     def word_nodes(self) -> str:
         """Return a text that says how many ranks a node of the program has, and whether that is assumed."""
@@ -168,18 +199,28 @@ def digest_program(prog: Program) -> str:
         bands.span,
         bands.cuts,
     ]
+    mates = prog.legs.mates
+    if mates is not None:
+        columns += [mates.first, mates.rank, mates.feeder]
     legs = [column.tolist() for column in columns]
-    limits = prog.max_inflight_bytes, prog.max_ops_per_group, prog.slots, prog.turns
+    limits = prog.max_inflight_bytes, prog.max_ops_per_group, prog.slots, prog.turns, *prog.weights
     return digest(("program", prog.plan.digest, prog.topology, prog.legs.sharing, limits, legs))
 
 
 class _Posted(NamedTuple):
-    """Stretches that a rank keeps, sends and receives, and the step and leg of each."""
+    """Stretches that a rank keeps, sends and receives, and the step, the ends and the leg of the message of each.
+
+    A stretch goes from a rank that has it in its tensors to one that needs it there. If it goes over a mate, one end of
+    its message is the mate, and the other end of the stretch is `beyond`.
+    """
 
     phase: Ints
     slot: Ints
     turn: Ints
+    sender: Ints
+    receiver: Ints
     leg: Ints
+    beyond: Ints
     stretches: Stretches
 
 
@@ -190,19 +231,20 @@ def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
         posted.phase,
         posted.slot,
         posted.turn,
-        stretches.sender,
-        stretches.receiver,
+        posted.sender,
+        posted.receiver,
         posted.leg,
+        posted.beyond,
     ]
     # Stretches with equal keys go in one message.
     first, message_of_stretch = number_alike(keys)
     parts, message_of_part = _put_large_first(prog, stretches, message_of_stretch)
-    is_relayed = posted.leg > 1
+    is_relayed = find_relayed(posted.leg)
     transfers, by_part = spell_parts(prog.plan, prog.legs.lines, stretches, is_relayed, parts)
     numbers = np.arange(len(first) + 1)
     first_parts = np.searchsorted(message_of_part, numbers)
     by_message = Offsets(by_part.first[first_parts])
-    columns = [key[first].tolist() for key in keys]
+    *columns, _ = [key[first].tolist() for key in keys]
     messages = _make_messages(transfers, by_message, columns)
     return list(messages)
 
@@ -257,10 +299,39 @@ def list_slices(prog: Program, streams: Streams) -> Slices:
     """Cut `streams` (bytes from rank to rank) into nonempty Slices, each with the time slot in which it is sent."""
     slices = cut_streams(prog, streams)
     line = prog.legs.lines.blocks.owners_of(streams.block)
-    # Each line begins one slot later than the line before, each leg one later than the leg before.
-    slot = (slices.slot + line[slices.stream]) % prog.slots
-    slot += streams.leg[slices.stream] - 1
-    return slices._replace(slot=slot)
+    slot = rotate_slots(prog, slices.slot, line[slices.stream])
+    lag = find_lags(prog.legs, streams.leg)
+    return slices._replace(slot=slot + lag[slices.stream])
+
+
+def rotate_slots(prog: Program, slot: Ints, by: Ints | int) -> Ints:
+    """Return the time slots that are `by` places after `slot`, in a circle of the heaviest slots: all slots if they are
+    even. Lighter slots are returned as they are.
+
+    Streams that are too small to be cut go whole in one slot, and not all of them should go in the same one.
+    """
+    order, lighter = _order_slots(prog)
+    place = np.argsort(order)[slot]
+    heavy = prog.slots - lighter
+    rotated = lighter + (place - lighter + by) % heavy
+    return order[np.where(place < lighter, place, rotated)]
+
+
+def _order_slots(prog: Program) -> tuple[Ints, int]:
+    """The slots in the order of a stream's slices, lightest first, and the number of slots that are not the heaviest.
+
+    Cuts move back to the begin of a row, so the first slice is shorter than planned, and the last one longer. A stream
+    that is not cut is all last slice. In this order, the lightest slot has the first slice, and a heavy one the last.
+    """
+    weights = _list_weights(prog)
+    # Equally heavy slots stay in their order.
+    order: Ints = np.argsort(weights, kind="stable")
+    return order, int(np.count_nonzero(weights < weights.max()))
+
+
+def _list_weights(prog: Program) -> Ints:
+    """The weight of each slot."""
+    return np.array(prog.weights or [1] * prog.slots, np.int64)
 
 
 def cut_streams(prog: Program, streams: Streams) -> Slices:
@@ -280,9 +351,11 @@ def cut_streams(prog: Program, streams: Streams) -> Slices:
     hi = borders[cut_root, at + 1]
     counts = np.bincount(cut_root, minlength=len(first))
     slice_index, stream = _give_to_streams(counts, root)
+    order, _ = _order_slots(prog)
+    slot = order[at[slice_index]]
     # Roots begin at different slots; all streams of one root begin at the same.
-    slot = at[slice_index] + streams.root[stream]
-    return Slices(stream, slot % prog.slots, lo[slice_index], hi[slice_index])
+    slot = rotate_slots(prog, slot, streams.root[stream])
+    return Slices(stream, slot, lo[slice_index], hi[slice_index])
 
 
 def _give_to_streams(counts: Ints, root: Ints) -> tuple[Ints, Ints]:
@@ -296,16 +369,19 @@ def _give_to_streams(counts: Ints, root: Ints) -> tuple[Ints, Ints]:
 def _find_borders(prog: Program, block: Ints, lo: Ints, hi: Ints) -> Ints:
     """The borders of the slices of bytes lo..hi-1 of blocks: by block a row of slots + 1 borders.
 
-    Borders are evenly spaced, and then snapped to rows of boxes.
+    Each slice has its slot's share of the bytes; then borders are snapped to rows of boxes.
     """
     lo = lo[:, None]
     hi = hi[:, None]
-    inner = np.arange(1, prog.slots)
+    order, _ = _order_slots(prog)
+    ends = _list_weights(prog)[order].cumsum()
+    inner, total = ends[:-1], ends[-1]
     length = hi - lo
-    even = lo + length * inner // prog.slots
+    # length * inner // total, in two parts: the product may exceed 64 bits.
+    planned = lo + length // total * inner + length % total * inner // total
     grid = make_grid(prog.legs.lines, prog.plan.batches)
-    snapped = grid.snapped(block.repeat(len(inner)), even.ravel())
-    snapped = snapped.reshape(even.shape)
+    snapped = grid.snapped(block.repeat(len(inner)), planned.ravel())
+    snapped = snapped.reshape(planned.shape)
     # A row may begin before its stream does: the first slices are then empty.
     snapped = np.maximum(snapped, lo)
     return np.hstack((lo, snapped, hi))
@@ -317,10 +393,12 @@ def _list_posted(prog: Program, rank: int) -> _Posted:
     streams = _list_streams_of(prog.legs, rank)
     slices = list_slices(prog, streams)
     stream = slices.stream
+    has_tensors = np.where(streams.leg == HANDED, streams.beyond, streams.sender)
+    needs_them = np.where(streams.leg == HANDING, streams.beyond, streams.receiver)
     moved = Stretches(
         block=streams.block[stream],
-        sender=streams.sender[stream],
-        receiver=streams.receiver[stream],
+        sender=has_tensors[stream],
+        receiver=needs_them[stream],
         lo=slices.lo,
         hi=slices.hi,
     )
@@ -332,7 +410,10 @@ def _list_posted(prog: Program, rank: int) -> _Posted:
         phase=prog.legs.lines.addend[stretches.block],
         slot=np.append(zero, slices.slot),
         turn=np.append(zero, turn[stream]),
+        sender=np.append(kept.sender, streams.sender[stream]),
+        receiver=np.append(kept.receiver, streams.receiver[stream]),
         leg=np.append(zero + 1, streams.leg[stream]),
+        beyond=np.append(zero, streams.beyond[stream]),
         stretches=stretches,
     )
 
@@ -349,7 +430,7 @@ def _list_streams_of(legs: Legs, rank: int) -> Streams:
     """All streams that the rank sends or receives, line by line."""
     empty = np.zeros((len(Streams._fields), 0), np.int64)
     tables = [empty]
-    lines = _find_lines(legs.lines, rank)
+    lines = _find_lines(legs, rank)
     for bundle in list_bundles(legs, lines):
         streams = bundle.streams
         is_posted = (streams.sender == rank) | (streams.receiver == rank)
@@ -380,11 +461,14 @@ def turn_of(places: Places, leg: Places, ranks: int) -> Places:
     return places + 2 * ranks * (leg - 1)
 
 
-def _find_lines(demands: Demands, rank: int) -> Ints:
-    """The lines that the rank holds, or of which it asks for a block."""
+def _find_lines(legs: Legs, rank: int) -> Ints:
+    """The lines that the rank holds, of which it asks for a block, or of which it is a mate."""
+    demands = legs.lines
     has_rank = np.array([rank in ranks for ranks in demands.sets], bool)
     is_listed = has_rank[demands.holders]
     is_asked = has_rank[demands.receivers]
     asked_lines = demands.blocks.owners()[is_asked]
     is_listed[asked_lines] = True
+    if legs.mates is not None:
+        is_listed[Offsets(legs.mates.first).owners()[legs.mates.rank == rank]] = True
     return np.flatnonzero(is_listed)

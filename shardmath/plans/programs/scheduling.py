@@ -2,10 +2,11 @@
 
 1. `fanout`: "none" sends every replica its own copy; "node" sends each byte once to each node, to
    one replica of it, and spreads it there; "auto" takes the fastest of these two and a third way:
-   if the sources' links are the bottleneck, nodes of the destination also relay to other nodes.
+   if the sources' links are the bottleneck, nodes of the destination also relay to other nodes. A fourth
+   way has other ranks of the sources' nodes send, if their links have room.
 2. Rounds: the fewest slots and turns that keep every rank's bytes in a round within
    `max_inflight_bytes`, and its messages within `max_ops_per_group`, counted exactly. Slots divide
-   every stream, turns the peers of a rank.
+   every stream, turns the peers of a rank. If bytes are relayed, and that is faster, slots taper off.
 3. `as_planned` is the program that compiling a plan runs: its own senders, all transfers straight,
    nothing divided. The plan's own topology and `fanout="none"` keep these senders.
 4. Limits that no program can keep raise PlanError before any search: a piece that is not cut,
@@ -36,10 +37,9 @@ from shardmath.plans.balance import measure_uncut
 from shardmath.plans.demands import Demands, gather_lines
 from shardmath.plans.flows.topology import Topology, checked
 from shardmath.plans.plan import Plan
-from shardmath.plans.programs.fanout import find_legs
-from shardmath.plans.programs.legs import Legs, legs_as_cut
+from shardmath.plans.programs.fanout import Way, find_legs
+from shardmath.plans.programs.legs import Legs, count_lags, legs_as_cut
 from shardmath.plans.programs.loads import (
-    LEGS,
     Loads,
     Pairs,
     count_messages,
@@ -51,17 +51,23 @@ from shardmath.plans.programs.loads import (
 )
 from shardmath.plans.programs.program import Program, digest_program
 from shardmath.plans.programs.streams import list_bundles
+from shardmath.plans.programs.tapers import find_taper
 
 __all__ = ["MOST_ROUNDS", "MOST_SLOTS", "Fanout", "as_planned", "run_straight", "schedule"]
 
 Fanout: TypeAlias = Literal["auto", "none", "node"]
 
-WAYS: dict[str, tuple[tuple[bool, bool], ...]] = {
-    "none": ((False, False),),
-    "node": ((True, False),),
-    "auto": ((True, True), (True, False), (False, False)),
+WAYS: dict[str, tuple[Way, ...]] = {
+    "none": (Way(by_node=False),),
+    "node": (Way(by_node=True),),
+    "auto": (
+        Way(by_node=True, relays=True),
+        Way(by_node=True),
+        Way(by_node=False),
+        Way(by_node=True, mates=True),
+    ),
 }
-"""By fanout, the options (by node, relays between nodes); of equally fast ones the first is taken."""
+"""By fanout, the options; of equally fast ones the first is taken."""
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Options for the number of slots if there are relays. Many slots keep all legs busy for most of the time; few save
@@ -69,6 +75,9 @@ latency."""
 
 ABOUT = 1.005
 """The fewest slots are taken whose time is at most this factor above the best."""
+
+WORTH = 1.001
+"""Slots taper off only if even ones would take this factor longer: a second program takes time to measure."""
 
 MOST_SLOTS = 1 << 12
 """Most slots that are tried. Turns divide the bytes of a slot further, at no more cost than the messages themselves."""
@@ -151,12 +160,12 @@ def _assumes_nodes(plan: Plan, topology: Topology | None) -> bool:
 def _list_legs(plan: Plan, demands: Demands, topology: Topology, fanout: str) -> Iterator[Legs]:
     """The legs to choose from."""
     per_node = topology.ranks_per_node
-    for by_node, relays in WAYS[fanout]:
+    for way in WAYS[fanout]:
         # The plan has balanced its lines for its own topology already.
         if fanout == "none" and topology == plan.topology:
             yield legs_as_cut(plan.lines)
         else:
-            yield from find_legs(plan, demands, per_node, by_node=by_node, relays=relays)
+            yield from find_legs(plan, demands, per_node, way)
 
 
 def as_planned(plan: Plan, topology: Topology | None = None) -> Program:
@@ -240,7 +249,9 @@ def _find_fastest(options: Iterable[Program]) -> Program:
         try:
             timed.append(_find_rounds(undivided, slots))
         except PlanError as error:
-            failed.append(error)
+            # With mates, limits are narrower than they have to be.
+            if undivided.prog.legs.mates is None:
+                failed.append(error)
     if not timed:
         raise failed[0]
     _, fastest = min(timed, key=itemgetter(0))
@@ -264,10 +275,9 @@ def _order_by_estimate(options: Iterable[Program]) -> list[tuple[int, _Undivided
 
 def _choose_slots(topology: Topology, loads: Loads) -> tuple[float, int]:
     """The estimated time of the legs, and the number of slots for it, if slices could have any size."""
-    # Axis 1 is the hop: later hops are those of relays. Without relays, more slots save no time.
-    has_relays = loads[:, 1:].any()
     options = []
-    for slots in SLOTS if has_relays else (1,):
+    # Without relays, more slots save no time.
+    for slots in SLOTS if _has_relays(loads) else (1,):
         time = estimate_slots(topology, loads, slots)
         options.append((time, slots))
     least, _ = min(options)
@@ -275,21 +285,55 @@ def _choose_slots(topology: Topology, loads: Loads) -> tuple[float, int]:
     return next(option for option in options if option[0] <= least * ABOUT)
 
 
+def _has_relays(loads: Loads) -> bool:
+    """Whether any bytes are relayed: axis 1 is the leg, and all legs but the first relay."""
+    return bool(loads[:, 1:].any())
+
+
 def _find_rounds(undivided: _Undivided, slots: int) -> tuple[float, Program]:
     """The time of a program with the fewest turns and slots that keep its limits; and the program.
 
-    The program has at least `slots` slots. More slots are tried as long as they help, then more turns.
+    If slots do not taper off, there are at least `slots` of them.
     """
     prog = replace(undivided.prog, turns=_choose_turns(undivided))
-    limit = prog.max_inflight_bytes
-    most_slots = _count_most_slots(prog)
     undivided = undivided._replace(prog=prog)
-    _check_bytes(undivided, most_slots)
     # If slices were even, the fullest rank's bytes, all legs and both directions, would need this
     # many slots.
     fullest = int(undivided.by_rank.max(initial=0))
-    least = -(-fullest // limit)
-    trial = replace(prog, slots=min(max(least, slots), most_slots))
+    slots = max(slots, -(-fullest // prog.max_inflight_bytes))
+    estimate = estimate_slots(prog.topology, undivided.loads, slots)
+    tapered = _find_tapered(undivided, estimate / WORTH)
+    if tapered is not None and tapered[0] < estimate / WORTH:
+        return tapered
+    even = _find_even(undivided, slots)
+    return even if tapered is None else min(tapered, even, key=itemgetter(0))
+
+
+def _find_tapered(undivided: _Undivided, enough: float) -> tuple[float, Program] | None:
+    """The time of the program whose slots taper off, and the program; None if it would not take less than `enough`
+    seconds, or has no room within its limits."""
+    prog = undivided.prog
+    # Turns divide the messages of a slot, so that light slots would cost several latencies.
+    if prog.turns > 1 or not _has_relays(undivided.loads):
+        return None
+    taper = find_taper(prog.topology, undivided.loads, prog.max_inflight_bytes)
+    if taper is None or taper.seconds >= enough:
+        return None
+    tapered = replace(prog, slots=len(taper.weights), weights=taper.weights)
+    time, inflight = _measure(tapered)
+    return (time, tapered) if inflight <= prog.max_inflight_bytes else None
+
+
+def _find_even(undivided: _Undivided, slots: int) -> tuple[float, Program]:
+    """The time of a program with at least `slots` even slots, and the program.
+
+    More slots are tried as long as they help, then more turns.
+    """
+    prog = undivided.prog
+    limit = prog.max_inflight_bytes
+    most_slots = _count_most_slots(prog)
+    _check_bytes(undivided, most_slots)
+    trial = replace(prog, slots=min(slots, most_slots))
     best = trial
     best_inflight = None
     # Give up on slots if even GROWTH times as many as the best program has do not improve on it.
@@ -344,8 +388,11 @@ def _choose_turns(undivided: _Undivided) -> int:
 def _list_turns(prog: Program, pairs: Pairs) -> list[int]:
     """The numbers of turns to choose from: the program's own, doubled until there are enough.
 
-    With enough turns, no rank has two peers or two legs in one turn (`turn_of`).
+    With enough turns, no rank has two peers or two legs in one turn (`turn_of`). With mates there is one turn, since
+    they keep what they are handed until the next slot.
     """
+    if prog.legs.mates is not None:
+        return [1]
     ranks = max(len(prog.ranks), 1)
     legs = int(pairs.leg.max(initial=0)) + 1
     # Turns double, so that the last number up to this one is 2 * legs * ranks or more.
@@ -371,8 +418,8 @@ def _count_most_slots(prog: Program) -> int:
 def _check_bytes(undivided: _Undivided, slots: int) -> None:
     """Raise PlanError if this many slots leave too many bytes in flight, whatever the turns."""
     *_, most_turns = _list_turns(undivided.prog, undivided.pairs)
-    # A leg sends a slot one step after the leg before it, so the last slot takes LEGS - 1 further steps.
-    rounds = (slots + LEGS - 1) * most_turns
+    # A hop sends a slot one step after the hop before it, so the last slot takes some further steps.
+    rounds = (slots + count_lags(undivided.prog.legs) - 1) * most_turns
     # All slices of a pair are in one turn; those of a rank may be spread over all rounds.
     pair = int(undivided.pairs.nbytes.max(initial=0))
     rank = int(undivided.by_rank.max(initial=0))

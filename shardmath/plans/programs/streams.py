@@ -5,7 +5,8 @@
    entry of that node.
 2. A stream is relayed as it arrived, so both ends of every leg cut it at the same places.
 3. Leg 1 leaves the holders. Legs 2 and 3 are relayed: to other nodes, then inside a node. In a node
-   that was served straight, the relay inside it is already leg 2.
+   that was served straight, the relay inside it is already leg 2. What mates send takes legs 4 and 5
+   instead of leg 1.
 4. Lines are handled in bundles; a line's streams do not depend on the lines bundled with it.
 """
 
@@ -19,7 +20,17 @@ import numpy as np
 
 from shardmath.base.arrays import Ints, Offsets, join, lengths, ranges
 from shardmath.base.memo import memo
-from shardmath.plans.programs.legs import Bands, Bundle, Legs, Nodes, Streams, bundle, list_nodes
+from shardmath.plans.programs.legs import (
+    HANDED,
+    HANDING,
+    Bands,
+    Bundle,
+    Legs,
+    Nodes,
+    Streams,
+    bundle,
+    list_nodes,
+)
 
 __all__ = ["Straight", "bundle_lines", "list_bundles", "list_straight", "list_streams"]
 
@@ -235,35 +246,37 @@ class _Roots(NamedTuple):
 
 
 def _find_streams(legs: Legs, lines: Ints) -> Streams:
-    """The streams of all three legs: straight from holders, to other nodes, inside nodes."""
+    """The streams of all legs: from holders and mates, to other nodes, inside nodes, and to mates."""
     nodes = list_nodes(legs.lines, legs.sharing, lines)
     entries = _list_entries(legs, nodes)
     roots = _leave_holders(legs, lines, entries)
     to_nodes = _relay_to_nodes(entries, roots)
     inside_nodes = _relay_inside_nodes(entries, roots, nodes.ranks)
     # For each column of Streams, that of every leg.
-    columns = zip(roots.streams, to_nodes, inside_nodes, strict=True)
+    columns = zip(roots.streams, to_nodes, inside_nodes, _hand(roots.streams), strict=True)
     return Streams(*map(np.concatenate, columns))
 
 
 def _leave_holders(legs: Legs, lines: Ints, entries: _Entries) -> _Roots:
-    """The streams of the first leg: the share of each holder of neighboring lines, by the lines' cuts."""
+    """The streams of the first leg: the shares of the holders and mates of neighboring lines, by the lines' cuts."""
     items = _pick_straight(legs, entries)
     line = legs.lines.blocks.owners_of(items.block) - lines[0]
-    holder, item, lo, hi = _cut_items(legs, lines, items, line)
+    sender, feeder, item, lo, hi = _cut_items(legs, lines, items, line)
     begin = items.begin[item]
     entry = items.entry[item]
     line_of_stream = line[item]
     number = np.arange(len(item))
+    is_handed = feeder != sender
     streams = Streams(
         block=items.block[item],
-        leg=np.ones_like(item),
-        sender=holder,
+        leg=np.where(is_handed, HANDED, 1),
+        sender=sender,
         receiver=entries.rank[entry],
         lo=begin + lo,
         hi=begin + hi,
         # Roots count from 0 within each line: the number less the number of the line's first stream.
         root=number - np.searchsorted(line_of_stream, line_of_stream),
+        beyond=np.where(is_handed, feeder, 0),
     )
     # Streams are in the order of entries; one more number gives the end of the last entry's streams.
     bounds = np.append(entries.number, len(entries.rank))
@@ -271,10 +284,21 @@ def _leave_holders(legs: Legs, lines: Ints, entries: _Entries) -> _Roots:
     return _Roots(streams, first)
 
 
+def _hand(first: Streams) -> Streams:
+    """The streams that hand bytes to mates, given those of the first leg."""
+    handed = Streams(*(column[first.leg == HANDED] for column in first))
+    return handed._replace(
+        leg=np.full_like(handed.leg, HANDING),
+        sender=handed.beyond,
+        receiver=handed.sender,
+        beyond=handed.receiver,
+    )
+
+
 def _cut_items(
     legs: Legs, lines: Ints, items: Straight, line: Ints
-) -> tuple[Ints, Ints, Ints, Ints]:
-    """(holder, item, lo, hi) for every item of which a holder has a share, which is bytes lo..hi-1 of it.
+) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """(sender, feeder, item, lo, hi) for every item of which a rank has a share, which is bytes lo..hi-1 of it.
 
     Item i is on line `lines[line[i]]`.
     """
@@ -289,46 +313,63 @@ def _cut_items(
     share, item = _find_shares(shares, line, place, end)
     lo = np.maximum(shares.begin[share] - place[item], 0)
     hi = np.minimum(shares.end[share] - place[item], items.size[item])
-    # A holder's share may be empty.
+    # A share may be empty.
     nonempty = np.flatnonzero(lo < hi)
-    holder = shares.holder[share]
-    return holder[nonempty], item[nonempty], lo[nonempty], hi[nonempty]
+    share = share[nonempty]
+    ends = item[nonempty], lo[nonempty], hi[nonempty]
+    return shares.sender[share], shares.feeder[share], *ends
 
 
 class _Shares(NamedTuple):
-    """The shares of holders in lines laid end to end: share i is bytes `begin[i]..end[i]-1`, sent by `holder[i]`.
+    """The shares of ranks in lines laid end to end: share i is bytes `begin[i]..end[i]-1`, sent by `sender[i]`.
 
-    Line l has the shares `first[l]..first[l+1]-1`, one for each of its holders.
+    Line l has the shares `first[l]..first[l+1]-1`: one for each of its holders, then one for each of its mates.
+    `feeder[i]` hands the bytes to the sender; it is the sender itself if that holds them.
     """
 
     first: Ints
-    holder: Ints
+    sender: Ints
+    feeder: Ints
     begin: Ints
     end: Ints
 
 
 def _list_shares(legs: Legs, lines: Ints, base: Ints) -> _Shares:
     """The shares of lines, by their cuts; line `lines[i]` begins at `base[i]`."""
-    demands = legs.lines
     bands = legs.bands
-    holders = list(map(demands.held_by, lines.tolist()))
-    holder_counts = lengths(holders)
+    senders, feeders = _list_senders(legs, lines)
+    sender_counts = lengths(senders)
     begin = bands.cut_first[lines]
     # A line has one piece less than cuts.
     pieces = bands.cut_first[lines + 1] - begin - 1
-    # There are fewer pieces than holders only in a wrong table, which the proof rejects.
-    counts = np.clip(pieces, 0, holder_counts)
+    # There are fewer pieces than senders only in a wrong table, which the proof rejects.
+    counts = np.clip(pieces, 0, sender_counts)
     cut, line = ranges(begin, begin + counts)
-    ranks = join(holders)
-    first_holder = Offsets.of_counts(holder_counts).first[:-1]
-    # In `ranks`, of the holder that sends each piece.
-    place, _ = ranges(first_holder, first_holder + counts)
+    first_sender = Offsets.of_counts(sender_counts).first[:-1]
+    # The place, among all senders, of the sender of each piece.
+    place, _ = ranges(first_sender, first_sender + counts)
     return _Shares(
         first=Offsets.of_counts(counts).first,
-        holder=ranks[place],
+        sender=join(senders)[place],
+        feeder=join(feeders)[place],
         begin=base[line] + bands.cuts[cut],
         end=base[line] + bands.cuts[cut + 1],
     )
+
+
+def _list_senders(legs: Legs, lines: Ints) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """By line, its holders and then its mates; and the feeder of each, which is a holder itself."""
+    holders = list(map(legs.lines.held_by, lines.tolist()))
+    mates = legs.mates
+    if mates is None:
+        return holders, holders
+    senders = []
+    feeders = []
+    for line, held in zip(lines.tolist(), holders, strict=True):
+        first, end = mates.first[line : line + 2].tolist()
+        senders.append((*held, *mates.rank[first:end].tolist()))
+        feeders.append((*held, *mates.feeder[first:end].tolist()))
+    return senders, feeders
 
 
 def _find_shares(shares: _Shares, line: Ints, begin: Ints, end: Ints) -> tuple[Ints, Ints]:
@@ -382,4 +423,5 @@ def _relay(
         lo=roots.streams.lo[row],
         hi=roots.streams.hi[row],
         root=roots.streams.root[row],
+        beyond=np.zeros_like(row),
     )

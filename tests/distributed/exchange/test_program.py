@@ -34,13 +34,16 @@ from tests.distributed.tasks.scenarios import (
     staging,
     tensors_of,
 )
+from tests.property.drawn.programs import weighted, with_mates
 
 pytestmark = pytest.mark.long
 
 Wanted = dict[int, dict[str, bytes]]
 Side = Mapping[str, tuple[sm.Layout, ...]]
-Way = tuple[int, str, int]
-"""Ranks of a node, fan-out, and parts: what makes a program of a plan."""
+Parts = int | tuple[int, ...]
+Way = tuple[int, str, Parts]
+"""Ranks of a node, fan-out, and parts, or the weights of slots: what makes a program of a plan."""
+TAPER = (500, 500, 60, 7, 1)
 FANOUTS = ("auto", "none", "node")
 
 
@@ -53,9 +56,16 @@ def nodes_of(n: int) -> sm.Topology:
 
 
 @functools.cache
-def program(plan: sm.Plan, per_node: int, fanout: Any, parts: int = 1) -> sm.Program:
-    """The plan's program, with about 1/parts of what its fullest rank moves under way at once."""
+def program(plan: sm.Plan, per_node: int, fanout: Any, parts: Parts = 1) -> sm.Program:
+    """The plan's program, with about 1/parts of what its fullest rank moves under way at once, or slots of these
+    weights. With the fan-out "mates", other ranks of a node send for its holders."""
+    if fanout == "mates":
+        handing = with_mates(plan, nodes_of(per_node))
+        assert handing is not None
+        return weighted(handing, parts) if isinstance(parts, tuple) else handing
     make = functools.partial(sm.schedule, plan, topology=nodes_of(per_node), fanout=fanout)
+    if isinstance(parts, tuple):
+        return weighted(make(), parts)
     if parts == 1:
         return make()
     most = max(
@@ -68,12 +78,12 @@ def program(plan: sm.Plan, per_node: int, fanout: Any, parts: int = 1) -> sm.Pro
             parts -= 1
 
 
-def ways(*parts: int) -> list[Way]:
+def ways(*parts: Parts) -> list[Way]:
     """All fan-outs, on nodes of 2 and of 4 ranks."""
     return [(n, fanout, k) for n in (2, 4) for fanout in FANOUTS for k in parts]
 
 
-def programs(plan: sm.Plan, *parts: int) -> list[sm.Program]:
+def programs(plan: sm.Plan, *parts: Parts) -> list[sm.Program]:
     return [program(plan, *way) for way in ways(*parts)]
 
 
@@ -211,10 +221,11 @@ SPREADS: dict[str, Callable[[], tuple[Any, Any]]] = {
 
 @pytest.mark.parametrize("name", SPREADS)
 def test_what_is_relayed_arrives(pool: Pool, name: str) -> None:
-    """All fan-outs, on nodes of 2 and 4 ranks, in one round and in several: always the plan's bytes."""
+    """All fan-outs, on nodes of 2 and 4 ranks, in one round, in several, and in slots that taper off: always the plan's
+    bytes."""
     plan = sm.plan(*SPREADS[name]())
     assert any(max(legs(prog)) > 1 for prog in programs(plan, 1))
-    check(pool, moved_by(plan, thinned([None, *ways(1, 6)], len(name))))
+    check(pool, moved_by(plan, thinned([None, *ways(1, 6, TAPER)], len(name))))
 
 
 @pytest.mark.parametrize("lying", ["transposed", "strided"])
@@ -241,21 +252,79 @@ def test_big_tensors_go_in_stripes_and_many_rounds(pool: Pool, plan: sm.Plan, la
     narrow = programs(plan, 24)
     assert any(max(legs(prog)) == last for prog in narrow)
     assert all(max(len(prog.for_rank(r)) for r in prog.ranks) > 12 for prog in narrow)
-    check(pool, moved_by(plan, thinned([None, *ways(1, 24)], last)))
+    check(pool, moved_by(plan, thinned([None, *ways(1, 24, TAPER)], last)))
     check(pool, moved_by(plan, thinned(ways(24), last), lying="transposed"))
 
 
 def test_random_programs(pool: Pool) -> None:
-    """Random layouts, meshes that overlap or not, reductions, empty dimensions, scalars; half in many rounds."""
+    """Random layouts, meshes that overlap or not, reductions, empty dimensions, scalars; many in several rounds."""
     cases = []
     for seed in thinned(range(400, 450)):
         plan = random_plan(seed)
         case, wanted = case_of(plan, seed)
         cases += [
             (as_program(case, program(plan, *way)), wanted)
-            for way in thinned(ways(1 + seed % 2 * 4), seed)
+            for way in thinned(ways((1, 5, TAPER)[seed % 3]), seed)
         ]
     check(pool, cases)
+
+
+# Mates
+
+
+def staged(last: str = "n (tp h)", op: str = "") -> sm.Plan:
+    """Pipeline stages on two ranks each, of which the first has most; to four ranks of another node."""
+    sides = (
+        (96, "bfloat16", (0, 1)),
+        (10, "float32", (2, 3)),
+        (7, "float32", (3,)),
+        (40, "int64", (0,)),
+    )
+    src, dst = {}, {}
+    for i, (n, kind, ranks) in enumerate(sides):
+        few = sm.Mesh(a=len(ranks), ranks=ranks)
+        src[f"w{i}"] = layout((n, 6), few, f"n h {{{op}: a}}" if op else "n h", kind)
+        dst[f"w{i}"] = layout((n, 6), sm.Mesh(dp=2, tp=2, ranks=range(4, 8)), last, kind)
+    return sm.plan(src, dst)
+
+
+@pytest.mark.parametrize("last", ["n (tp h)", "n h", "(dp tp n) h"])
+def test_what_mates_send_arrives(pool: Pool, last: str) -> None:
+    """In even slots and in others, wherever tensors lie, and reduced on arrival."""
+    plan = staged(last)
+    for one in (program(plan, 4, "mates", weights) for weights in ((), TAPER, (1, 9, 3))):
+        assert {4, 5} <= legs(one) and max(len(one.for_rank(r)) for r in one.ranks) > 1
+    ways = [(4, "mates", weights) for weights in ((), TAPER, (1, 9, 3))]
+    check(pool, moved_by(plan, ways))
+    check(pool, moved_by(plan, ways[1:], seed=1, lying="transposed"))
+    check(pool, moved_by(staged(last, "sum"), ways[:2], seed=2))
+
+
+def test_large_pieces_go_over_mates_one_by_one(pool: Pool) -> None:
+    """Over gloo they are messages of their own, from the holder to the mate and on."""
+    wide = sm.Mesh(dp=2, tp=2, ranks=range(4, 8))
+    names = *((f"w{i}", 0) for i in range(9)), ("x", 2), ("y", 3)
+    src = {name: layout((1024, 300), sm.Mesh(x=1, ranks=(rank,)), "n h") for name, rank in names}
+    dst = {name: layout((1024, 300), wide, "n h") for name in src}
+    plan = sm.plan(src, dst)
+    way = 4, "mates", (5, 1)
+    handed = [m for one in program(plan, *way).for_rank(0) for m in one.sends if m.is_handing]
+    assert any(piece.nbytes > 1 << 20 for m in handed for piece in m.pieces[1:])
+    check(pool, moved_by(plan, [way]))
+
+
+def test_what_mates_keep_is_within_the_limit(pool: Pool) -> None:
+    """What a rank is handed, and sends on a slot later, is in flight in both; and nothing is staged besides."""
+    prog = program(staged(), 4, "mates", (1, 1, 1, 1))
+    most = max(
+        sum(m.nbytes for m in (*one.sends, *one.receives))
+        for r in prog.ranks
+        for one in prog.for_rank(r)
+    )
+    room = most + 15 * max(len(one.messages) for r in prog.ranks for one in prog.for_rank(r))
+    for seen in pool.run(staging, as_program(case_of(staged(), lying="transposed")[0], prog), 2):
+        sizes, places, _ = zip(*seen, strict=True)
+        assert sizes[0] <= room and len(set(sizes)) == len(set(places)) == 1
 
 
 # Reductions
@@ -333,6 +402,7 @@ def test_the_broadcast_engine_moves_the_plan(pool: Pool) -> None:
             case_of(sm.plan(*SPREADS[name]()), options={"engine": "broadcast"}) for name in SPREADS
         )
     ]
+    cases += moved_by(staged(), [(4, "mates", TAPER)], options={"engine": "broadcast"})
     check(pool, cases)
 
 
@@ -414,7 +484,7 @@ def dies_passing_on(rank: int, case: Case, victim: int, timeout: float) -> tuple
     plain = Rounds._send
 
     def send(self: Any, one: Any) -> Any:
-        if rank == victim and one.message.relayed:
+        if rank == victim and (one.message.relayed or one.message.is_handed):
             os.kill(os.getpid(), signal.SIGKILL)
         return plain(self, one)
 
@@ -451,6 +521,26 @@ def test_a_rank_that_dies_passing_on() -> None:
         workers.close()
 
 
+def test_a_mate_that_dies() -> None:
+    """The others name it, though the plan has it neither send nor receive these tensors, and nothing else is torn."""
+    plan = staged()
+    prog = program(plan, 4, "mates", (5, 5, 1))
+    victim = next(
+        r for r in (2, 3) if any(m.is_handed for one in prog.for_rank(r) for m in one.sends)
+    )
+    workers = Pool(8, host=0)
+    try:
+        started = [rank for rank in range(8) if rank != victim]
+        case = as_program(case_of(plan)[0], prog)
+        answers = workers.attempt(dies_passing_on, case, victim, 5.0, ranks=started, timeout=40)
+        assert any(first for first, _ in answers)
+        for first, again in answers:
+            assert f"rank {victim} failed while tensor 'w" in (first or again), (first, again)
+            assert not first or again == f"this mover is broken: {first}"
+    finally:
+        workers.close()
+
+
 # Messages, without processes
 
 
@@ -461,9 +551,9 @@ def relays(prog: sm.Program, rank: int) -> bool:
 @functools.cache
 def some_programs() -> list[tuple[sm.Program, dict[int, tuple[Round, ...]]]]:
     """Programs of all kinds, and every rank's rounds."""
-    plans = [(sm.plan(*make()), ways(1, 6)) for make in SPREADS.values()]
-    plans += [(random_plan(seed), ways(1, 5)) for seed in thinned(range(12))]
-    plans += [(BIG, ways(24))]
+    plans = [(sm.plan(*make()), ways(1, 6, TAPER)) for make in SPREADS.values()]
+    plans += [(random_plan(seed), ways(1, 5, TAPER)) for seed in thinned(range(12))]
+    plans += [(BIG, ways(24)), (staged(), [(4, "mates", ())]), (staged(), [(4, "mates", TAPER)])]
     made = [
         program(plan, *way)
         for turn, (plan, all_ways) in enumerate(plans)

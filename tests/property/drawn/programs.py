@@ -12,11 +12,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 from unittest import mock
 
 import hypothesis.strategies as st
 import numpy as np
+from hypothesis import assume
 
 from shardmath import (
     Layout,
@@ -35,7 +37,12 @@ from shardmath import (
 from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import window
 from shardmath.layouts.store import local_tensors
+from shardmath.plans.demands import gather_lines
+from shardmath.plans.programs import scheduling
+from shardmath.plans.programs.fanout import Way, find_legs
 from shardmath.plans.programs.messages import Message, Round
+from shardmath.plans.programs.program import digest_program
+from shardmath.plans.programs.tapers import HEAVIEST
 
 Rounds: TypeAlias = Mapping[int, Sequence[Round]]
 Arrays: TypeAlias = dict[int, dict[str, np.ndarray]]
@@ -158,15 +165,35 @@ def arrivals(p: Plan, rounds: Rounds) -> _Arrived | None:
         step: i
         for i, step in enumerate(sorted({one.step for mine in rounds.values() for one in mine}))
     }
+    if not handed_on(rounds):
+        return None
     got = [
         (steps[step], m.leg, t)
         for _, step, m in messages(rounds, "receives", "keeps")
         for t in m.pieces
+        if m.leg != 4
     ]
     out = _Arrived(p)
     if sum(out.put(t, when) for when, _, t in got) < len(got):
         return None
-    return out if all(out.has(t, when) for when, leg, t in got if leg > 1) else None
+    return out if all(out.has(t, when) for when, leg, t in got if leg in (2, 3)) else None
+
+
+def handed_on(rounds: Rounds) -> bool:
+    """Whether ranks send what they are handed in the slot before, and nothing else that they do not have."""
+    handed, sent = Counter[Any](), Counter[Any]()
+    for rank, (phase, slot, _), m in messages(rounds, "receives", "sends"):
+        ends = {(t.src_rank, t.dst_rank) for t in m.pieces}
+        what = repr(m.pieces), m.starts, m.nbytes
+        if m.leg == 4 and rank == m.dst_rank:
+            handed[rank, phase, slot + 1, what] += 1
+            if ends != {(m.src_rank, t.dst_rank) for t in m.pieces[:1]}:
+                return False
+        if m.leg == 5 and rank == m.src_rank:
+            sent[rank, phase, slot, what] += 1
+            if ends != {(t.src_rank, m.dst_rank) for t in m.pieces[:1]}:
+                return False
+    return handed == sent
 
 
 @functools.lru_cache(maxsize=64)
@@ -265,15 +292,68 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @st.composite
+def stages(draw: st.DrawFn) -> Plan:
+    """Tensors of a few ranks each, some of which have more than others, to ranks that need some of all."""
+    src, dst = {}, {}
+    x, y = draw(st.sampled_from(MANY))
+    wide = Mesh(x=x, y=y, ranks=range(8, 8 + x * y))
+    for i in range(draw(st.integers(1, 4))):
+        shape = draw(st.integers(1, 40)), draw(st.sampled_from([1, 3]))
+        ranks = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True))
+        few = Mesh(a=len(ranks), ranks=tuple(sorted(ranks)))
+        op = draw(st.sampled_from(["n h", "(a n) h", "n h {sum: a}"]))
+        src[f"w{i}"] = Layout(shape, few, op, dtype="float64")
+        text = draw(st.sampled_from(["n h", "(y n) h", "(x n) h"]))
+        dst[f"w{i}"] = Layout(shape, wide, text, dtype="float64")
+    return plan(src, dst)
+
+
+MATES = (Way(by_node=True, mates=True),)
+
+
+def with_mates(p: Plan, where: Topology) -> Program | None:
+    """The program in which mates send for holders, however long it takes; None if no rank could be one."""
+    legs = find_legs(p, gather_lines(p.batches, where), where.ranks_per_node, MATES[0])
+    if not list(legs):
+        return None
+    with mock.patch.dict(scheduling.WAYS, {"auto": MATES}):
+        return schedule(p, topology=where)
+
+
+@st.composite
+def programs_with_mates(draw: st.DrawFn) -> Program:
+    """Programs in which mates send for holders, in even slots or in others."""
+    p = draw(st.one_of(stages(), stages(), plans()))
+    made = with_mates(p, draw(topologies()))
+    assume(made is not None)
+    chosen = draw(weights())
+    return weighted(made, chosen) if chosen else made
+
+
+def weighted(prog: Program, weights: Sequence[int]) -> Program:
+    """The program with slots of these weights, whatever `schedule` would choose; even slots without any."""
+    slots = len(weights) or prog.slots
+    made = replace(prog, slots=slots, weights=tuple(weights), max_inflight_bytes=1 << 30)
+    return replace(made, digest=digest_program(made))
+
+
+def weights() -> st.SearchStrategy[list[int]]:
+    """Weights of slots, which fall and rise; none of even slots."""
+    return st.lists(st.sampled_from([1, 2, 7, 500, 501, HEAVIEST]), max_size=9)
+
+
+@st.composite
 def programs(draw: st.DrawFn) -> Program:
-    """Programs of all kinds of plans, on all kinds of nodes, many within narrow limits."""
+    """Programs of all kinds of plans, on all kinds of nodes, many within narrow limits or with weights of slots."""
     p = draw(plans())
     where, fanout = draw(topologies()), draw(st.sampled_from(FANOUTS))
     limits = draw(st.sampled_from([{}, {}, {"max_inflight_bytes": 400}, {"max_ops_per_group": 4}]))
     try:
-        return schedule(p, topology=where, fanout=fanout, **limits)
+        made = schedule(p, topology=where, fanout=fanout, **limits)
     except PlanError:
-        return schedule(p, topology=where, fanout=fanout)
+        made = schedule(p, topology=where, fanout=fanout)
+    chosen = draw(st.one_of(st.just([]), weights()))
+    return weighted(made, chosen) if chosen else made
 
 
 ONE, TWO, FOUR = (Mesh(a=n) for n in (1, 2, 4))
@@ -317,6 +397,20 @@ def windows(per_node: int, fanout: Any) -> Program:
     return schedule(plan({"w": src}, {"w": dst}), topology=nodes_of(per_node), fanout=fanout)
 
 
+def mates(weights: Sequence[int]) -> Program:
+    """The other ranks of its node send for rank 0, which has most, to two nodes."""
+    sides = (
+        (24, Mesh(a=1), "n"),
+        (4, Mesh(a=2, ranks=(1, 2)), "(a n)"),
+        (3, Mesh(a=1, ranks=(3,)), "n"),
+    )
+    src = {f"w{n}": Layout((n,), mesh, text, dtype="float64") for n, mesh, text in sides}
+    dst = {name: Layout(x.shape, WIDE, "(y n)", dtype="float64") for name, x in src.items()}
+    prog = with_mates(plan(src, dst), nodes_of(4))
+    assert prog is not None
+    return weighted(prog, weights)
+
+
 def every_program() -> dict[str, Program]:
     """By what is special about them."""
     with cut_anywhere():
@@ -327,6 +421,15 @@ def every_program() -> dict[str, Program]:
             "three legs": of(
                 (24,), (TWO, "(a n)"), (Mesh(x=6, y=3, ranks=range(3, 21)), "n"), 3, "auto"
             ),
+            "tapering off": weighted(
+                of((24, 6), (TWO, "(a n) h"), (WIDE, "n h"), 4, "node"), (500, 500, 60, 7, 1)
+            ),
+            "tapering off on three legs": weighted(
+                of((24,), (TWO, "(a n)"), (Mesh(x=6, y=3, ranks=range(3, 21)), "n"), 3, "auto"),
+                (9, 2, 5),
+            ),
+            "mates": mates(()),
+            "mates in slots that taper off": mates((3, 90, 90, 7, 1)),
             "in between": of(
                 (40,), (TWO, "n"), (Mesh(x=5, y=2, ranks=range(1, 11)), "n"), 2, "auto"
             ),

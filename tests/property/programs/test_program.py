@@ -32,6 +32,7 @@ from tests.property.drawn.programs import (
     of,
     plans,
     programs,
+    programs_with_mates,
     promised,
     results,
     sides,
@@ -75,11 +76,11 @@ def copies_stay(prog: Program) -> None:
 
 
 def messages_are_their_pieces(prog: Program) -> None:
-    """A message has the bytes of its pieces, and a round has one message for each peer, leg and way."""
+    """A message has the bytes of its pieces, and a round has one message for each peer, leg, way, and rank beyond."""
     for rank, mine in all_rounds(prog).items():
         for one in mine:
             assert type(one) is Round and one.messages
-            keys = [m[:4] for m in one.messages]
+            keys = [(m[:4], m.pieces[0].src_rank, m.pieces[0].dst_rank) for m in one.messages]
             assert len(keys) == len(set(keys)) and {m.step for m in one.messages} == {one.step}
             assert one.messages == (*one.keeps, *one.receives, *one.sends)
             assert all(m.src_rank == rank != m.dst_rank for m in one.sends)
@@ -88,8 +89,15 @@ def messages_are_their_pieces(prog: Program) -> None:
             for m in one.messages:
                 assert type(m) is Message and m.pieces
                 assert m.nbytes == sum(t.nbytes for t in m.pieces) > 0
-                assert {(t.src_rank, t.dst_rank) for t in m.pieces} == {(m.src_rank, m.dst_rank)}
-                assert m.relayed == (m.leg > 1)
+                ((first, last),) = {(t.src_rank, t.dst_rank) for t in m.pieces}
+                assert (first == m.src_rank) == (m.leg != 5)
+                assert (last == m.dst_rank) == (m.leg != 4)
+                assert m.relayed == (m.leg in (2, 3))
+
+
+def lag_of(prog: Program, leg: int) -> int:
+    """How many slots later than the first leg a leg is: with mates, what they are handed goes first."""
+    return {1: 0, 2: 1, 3: 2, 4: -1, 5: 0}[leg] + (prog.legs.mates is not None)
 
 
 def slices_follow_each_other(prog: Program) -> None:
@@ -100,7 +108,7 @@ def slices_follow_each_other(prog: Program) -> None:
         for i, slot, lo, hi in zip(
             *(column.tolist() for column in list_slices(prog, of)), strict=True
         ):
-            cut[i].append((slot - int(of.leg[i]) + 1, lo, hi))
+            cut[i].append((slot - lag_of(prog, int(of.leg[i])), lo, hi))
         for i, mine in cut.items():
             assert [mine[0][1], *(hi for _, _, hi in mine)] == [
                 int(of.lo[i]),
@@ -118,12 +126,41 @@ def slices_follow_each_other(prog: Program) -> None:
             ).all()
 
 
+def slices_weigh_what_their_slots_do(prog: Program) -> None:
+    """Slots take their shares of a stream in their order, each up to the row in which its share ends."""
+    shares = prog.weights or (1,) * prog.slots
+    order = sorted(range(prog.slots), key=lambda slot: shares[slot])
+    heavy = [slot for slot in order if shares[slot] == max(shares)]
+    ends = list(itertools.accumulate(shares[slot] for slot in order))
+    grid = make_grid(prog.legs.lines, prog.plan.batches)
+    for line in range(len(prog.legs.lines.holders)):
+        of = list_streams(prog.legs, line)
+        cut = list_slices(prog, of)
+        found = set(zip(*(column.tolist() for column in cut), strict=True))
+        expected = set()
+        for i, (block, leg, lo, hi, root) in enumerate(
+            zip(*(x.tolist() for x in (of.block, of.leg, of.lo, of.hi, of.root)), strict=True)
+        ):
+            begin = lo
+            for slot, end in zip(order, ends, strict=True):
+                place = np.array([lo + (hi - lo) * end // ends[-1]])
+                at = grid.snapped(np.array([block]), place)[0] if end < ends[-1] else hi
+                turned = slot
+                if slot in heavy:
+                    turned = heavy[(heavy.index(slot) + root + line) % len(heavy)]
+                if begin < at:
+                    expected.add((i, turned + lag_of(prog, leg), begin, at))
+                begin = max(begin, at)
+        assert found == expected
+
+
 def streams_of_a_root_are_alike(prog: Program) -> None:
     """What is relayed of a stream is the same bytes of the same block, in a later leg."""
     for line in range(len(prog.legs.lines.holders)):
         of = list_streams(prog.legs, line)
-        first = of.leg == 1
-        assert (of.root[first] == np.flatnonzero(first)).all() and set(of.leg.tolist()) <= {1, 2, 3}
+        first = (of.leg == 1) | (of.leg == 5)
+        assert (of.root[first] == np.flatnonzero(first)).all()
+        assert set(of.leg.tolist()) <= {1, 2, 3, 4, 5}
         for column in (of.block, of.lo, of.hi):
             assert (column == column[of.root]).all()
 
@@ -142,6 +179,7 @@ LAWS = (
     copies_stay,
     messages_are_their_pieces,
     slices_follow_each_other,
+    slices_weigh_what_their_slots_do,
     streams_of_a_root_are_alike,
     pickles,
 )
@@ -157,6 +195,13 @@ def test_laws(law, name: str) -> None:
 def test_laws_of_random_programs(prog: Program) -> None:
     for law in LAWS:
         law(prog)
+
+
+@given(programs_with_mates())
+def test_laws_of_programs_with_mates(prog: Program) -> None:
+    for law in LAWS:
+        law(prog)
+    assert any(m.leg == 5 for _, _, m in messages(all_rounds(prog), "receives"))
 
 
 @given(st.sampled_from([8, 32, 100]), plans(), topologies())
@@ -315,7 +360,7 @@ def test_snapped_is_the_last_place_not_after(pair, topology: Topology, small: in
 
 @given(programs())
 def test_who_asks_is_served(prog: Program) -> None:
-    """Streams go to the ranks that ask for their blocks, and from ranks that hold them or have asked."""
+    """Streams go to the ranks that ask for their blocks, and from ranks that hold them or have asked, or over mates."""
     on = prog.legs.lines
     for line in range(len(on.holders)):
         of = list_streams(prog.legs, line)
@@ -323,9 +368,8 @@ def test_who_asks_is_served(prog: Program) -> None:
             *(x.tolist() for x in (of.block, of.leg, of.sender, of.receiver)), strict=True
         ):
             asking = list_receivers(on, line, block)
-            assert receiver in asking and sender in (
-                on.sets[on.holders[line]] if leg == 1 else asking
-            )
+            assert leg == 4 or receiver in asking
+            assert leg == 5 or sender in (on.sets[on.holders[line]] if leg in (1, 4) else asking)
 
 
 def test_results_do_not_depend_on_the_way() -> None:

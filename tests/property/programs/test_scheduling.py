@@ -59,6 +59,7 @@ from tests.property.drawn.programs import (
     of,
     plans,
     programs,
+    programs_with_mates,
     results,
     topologies,
     under_way,
@@ -437,7 +438,8 @@ def brute_loads(prog: Program) -> tuple[dict[Any, list[int]], dict[Any, int]]:
     for rank, step, m in messages(all_rounds(prog), "sends", "receives"):
         link = 2 * (m.src_rank // n != m.dst_rank // n) + (m.dst_rank == rank)
         loads[step, prog.ranks.index(rank)][link] += m.nbytes
-        pairs.add((step[2], prog.ranks.index(rank), m.src_rank, m.dst_rank, m.leg))
+        ends = {(t.src_rank, t.dst_rank) for t in m.pieces}
+        pairs.add((step[2], prog.ranks.index(rank), m.src_rank, m.dst_rank, m.leg, *ends))
     return dict(loads), Counter((turn, rank) for turn, rank, *_ in pairs)
 
 
@@ -455,13 +457,14 @@ def loads_are_those_of_messages(prog: Program) -> None:
 
 
 def legs_are_those_of_messages(prog: Program) -> None:
-    """By phase, leg, rank and link."""
+    """By phase, lag, rank and link."""
     exact = sum_leg_loads(prog, sum_pairs(prog))
     found = np.zeros_like(exact)
     n = prog.topology.ranks_per_node
     for rank, (phase, _, _), m in messages(all_rounds(prog), "sends", "receives"):
         link = 2 * (m.src_rank // n != m.dst_rank // n) + (m.dst_rank == rank)
-        found[phase, m.leg - 1, prog.ranks.index(rank), link] += m.nbytes
+        lag = {1: 0, 2: 1, 3: 2, 4: -1, 5: 0}[m.leg] + (prog.legs.mates is not None)
+        found[phase, lag, prog.ranks.index(rank), link] += m.nbytes
     assert (found == exact).all()
 
 
@@ -489,6 +492,12 @@ def test_laws(law, name: str) -> None:
 
 @given(programs())
 def test_laws_of_random_programs(prog: Program) -> None:
+    for law in LAWS:
+        law(prog)
+
+
+@given(programs_with_mates())
+def test_laws_of_programs_with_mates(prog: Program) -> None:
     for law in LAWS:
         law(prog)
 

@@ -70,15 +70,19 @@ def test_of_a_plan(p: Plan) -> None:
 
 
 def slices_of(prog: Program) -> tuple[list[Stretch], list[bool]]:
-    """All that goes from rank to rank, and whether it is relayed."""
+    """All that goes from tensors of a rank to those of another, and whether it is relayed."""
     stretches, relayed = [], []
     for line in range(len(prog.legs.lines.holders)):
         of = list_streams(prog.legs, line)
         cut = list_slices(prog, of)
-        columns = of.block, of.sender, of.receiver
+        columns = (
+            of.block,
+            np.where(of.leg == 5, of.beyond, of.sender),
+            np.where(of.leg == 4, of.beyond, of.receiver),
+        )
         ends = (column[cut.stream].tolist() for column in columns)
         stretches += map(Stretch, *ends, cut.lo.tolist(), cut.hi.tolist())
-        relayed += (of.leg[cut.stream] > 1).tolist()
+        relayed += np.isin(of.leg[cut.stream], (2, 3)).tolist()
     return stretches, relayed
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import functools
 import random
 import tracemalloc
 from collections import Counter
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 
 from shardmath import Layout, Mesh, PlanError, Program, plan, schedule, verify
 from shardmath.plans.demands import Demands
-from shardmath.plans.programs.legs import Bands, Bundle, Streams
+from shardmath.plans.programs.legs import Bands, Bundle, Mates, Streams
 from shardmath.plans.programs.streams import list_streams
+from shardmath.plans.programs.tapers import HEAVIEST
 from shardmath.proofs.program_proof import prove_program
 from tests.property.drawn.programs import (
     PROGRAMS,
@@ -27,6 +30,7 @@ from tests.property.drawn.programs import (
     cut_anywhere,
     nodes_of,
     programs,
+    programs_with_mates,
 )
 
 
@@ -59,32 +63,49 @@ def test_random_programs_are_proved(prog: Program) -> None:
     verify(prog)
 
 
+@given(programs_with_mates())
+def test_random_programs_with_mates_are_proved(prog: Program) -> None:
+    verify(prog)
+    assert carried_out(prog)
+
+
 def test_a_proof_does_not_depend_on_what_schedule_leaves_whole() -> None:
     """Programs cut anywhere are right where only large boxes may be cut: what counts is rows."""
     with cut_anywhere(1 << 16):
         for name in ("nodes", "relays", "slots and turns"):
-            prove_program(dataclasses.replace(PROGRAMS[name], slots=1, max_inflight_bytes=1 << 20))
+            whole = {"slots": 1, "weights": (), "max_inflight_bytes": 1 << 20}
+            prove_program(dataclasses.replace(PROGRAMS[name], **whole))
 
 
 # Mutations: one thing anywhere in the tables is another
 
-COUNTS = ("slots", "turns", "max_inflight_bytes", "max_ops_per_group")
+COUNTS = ("slots", "turns", "weights", "max_inflight_bytes", "max_ops_per_group")
+
+
+def forged(prog: Program, name: str, new: Any) -> Program:
+    """The program with another value of a field, which its constructor does not see."""
+    made = copy.copy(prog)
+    object.__setattr__(made, name, new)
+    return made
 
 
 def leaves(prog: Program) -> Iterator[tuple[str, Any, Callable[[Any], Program]]]:
     """Every table and count of a program, with how to put something else in its place."""
     for name in COUNTS:
-        yield (
-            name,
-            getattr(prog, name),
-            lambda new, name=name: dataclasses.replace(prog, **{name: new}),
-        )
+        if name != "weights" or prog.weights:
+            yield name, getattr(prog, name), functools.partial(forged, prog, name)
     legs, bands, on = prog.legs, prog.legs.bands, prog.legs.lines
 
     def put(**new: Any) -> Program:
         return dataclasses.replace(prog, legs=dataclasses.replace(legs, **new))
 
     yield "sharing", legs.sharing, lambda new: put(sharing=new)
+    for f in dataclasses.fields(Mates) if legs.mates else ():
+        yield (
+            f"Mates.{f.name}",
+            getattr(legs.mates, f.name),
+            lambda new, f=f: put(mates=dataclasses.replace(legs.mates, **{f.name: new})),
+        )
     for f in dataclasses.fields(Bands):
         yield (
             f"Bands.{f.name}",
@@ -106,6 +127,12 @@ def other(rng: random.Random, value: Any) -> Any:
     if isinstance(value, int):
         return rng.choice((value - 1, value + 1, value // 2, 2 * value, 3))
     i = rng.randrange(len(value)) if value else 0
+    if value and isinstance(value[0], int):
+        return (
+            *value[:i],
+            *rng.choice(((value[i] + 1,), (2 * value[i],), (0,), ())),
+            *value[i + 1 :],
+        )
     if not value or rng.random() < 0.3:
         return (*value, (0, 8)) if rng.random() < 0.5 else (*value[:i], *value[i + 1 :])
     ranks = set(value[i]) ^ {rng.choice((*value[i], *rng.choice(value), 5))}
@@ -162,6 +189,7 @@ TOLD = (
         for x in ("sets", "holders", "near", "first", "receivers", "addend", "count", "nbytes")
     ]
     + [f"Demands.{x}" for x in ("row_first", "batch", "unit", "lo", "at", "each")]
+    + ["Mates.first", "Mates.rank", "Mates.feeder"]
     + [*COUNTS, "sharing"]
 )
 """What says who does what. Demands' own cuts, and where their blocks begin on them, are for `Plan.transfers`."""
@@ -214,7 +242,16 @@ def test_mutated_programs(most: int) -> None:
     assert most < 500 or set(kept) >= FREE, kept
 
 
-FREE = {"slots", "turns", "sharing", "Bands.cuts", "Bands.at", "Bands.place", "Demands.near"}
+FREE = {
+    "slots",
+    "turns",
+    "weights",
+    "sharing",
+    "Bands.cuts",
+    "Bands.at",
+    "Bands.place",
+    "Demands.near",
+}
 """Of which some values say the same, or something that is as right."""
 
 
@@ -278,7 +315,8 @@ def passing_on() -> Program:
             for mesh in (Mesh(), Mesh(x=2, ranks=(2, 3)))
         )
     )
-    return dataclasses.replace(schedule(p, topology=nodes_of(2), fanout="node"), slots=1)
+    prog = schedule(p, topology=nodes_of(2), fanout="node")
+    return dataclasses.replace(prog, slots=1, weights=())
 
 
 @pytest.mark.parametrize(
@@ -287,12 +325,20 @@ def passing_on() -> Program:
         ({"slots": 0}, "counts (0, 1, 2, 1073741824, 2048) are not all positive integers"),
         ({"slots": True}, "counts (True, 1, 2, 1073741824, 2048) are not all positive integers"),
         ({"slots": 4097}, "4097 slots and 1 turns are more than 4096 and 36"),
+        (
+            {"slots": 2, "weights": (1, 0)},
+            f"its weights are not one integer up to {HEAVIEST} per slot",
+        ),
+        (
+            {"slots": 2, "weights": (HEAVIEST + 1, 1)},
+            f"its weights are not one integer up to {HEAVIEST} per slot",
+        ),
         ({"turns": 37}, "1 slots and 37 turns are more than 4096 and 36"),
         ({"max_inflight_bytes": 63}, "a rank has 64 bytes in flight in a round, 63 are allowed"),
         ({"max_ops_per_group": 1}, "a rank has 3 messages in flight in a round, 1 are allowed"),
     ],
 )
-def test_counts_and_limits(new: dict[str, int], message: str, fails) -> None:
+def test_counts_and_limits(new: dict[str, Any], message: str, fails) -> None:
     prog = dataclasses.replace(passing_on(), **new)
     fails(lambda: prove_program(prog), PlanError, f"{prog!r}: {message}; schedule it again")
 
@@ -509,3 +555,79 @@ def test_a_wrong_number_takes_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
+
+
+# Mates
+
+
+OTHER = "a mate sends other bytes than it is handed, or to another rank"
+
+
+@pytest.mark.parametrize(
+    ("leg", "column", "message"),
+    [
+        (4, "beyond", OTHER),
+        (5, "beyond", OTHER),
+        (4, "receiver", OTHER),
+        (4, "root", OTHER),
+        (4, "sender", "are handed on by a rank that does not hold them"),
+    ],
+)
+def test_streams_of_mates(leg: int, column: str, message: str) -> None:
+    """One number of a stream to a mate, or from it, is another."""
+    prog = PROGRAMS["mates"]
+    line = next(
+        i for i in range(len(prog.legs.lines.holders)) if 5 in list_streams(prog.legs, i).leg
+    )
+    made = list_streams(prog.legs, line)
+    new = getattr(made, column).copy()
+    new[np.flatnonzero(made.leg == leg)[0]] += 1
+    with (
+        having_streams(prog, line, made._replace(**{column: new})),
+        pytest.raises(PlanError, match=message),
+    ):
+        prove_program(prog)
+
+
+def test_a_mate_that_is_handed_nothing() -> None:
+    """Nor may it be handed anything that it does not send."""
+    prog = PROGRAMS["mates"]
+    line = next(
+        i for i in range(len(prog.legs.lines.holders)) if 5 in list_streams(prog.legs, i).leg
+    )
+    made = list_streams(prog.legs, line)
+    handing = np.flatnonzero(made.leg == 4)
+    for rows in (handing[:1], handing):
+        fewer = Streams(*(np.delete(column, rows) for column in made))
+        with having_streams(prog, line, fewer), pytest.raises(PlanError, match=OTHER):
+            prove_program(prog)
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({"rank": np.array([99])}, "mates are not ranks of the program"),
+        ({"feeder": np.array([-1])}, "mates are not ranks of the program"),
+        ({"feeder": np.zeros(0, np.int64)}, "tables of mates are not of one length"),
+        ({"first": np.zeros(0, np.int64)}, "tables of mates are not of one length"),
+        ({"rank": np.zeros(1)}, "mates are not of 64-bit integers"),
+    ],
+)
+def test_tables_of_mates(new: dict[str, np.ndarray], message: str) -> None:
+    prog = PROGRAMS["mates"]
+    mates = prog.legs.mates
+    assert mates is not None
+    wrong = {}
+    for name, column in new.items():
+        plain = getattr(mates, name)
+        wrong[name] = np.resize(column, len(plain)) if len(column) else column
+    legs = dataclasses.replace(prog.legs, mates=dataclasses.replace(mates, **wrong))
+    with pytest.raises(PlanError, match=message):
+        prove_program(dataclasses.replace(prog, legs=legs))
+
+
+def test_mates_have_one_turn() -> None:
+    """What they are handed would else stay while other messages are in flight, which no limit counts."""
+    prog = dataclasses.replace(PROGRAMS["mates"], turns=2)
+    with pytest.raises(PlanError, match="mates would keep bytes for several turns"):
+        prove_program(prog)

@@ -9,6 +9,7 @@ In reading order:
 - `staging`: memory for messages in flight;
 - `rounds`: messages that a rank posts together, and completes before its next round;
 - `views`: copies between tensors and staging;
+- `handing`: messages that stay in staging between two other ranks;
 - `task`: the interface of engines;
 - `engine`: a rank's part of a plan, moved over any wire.
 """

@@ -12,7 +12,8 @@
 4. Other messages go through staging: a block of bytes that is large enough for every round. Each
    message of a round has its own part of the block.
 5. A message is read from source tensors, or, if it is relayed (`Message.relayed`), from
-   destination tensors.
+   destination tensors. A message that is handed to this rank, to be sent on as it is, has no views: it
+   stays in staging until then (`handing`).
 6. Copies move words (`dtypes.words`), so every element type moves bit by bit. A move allocates
    views, no memory.
 
@@ -62,7 +63,8 @@ class Endpoint(NamedTuple):
     """One end of a message: the views of this rank's tensors that the message is read from or written to.
 
     `contiguous` is the views joined into one; if None, the message goes through staging, from byte
-    `start` on. `folds` is whether some pieces are reduced into the destination.
+    `start` on. `folds` is whether some pieces are reduced into the destination. Without views, the message stays in
+    staging, between two other ranks.
     """
 
     message: Message
@@ -124,7 +126,10 @@ def _is_contiguous(view: StridedView) -> bool:
 
 def bind(rounds: Iterable[Round], src: Strides, dst: Strides) -> tuple[BoundRound, ...]:
     """Return `rounds` with the views of this rank's tensors that each message is read from or written to; `src` and
-    `dst` have the tensors' strides by name."""
+    `dst` have the tensors' strides by name.
+
+    What is handed to this rank has no place in staging yet that it keeps until the next round (`keep_handed`).
+    """
     return tuple(_bind_round(unbound, src, dst) for unbound in rounds)
 
 
@@ -178,7 +183,10 @@ def count_staging_bytes(rounds: Iterable[BoundRound]) -> int:
 
 def _bind_round(unbound: Round, src: Strides, dst: Strides) -> BoundRound:
     """Find the round's endpoints, with a part of staging for each message that needs one."""
-    receives = [_bind_to_destination(message, dst) for message in unbound.receives]
+    receives = []
+    for message in unbound.receives:
+        is_kept = message.is_handing
+        receives.append(_pass_on(message) if is_kept else _bind_to_destination(message, dst))
     receives = _assign_staging(receives, 0)
     # Sends come after receives in staging: all messages of a round are in flight together.
     used = max(map(_find_staging_end, receives), default=0)
@@ -186,7 +194,8 @@ def _bind_round(unbound: Round, src: Strides, dst: Strides) -> BoundRound:
     for message in unbound.sends:
         # A relayed message was received in an earlier round, hence lies in a destination.
         strides = dst if message.relayed else src
-        sends.append(_bind_to_source(message, strides))
+        is_kept = message.is_handed
+        sends.append(_pass_on(message) if is_kept else _bind_to_source(message, strides))
     sends = _assign_staging(sends, align(used))
     keeps = []
     for message in unbound.keeps:
@@ -208,6 +217,11 @@ def _assign_staging(endpoints: Iterable[Endpoint], start: int) -> list[Endpoint]
         if not endpoint.contiguous:
             start += align(endpoint.message.nbytes)
     return assigned
+
+
+def _pass_on(message: Message) -> Endpoint:
+    """The endpoint of a message that this rank is handed, or sends on."""
+    return Endpoint(message, (), None, start=0)
 
 
 def _bind_to_source(message: Message, strides: Strides) -> Endpoint:

@@ -24,6 +24,7 @@ from shardmath_torch.moves.exchange.endpoints import (
     drop_sends,
     set_apart,
 )
+from shardmath_torch.moves.exchange.handing import keep_handed
 from shardmath_torch.moves.exchange.rounds import Rounds
 from shardmath_torch.moves.exchange.staging import StagingBlock, staging_of
 from shardmath_torch.moves.exchange.task import Task
@@ -83,7 +84,7 @@ class Exchange:
         if strides != self._bound_strides:
             # Bound to nothing until all is done, so that an interrupt leaves nothing half bound.
             self._bound_strides = None
-            self._rounds = bind(self.posted, src_strides, dst_strides)
+            self._rounds = keep_handed(bind(self.posted, src_strides, dst_strides))
             self._staging = staging_of(self._task.group, device)
             self._needed_bytes = count_staging_bytes(self._rounds)
             self._staged.clear()

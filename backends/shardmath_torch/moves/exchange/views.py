@@ -183,14 +183,16 @@ class MoveViews:
         is staging memory, the Receive also has a function that returns the copies to do from there into destination
         tensors."""
         memory = self._find_bytes(endpoint, arriving=True)
-        find = None if endpoint.contiguous else partial(self.find_unpacking, endpoint)
+        is_unpacked = endpoint.views and not endpoint.contiguous
+        find = partial(self.find_unpacking, endpoint) if is_unpacked else None
         return Receive(endpoint.message, memory, find)
 
     def send(self, endpoint: Endpoint) -> Send:
         """Return a Send for the message at `endpoint`, with the memory to send from: a slice of the tensor, or staging
         memory. With staging memory, the Send also has a function that copies the message's slices there."""
         memory = self._find_bytes(endpoint, arriving=False)
-        pack = None if endpoint.contiguous else partial(self.pack, endpoint)
+        is_packed = endpoint.views and not endpoint.contiguous
+        pack = partial(self.pack, endpoint) if is_packed else None
         return Send(endpoint.message, memory, pack)
 
     def keep(self, source: Endpoint, target: Endpoint) -> Keep:
