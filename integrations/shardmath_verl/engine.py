@@ -13,6 +13,7 @@ from typing import Any
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
 from shardmath.base.errors import ExchangeError
+from shardmath.base.text import plural
 from shardmath_ray import find_address
 from shardmath_vllm import HTTPClient, Trainer, TrainerInfo
 
@@ -70,8 +71,8 @@ class ShardCheckpointEngine(CheckpointEngine):
         servers = len(self._urls)
         if not servers or workers % servers:
             raise ValueError(
-                f"the rollout has workers={workers}, which urls={self._urls} do not divide evenly; pass the URL of "
-                f"each replica's server in engine_kwargs"
+                f"{plural(workers, 'worker')} of the rollout cannot be divided evenly among "
+                f"{plural(servers, 'URL')}, urls={self._urls}; pass one URL per replica in engine_kwargs"
             )
         each = [workers // servers] * servers
         self._told = {**address, "trainers": actors, "workers": each, "rank": rank}

@@ -171,5 +171,5 @@ def test_verl_without_the_change_is_an_error() -> None:
 
 @pytest.mark.parametrize("urls", [(), ("http://a:1", "http://b:1")], ids=["none", "uneven"])
 def test_servers_that_do_not_divide_the_workers_are_an_error(urls: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="workers=3, which urls="):
+    with pytest.raises(ValueError, match="3 workers of the rollout cannot be divided"):
         make_engine(*urls).init_process_group(0, actors=2, workers=3, address="127.0.0.1:1", run="")
