@@ -279,9 +279,12 @@ def _number_logical(
 ) -> dict[str, _Ids]:
     """The logical arrays of a reference of which element i is numbered i + 1."""
     stored: dict[_Native, _Ids] = {}
+    laid = reference.natives(0)
     for (name, shape), start in zip(ref.items(), starts, strict=False):
         flat = np.arange(start + 1, start + 1 + math.prod(shape))
-        stored[0, name] = flat.reshape(shape)
+        # A tensor may be declared in another shape than it is laid in, with as many cells.
+        own = laid.get((0, name), shape)
+        stored[0, name] = flat.reshape(own if math.prod(own) == len(flat) else shape)
     return gather(reference, {0: stored}, [0])
 
 

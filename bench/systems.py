@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from shardmath.models.storage.stored import Shapes, Stored
 from shardmath.models.systems import hugging_face as hf
 from shardmath.models.systems import torchtitan as titan
 from shardmath.models.systems.megatron import megatron, pad_vocab
-from shardmath.models.systems.megatron_shapes import logical_shapes
+from shardmath.models.systems.megatron_shapes import SINCE_0_17, SINCE_0_19, logical_shapes
 from shardmath.models.systems.sglang import sglang
 from shardmath.models.systems.vllm import vllm
 
@@ -32,6 +33,9 @@ VOCAB = 100
 """Words of every model that was recorded with Megatron, before padding."""
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 """Where a word of a class's name begins."""
+WHOLE = re.compile(r"\d+")
+SINCE = {(0, 17): SINCE_0_17, (0, 19): SINCE_0_19}
+"""The field that configurations of Megatron-Core have since a version."""
 SGLANG_SIZES = ("tp", "pp", "ep", "attn_dp", "attn_cp", "moe_dp")
 EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -59,10 +63,13 @@ class Megatron:
 
     reshapes = True
 
-    def __init__(self, model: _Json) -> None:
+    def __init__(self, model: _Json, version: str = "0.16") -> None:
         self.model = model
-        self.config = dict(model["config"])
         self.multiple = model["make_vocab_size_divisible_by"]
+        self.pattern = model["kw"].get("pattern")
+        self.config = {**_list_fields(version), **model["config"]}
+        if self.pattern and "/" in self.pattern:
+            self.config["mtp_num_layers"] = self.pattern.count("/")
 
     def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
         """What one rank stores."""
@@ -72,7 +79,7 @@ class Megatron:
             vocab=pad_vocab(VOCAB, 1, self.multiple),
             tied=self.model["tied"],
             positions=positions[0],
-            pattern=self.model["kw"].get("pattern"),
+            pattern=self.pattern,
             dtype="int64",
         )
         return bind(self._declare(self.config, range(1)), shapes)
@@ -98,6 +105,12 @@ class Megatron:
     def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
         """The arrays themselves."""
         return arrays
+
+
+def _list_fields(version: str) -> dict[str, Any]:
+    """The fields by which a configuration of this version differs: a recorded one has only those that were given."""
+    numbers = tuple(map(int, WHOLE.findall(version)[:2]))
+    return {field: None for since, field in SINCE.items() if numbers >= since}
 
 
 class _Checkpoint:
@@ -224,4 +237,5 @@ def find_system(meta: _Json) -> Callable[[_Json], System]:
     for name, system in named.items():
         if name in meta:
             return system
-    return Megatron
+    version = str(meta.get("megatron_core", ""))
+    return functools.partial(Megatron, version=version)

@@ -6,8 +6,8 @@
 3. Layers are assigned to stages and virtual stages (chunks) in order: evenly, or with given numbers for the first and
    last stage, or by a layout string (`Et|(tt|)*3L`).
 
-4. Megatron-Core 0.19 names a Mamba layer's convolution `mixer.conv1d_weight`, earlier versions `mixer.conv1d.weight`.
-   The field `mamba_training_ssm_states_dtype`, which only 0.19 has, decides.
+4. The fields that a configuration has say which version of Megatron-Core it belongs to (`RENAMES`). Version 0.17 names
+   a further layer's modules `mtp_model_layer`, 0.19 a Mamba layer's convolution `mixer.conv1d_weight`.
 
 Source: Megatron-Core 0.16.1 and 0.19.2, `parallel_state.py`, `transformer_layer.py`, `mamba_mixer.py`,
 `pipeline_parallel_layer_layout.py`.
@@ -31,7 +31,12 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage import rows
 from shardmath.models.storage.stored import Spot, Stored, replicates
 from shardmath.models.systems.megatron_rows import table
-from shardmath.models.systems.megatron_shapes import MegatronConfig, logical_shapes
+from shardmath.models.systems.megatron_shapes import (
+    SINCE_0_17,
+    SINCE_0_19,
+    MegatronConfig,
+    logical_shapes,
+)
 from shardmath.models.systems.placing import fill_sizes, place_layers
 
 __all__ = ["logical_shapes", "megatron", "pad_vocab"]
@@ -51,8 +56,11 @@ REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
 OF_EXPERTS = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
 """The routed experts' axis for each axis of the order."""
 
-CONV_ALONE = "mamba_training_ssm_states_dtype"
-"""A field of configurations since Megatron-Core 0.19, in which a Mamba layer's convolution is no module."""
+RENAMES = (
+    (SINCE_0_17, ".transformer_layer.", ".mtp_model_layer."),
+    (SINCE_0_19, "mixer.conv1d.*", "mixer.conv1d_*"),
+)
+"""(Field, old, new) parts of rows: if a configuration has the field, whatever its value, the new part is right."""
 
 FIX = (
     "set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, "
@@ -87,8 +95,8 @@ def megatron(
     `config`, given its parallel sizes and the options below.
 
     `etp` is tp if not given, `order` the order of the axes, first fastest, `vpp` the virtual stages of a rank, `spec`
-    "te" or "local", `experts` "grouped", "sequential" or "legacy", by the configuration if not given, `vocab` the
-    vocabulary before padding, `unknown` "refuse" or "replicate". Raises MeshError if ranks do not factor, StoreError if
+    "te" or "local", `experts` "grouped", "sequential", "stacked" or "legacy", by the configuration if not given, `vocab`
+    the vocabulary before padding, `unknown` "refuse" or "replicate". Raises MeshError if ranks do not factor, StoreError if
     layers do not fit the stages.
     """
     fields = MegatronConfig(config)
@@ -96,12 +104,9 @@ def megatron(
     sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
     meshes = _make_meshes(tuple(ranks), sizes, order)
     experts = experts or _find_experts(fields, spec)
-    text = table(spec, experts, unknown=replicates(unknown))
-    if fields.get("is_hybrid_model"):
-        text = text.replace("decoder.final_layernorm", "decoder.final_norm")
-    if CONV_ALONE in fields.fields:
-        text = text.replace("mixer.conv1d.*", "mixer.conv1d_*")
-    table_rows = rows.parse(text)
+    fused_down = spec == "te" and bool(fields.get("mla_down_proj_fusion"))
+    text = table(spec, experts, unknown=replicates(unknown), fused_down=fused_down)
+    table_rows = rows.parse(_rename(text, fields))
     indices = _place_layers(fields, pp, vpp)
     numbers = {}
     if vocab is not None:
@@ -109,6 +114,16 @@ def megatron(
     if fields.get("num_attention_heads"):
         numbers["groups"] = fields.groups
     return Stored(table_rows, meshes, indices, numbers)
+
+
+def _rename(text: str, config: MegatronConfig) -> str:
+    """The rows with the names of the configuration's version and kind of model."""
+    if config.get("is_hybrid_model"):
+        text = text.replace("decoder.final_layernorm", "decoder.final_norm")
+    for field, old, new in RENAMES:
+        if field in config.fields:
+            text = text.replace(old, new)
+    return text
 
 
 def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
@@ -126,7 +141,12 @@ def _find_experts(config: MegatronConfig, spec: str) -> str:
     """The form in which routed experts are stored."""
     if not config.get("moe_grouped_gemm"):
         return "sequential"
-    return "grouped" if spec == "te" else "legacy"
+    if config.get("moe_single_grouped_weight"):
+        return "stacked"
+    if spec == "te":
+        return "legacy" if config.get("moe_use_legacy_grouped_gemm") else "grouped"
+    # From 0.17 on, Megatron's own modules of experts are not grouped, whatever the configuration says.
+    return "sequential" if SINCE_0_17 in config.fields else "legacy"
 
 
 def _make_meshes(ranks: tuple[int, ...], sizes: Mapping[str, int], order: str) -> tuple[Mesh, ...]:
