@@ -191,7 +191,10 @@ class Vllm(_Checkpoint):
             unknown="replicate",
             **sizes,
         )
-        own = {name: shape for name, shape in shapes.items() if name.startswith("mtp.") == draft}
+        if draft:
+            # Some drafts read the model's own embedding and head, and none its layers.
+            return bind(side, shapes, unused=("model.*", "lm_head.*"))
+        own = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
         return bind(side, own)
 
     def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:

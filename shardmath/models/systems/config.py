@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Config", "plain"]
+__all__ = ["DRAFTS_ALONE", "DRAFTS_APART", "Config", "plain"]
 
 SYNONYMS = {
     "hidden_size": ("n_embd", "d_model"),
@@ -21,6 +21,7 @@ SYNONYMS = {
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "num_experts": ("n_routed_experts", "num_local_experts", "moe_num_experts"),
+    "num_nextn_predict_layers": ("mtp_num_hidden_layers", "num_mtp_layers"),
     "n_groups": ("mamba_n_groups",),
     "ssm_state_size": ("state_size", "mamba_d_state"),
     "mamba_num_heads": ("mamba_n_heads", "num_heads"),
@@ -28,6 +29,11 @@ SYNONYMS = {
     "mamba_head_dim": ("mamba_d_head", "head_dim"),
 }
 """Other names of a field, in the order in which they are looked up."""
+
+
+DRAFTS_ALONE = ("qwen3next", "qwen35", "qwen35moe", "exaonemoe")
+DRAFTS_APART = (*DRAFTS_ALONE, "ernie45moe")
+"""Kinds of model whose checkpoints number layers that predict further tokens from 0: alone in a module, or in several."""
 
 
 def plain(kind: str) -> str:
@@ -163,5 +169,7 @@ class Config:
 
     @property
     def drafts(self) -> int:
-        """The number of layers that predict further tokens (MTP), numbered after all other layers."""
-        return int(self.get("num_nextn_predict_layers", 0))
+        """The number of layers that predict further tokens (MTP). vLLM reads one if a kind of model with such layers
+        does not say how many."""
+        default = int(self.kind in (*DRAFTS_APART, "nemotronh"))
+        return int(self.get("num_nextn_predict_layers", default))

@@ -53,6 +53,9 @@ ORDER = "tp-cp-ep-dp-pp"
 REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
 """A repeated group or letter in a layout string."""
 
+LETTERS = {"t": "decoder", "m": "mtp"}
+"""Layers in a layout string; others are the embedding and the loss."""
+
 OF_EXPERTS = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
 """The routed experts' axis for each axis of the order."""
 
@@ -120,6 +123,9 @@ def _rename(text: str, config: MegatronConfig) -> str:
     """The rows with the names of the configuration's version and kind of model."""
     if config.get("is_hybrid_model"):
         text = text.replace("decoder.final_layernorm", "decoder.final_norm")
+    elif config.mtp:
+        # Further layers may be alone on the last stage; the norm is behind the last other layer.
+        text = text.replace("decoder.final_layernorm.* @pp=-1", "decoder.final_layernorm.* @l=-1")
     for field, old, new in RENAMES:
         if field in config.fields:
             text = text.replace(old, new)
@@ -127,13 +133,18 @@ def _rename(text: str, config: MegatronConfig) -> str:
 
 
 def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
-    """The spot of each layer. Layers that predict further tokens are with the last one, numbered from 0."""
+    """The spot of each layer. Layers that predict further tokens are numbered from 0, on the last stage."""
     stage_layout = config.get("pipeline_model_parallel_layout")
-    counts = _count_evenly(config, pp, vpp) if stage_layout is None else _read_layout(stage_layout)
+    stages = None if stage_layout is None else _read_layout(stage_layout)
+    if stages is None:
+        counts = _count_evenly(config, pp, vpp)
+    else:
+        counts = [stage.count("decoder") for stage in stages]
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
-    chunk = layers[-1].chunk if layers else 0
-    last = {"pp": pp - 1}
-    further = tuple(Spot(last, chunk, m) for m in range(config.mtp))
+    # Without a layout they are in the last chunk, which may have no other layers.
+    chunks = [i // pp for i, stage in enumerate(stages or ()) if "mtp" in stage]
+    chunk = chunks[0] if chunks else vpp - 1
+    further = tuple(Spot({"pp": pp - 1}, chunk, m) for m in range(config.mtp))
     return {"l": layers, "m": further}
 
 
@@ -200,14 +211,14 @@ def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | No
     return stages
 
 
-def _read_layout(stage_layout: object) -> list[int]:
-    """The number of decoder layers in each virtual stage of a layout of stages, which is text or lists of names."""
+def _read_layout(stage_layout: object) -> list[list[str]]:
+    """The names of the layers in each virtual stage of a layout of stages, which is text or lists of names."""
     if not isinstance(stage_layout, str):
-        return [list(stage).count("decoder") for stage in _flatten(stage_layout)]
+        return [[str(name) for name in stage] for stage in _flatten(stage_layout)]
     text = stage_layout.replace(",", "").replace(" ", "")
     while REPEAT.search(text):
         text = REPEAT.sub(_repeat, text)
-    return [stage.count("t") for stage in text.split("|")]
+    return [[LETTERS.get(letter, letter) for letter in stage] for stage in text.split("|")]
 
 
 def _repeat(match: re.Match[str]) -> str:

@@ -28,7 +28,7 @@ from shardmath.base.errors import StoreError
 from shardmath.base.moved import forward_names
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage.stored import Spot, Stored, replicates
-from shardmath.models.systems.config import Config
+from shardmath.models.systems.config import DRAFTS_ALONE, Config
 from shardmath.models.systems.placing import divide_layers, place_layers
 from shardmath.models.systems.vllm_rows import VLLMForm, draft_table, table
 
@@ -136,11 +136,12 @@ def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: i
 def _place_layers(
     config: Config, pp: int, stages: Sequence[int] | None
 ) -> dict[str, tuple[Spot, ...]]:
-    """The spot of each layer. Layers that predict further tokens are numbered behind the others."""
+    """The spot of each layer. Layers that predict further tokens are numbered behind the others, or alone."""
     # The last stage has the head, and the first the embedding: extra layers go to the stages just before the last.
     counts = divide_layers(config.layers, pp, spared=1) if stages is None else stages
     layers = place_layers(counts, layers=config.layers, pp=pp)
-    further = tuple(Spot({"pp": pp - 1}, 0, config.layers + m) for m in range(config.drafts))
+    first = 0 if config.kind in DRAFTS_ALONE else config.layers
+    further = tuple(Spot({"pp": pp - 1}, 0, first + m) for m in range(config.drafts))
     return {"l": layers, "m": further}
 
 

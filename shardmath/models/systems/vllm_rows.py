@@ -25,7 +25,7 @@ from typing import NamedTuple
 from shardmath.base.memo import memo
 from shardmath.models.storage import names, rows
 from shardmath.models.storage.rows import Row
-from shardmath.models.systems.config import plain
+from shardmath.models.systems.config import DRAFTS_ALONE, plain
 from shardmath.models.systems.vllm_names import everywhere, rename
 
 __all__ = [
@@ -190,6 +190,48 @@ shared_head.head.*            = shared_head.head.* : (tp n=vocab) h
 """
 """Rows of a layer that predicts a further token, in addition to the modules of every layer."""
 
+OWN_ENDS = """
+[ = ] @pp=-1
+model.embed_tokens.weight     = model.embed_tokens.weight : (tp n=vocab) h
+lm_head.weight                = lm_head.weight            : (tp n=vocab) h
+"""
+DRAFT_FC = f"""
+[model. = mtp.{{m}}.] @pp=-1
+fc.*                          = eh_proj.* : (tp n) h
+pre_fc_norm_embedding.*       = enorm.*
+pre_fc_norm_hidden.*          = hnorm.*
+norm.*                        = norm.*
+{OWN_ENDS}"""
+DRAFT_ERNIE = f"""
+[model.layers.{{m}}. = mtp.{{m}}.] @pp=-1
+mtp_emb_norm.*                = enorm.*
+mtp_hidden_norm.*             = hnorm.*
+mtp_linear_proj.*             = eh_proj.*
+{OWN_ENDS}"""
+DRAFT_HYBRID = f"""
+[model.layers.{{i}}. = mtp.{{m}}.layers.{{i}}.] @pp=-1
+enorm.*                       = enorm.*
+hnorm.*                       = hnorm.*
+eh_proj.*                     = eh_proj.* : (tp n) h
+final_layernorm.*             = norm.*
+{OWN_ENDS}"""
+
+
+class _Draft(NamedTuple):
+    """The rows of a draft besides those of its layers, and the prefixes of the layers' names."""
+
+    text: str = DRAFT
+    native: str = "model.layers.{m}.mtp_block."
+    logical: str = "mtp.{m}."
+
+
+DRAFTS = {
+    "nemotronh": _Draft(DRAFT_HYBRID, "model.layers.{i}.", "mtp.{m}.layers.{i}."),
+    "ernie45moe": _Draft(DRAFT_ERNIE),
+    **dict.fromkeys(DRAFTS_ALONE, _Draft(DRAFT_FC, "model.layers.{m}.")),
+}
+"""Drafts of kinds of model with other names. They read the model's own embedding and head."""
+
 MODULES = {
     "attention": ("self_attn", "attn", "attention"),
     "mlp": ("mlp", "block_sparse_moe", "feed_forward", "moe"),
@@ -251,10 +293,10 @@ def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
 def draft_table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
     """Return rules, as Rows, for how vLLM stores the draft model (MTP, which predicts further tokens) that belongs to a
     main model of type `kind`. `form` has the engine's options."""
-    names = "model.layers.{m}.mtp_block.", "mtp.{m}."
-    text = DRAFT + _write_layer(*names, kind, form)
+    own, native, logical = DRAFTS.get(kind, _Draft())
+    text = own + _write_layer(native, logical, kind, form)
     if form.unknown:
-        text += write_unknown(*names)
+        text += write_unknown(native, logical)
     return rename_rows(text, partial(rename, kind))
 
 
