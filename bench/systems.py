@@ -19,10 +19,11 @@ from shardmath.models.storage.binding import Bound, bind
 from shardmath.models.storage.stored import Shapes, Stored
 from shardmath.models.systems import hugging_face as hf
 from shardmath.models.systems import torchtitan as titan
+from shardmath.models.systems.config import Config
 from shardmath.models.systems.megatron import megatron, pad_vocab
 from shardmath.models.systems.megatron_shapes import SINCE_0_17, SINCE_0_19, logical_shapes
 from shardmath.models.systems.sglang import sglang
-from shardmath.models.systems.vllm import vllm
+from shardmath.models.systems.vllm import expert_tile, vllm
 
 __all__ = ["Megatron", "Sglang", "System", "Torchtitan", "Vllm", "find_system"]
 
@@ -38,6 +39,7 @@ SINCE = {(0, 17): SINCE_0_17, (0, 19): SINCE_0_19}
 """The field that configurations of Megatron-Core have since a version."""
 SGLANG_SIZES = ("tp", "pp", "ep", "attn_dp", "attn_cp", "moe_dp")
 EXPERT = re.compile(r"\.experts\.\d+\.")
+SCALES = re.compile(r"\.experts\.\d+\..*_scale_inv$")
 
 
 class System(Protocol):
@@ -191,20 +193,46 @@ class Vllm(_Checkpoint):
             unknown="replicate",
             **sizes,
         )
+        shapes = self._refine_shapes(layout, shapes)
         if draft:
             # Some drafts read the model's own embedding and head, and none its layers.
             return bind(side, shapes, unused=("model.*", "lm_head.*"))
         own = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
         return bind(side, own)
 
+    def _find_refined(self, layout: _Json) -> int:
+        """How often scales of experts are repeated in each dimension, so that no rank cuts a tile."""
+        given = layout["layout"]
+        sizes = {name: given[name] for name in ("tp", "dp", "ep")}
+        finer = expert_tile(self.config, backend=_find_backend(layout), **sizes)
+        tile = Config(self.config).tile
+        return 1 if tile is None or finer is None else tile[0] // finer[0]
+
+    def _refine_shapes(self, layout: _Json, shapes: Shapes) -> Shapes:
+        """The shapes, with those of experts' scales as they are repeated."""
+        times = self._find_refined(layout)
+        return {
+            name: (tuple(n * times for n in shape), dtype)
+            if SCALES.search(name)
+            else (shape, dtype)
+            for name, (shape, dtype) in shapes.items()
+        }
+
     def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
-        """The arrays; where ranks have unequally many experts, gpt_oss reads one for all of a rank.
+        """The arrays; experts' scales are repeated where ranks would cut their tiles, and if ranks have unequally many
+        experts, gpt_oss reads one for all of a rank.
 
         `gpt_oss.py` loads from expert `rank * (experts // ep)` on, and copies one expert into two slots without an
         error. What refits into these slots has to write the experts that the rows say.
         """
         given = layout["layout"]
         size = given["tp"] * given["dp"]
+        times = self._find_refined(layout)
+        if times > 1:
+            arrays = {
+                name: array.repeat(times, -2).repeat(times, -1) if SCALES.search(name) else array
+                for name, array in arrays.items()
+            }
         experts = self.config.get("num_local_experts", 0)
         if (
             not self.config["model_type"].startswith("gpt_oss")

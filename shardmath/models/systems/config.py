@@ -102,6 +102,11 @@ class Config:
         return int(self.get("intermediate_size", 0))
 
     @property
+    def expert_ffn(self) -> int:
+        """The inner size of a routed expert."""
+        return int(self.get("moe_intermediate_size", self.ffn))
+
+    @property
     def heads(self) -> int:
         """The number of attention (query) heads."""
         return int(self.get("num_attention_heads", 1))
@@ -162,10 +167,12 @@ class Config:
         return heads * int(self.get("linear_value_head_dim", 0))
 
     @property
-    def has_scales(self) -> bool:
-        """Whether linear layers have a scale per block of their weights, as in DeepSeek's FP8."""
+    def tile(self) -> tuple[int, int] | None:
+        """The rows and columns of a tile, if linear layers have a scale per tile of their weights, as in DeepSeek's
+        FP8."""
         quantization = self.get("quantization_config")
-        return quantization is not None and bool(Config(quantization).get("weight_block_size"))
+        size = None if quantization is None else Config(quantization).get("weight_block_size")
+        return (int(size[0]), int(size[1])) if size else None
 
     @property
     def drafts(self) -> int:

@@ -110,6 +110,11 @@ linear_attn.out_proj.* = linear_attn.out_proj.* : h (tp n)
 """Rows of Mamba 1 and 2, short convolutions and gated delta nets. QKVZ and BA stand for the structure of a delta net's
 fused projections (`FUSINGS`): part by part, or by key heads as in its checkpoint."""
 
+MIXER_SCALES = """
+linear_attn.in_proj_qkvz.weight_scale_inv = linear_attn.in_proj_qkvz.weight_scale_inv : (tp n) h
+"""
+"""Rows of scales that a checkpoint has of tensors which are several components."""
+
 FUSINGS = {
     "parts": ("(tp (q + k + v + z))", "(tp (b + a))"),
     "heads": ("(tp own_linear (q + k + v + z))", "(tp own_linear (b + a))"),
@@ -259,6 +264,8 @@ OWN_BY_KIND = {plain(kind): text for kind, text in OWN.items()}
 PLACE = re.compile(r" @pp=-?\d+")
 WEIGHT = re.compile(r"([._])(?:weight|\*)(?= |$)")
 GRAIN = re.compile(r" hd\b|\^tile\b")
+WHOLE = "=whole"
+"""Instead of ^tile: as long as all parts with whole tiles, of which the last ones are padding."""
 
 
 class VLLMForm(NamedTuple):
@@ -266,13 +273,14 @@ class VLLMForm(NamedTuple):
     distributed over ranks.
 
     The way in which experts are dealt; the order of gate and up in each; whether linear layers have a scale per block;
-    whether `unknown` tensors are whole on each rank instead of an error.
+    whether `unknown` tensors are whole on each rank instead of an error; whether parts of experts have `whole` tiles.
     """
 
     deal: str = "linear"
     gated: str = "parts"
     scales: bool = False
     unknown: bool = False
+    whole: bool = False
 
 
 @memo()
@@ -316,7 +324,11 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
     gated = GATED["interleaved" if kind in INTERLEAVES else form.gated]
     experts = EXPERTS.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
+    if form.whole:
+        experts = experts.replace("^tile", WHOLE)
     text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
+    if form.scales:
+        text += _write_scales(mixers) + MIXER_SCALES
     return text + write_modules(native, logical, ATTENTION, MLP + experts, scales=form.scales)
 
 
@@ -340,7 +352,8 @@ def _write_scales(text: str) -> str:
     scaled = []
     for line in text.splitlines():
         if WEIGHT.search(line):
-            scaled.append(GRAIN.sub("", WEIGHT.sub(r"\1weight_scale_inv", line)))
+            scale_row = GRAIN.sub("", WEIGHT.sub(r"\1weight_scale_inv", line))
+            scaled.append(scale_row.replace(WHOLE, f"{WHOLE}_scales"))
     return "\n".join(scaled) + "\n"
 
 
