@@ -43,7 +43,7 @@ from shardmath.models.refits.coverage import Native, find_faults, show_native
 from shardmath.models.refits.pairing import group_tensors, list_held, pair
 from shardmath.models.refits.plain import PlainSide
 from shardmath.models.refits.sharing import share
-from shardmath.models.refits.tiling import check_places, check_scales, explain_cut
+from shardmath.models.refits.tiling import check_places, check_scales, explain_cut, imply
 from shardmath.models.storage.binding import Bound, bind
 from shardmath.models.storage.stored import KnownSide, Shapes, Slot, Stored, Vocabulary
 from shardmath.plans.membership.leaving import without
@@ -281,11 +281,13 @@ def refit(
     bound = dict(zip(by_name, others, strict=True))
     needed, windows = pair(source, bound, rules or {})
     _check_sources(source, needed)
+    for name, side in by_name.items():
+        making = {**(rules or {}), **imply(side, engine_tensors, rules or {})}
+        check_scales({name: bound[name]}, engine_tensors, making)
+        check_places({name: bound[name]}, engine_tensors, making)
     if rules is None and served is None:
         return Refit(plan(needed, windows), source, bound)
     converted = transformed(needed, windows, rules or {})
-    check_scales(bound, engine_tensors, rules or {})
-    check_places(bound, engine_tensors, rules or {})
     return Refit(plan(converted.src, converted.dst), source, bound, converted)
 
 
@@ -315,7 +317,8 @@ def _bind_all(unbound: Sequence[_UnboundSide], rules: Mapping[str, Transform]) -
             bound.append(_bind(side, others))
         except StoreError as error:
             bound.append(None)
-            why = explain_cut(side.declared, side.tensors, rules) or error
+            making = {**rules, **imply(side.declared, side.tensors, rules)}
+            why = explain_cut(side.declared, side.tensors, making) or error
             faults.append(f"{side.name}: {why}")
     if faults:
         raise StoreError("\n".join(faults))

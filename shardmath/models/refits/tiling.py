@@ -5,6 +5,8 @@
 2. The number of scales may divide even if whole tiles do not: 192 rows in tiles of 128 on two ranks. Then a rank has
    values without their scale, which is an error. Data may be cut anywhere if each rank has all scales of its values.
 3. In a fused tensor every part begins with a tile, where its scales begin: readers of it do not know the parts.
+4. A rule that makes scales says how large their tiles are. If scales are sent as they are, the numbers of the engine's
+   declaration say it (`imply`), as `vllm` gives them.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.values.formats.fp8 import FP8Blocks
@@ -27,12 +29,59 @@ from shardmath.base.errors import PlanError, StoreError
 from shardmath.layouts.layout import Layout
 from shardmath.models.storage.binding import Bound, bind
 from shardmath.models.storage.stored import KnownSide, Slot, Stored, Vocabulary
+from shardmath.values.formats.fp8 import FP8Blocks
 from shardmath.values.formats.scales import lay_blocks
 from shardmath.values.transforms.choosing import choose
 from shardmath.values.transforms.components import Companion, Component, Transform, list_companions
+from shardmath.values.transforms.quantizing import Quantize
 from shardmath.values.transforms.wires import lay
 
-__all__ = ["check_places", "check_scales", "explain_cut"]
+__all__ = ["check_places", "check_scales", "explain_cut", "imply"]
+
+SUFFIX = "_scale_inv"
+"""What the names of scales add to the names of their tensors."""
+
+
+def imply(
+    side: object, of: Vocabulary, rules: Mapping[str, Transform]
+) -> dict[str, Transform]:
+    """Return the transforms that would make the scales which `side` is sent as they are, by tensor, in addition to
+    `rules`. `of` has the tensors' shapes and dtypes. There are none if the side's numbers give no size of tiles.
+
+    >>> from shardmath.layouts.algebra.mesh import Mesh
+    >>> numbers = {"tile_rows": 128, "tile_columns": 128, "expert_tile": 64}
+    >>> side = Stored((), (Mesh(),), numbers=numbers)
+    >>> of = Vocabulary({"w": ((256, 256), "float8_e4m3fn"), "w_scale_inv": ((2, 2), "float32")})
+    >>> imply(side, of, {})
+    {'w': Quantize(format=FP8Blocks(block=(128, 128), power_of_two=False, data='e4m3'), at='source',
+                   suffixes=('_scale_inv',), wire='bfloat16')}
+    """
+    if not isinstance(side, Stored) or "tile_rows" not in side.numbers:
+        return {}
+    numbers = side.numbers
+    sizes = [(numbers["tile_rows"], numbers["tile_columns"])]
+    if "expert_tile" in numbers:
+        sizes.append((numbers["expert_tile"], numbers["expert_tile"]))
+    made = [Quantize(FP8Blocks(size)) for size in sizes]
+    implied: dict[str, Transform] = {}
+    fitting: dict[object, Transform | None] = {}
+    for name, (shape, _) in of.shapes.items():
+        scales = of.shapes.get(name + SUFFIX)
+        if scales is None or len(shape) != 2:
+            continue
+        # Layers and experts have few shapes.
+        key = shape, scales[0]
+        if key not in fitting:
+            fits = (rule for rule in made if rule.format.scale_shape(shape) == scales[0])
+            fitting[key] = next(fits, None)
+        rule = fitting[key]
+        if rule is not None:
+            implied[name] = rule
+    try:
+        ruled = choose(rules, list(of.shapes)) if rules else {}
+    except PlanError:  # raised again where the rules are applied
+        return {}
+    return {name: rule for name, rule in implied.items() if name not in ruled}
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:

@@ -190,14 +190,15 @@ def expert_tile(
 
 
 def _cuts_tiles(config: Config, parts: int) -> bool:
-    """Whether experts that are divided into this number of parts are cut inside a tile."""
+    """Whether experts that are divided into this number of parts are cut inside a tile, or joined inside one."""
+    rows, columns = config.tile or (1, 1)
     own = config.expert_ffn // parts
-    return parts > 1 and config.tile is not None and any(own % n for n in config.tile)
+    return own % rows > 0 or (parts > 1 and own % columns > 0)
 
 
 def _has_whole_tiles(config: Config, parts: int, backend: str) -> bool:
     """Whether parts of experts are made of whole tiles, so that the last ranks have fewer, and padding."""
-    return backend not in REFINING and _cuts_tiles(config, parts)
+    return parts > 1 and backend not in REFINING and _cuts_tiles(config, parts)
 
 
 def _list_tile_numbers(config: Config, parts: int, backend: str) -> dict[str, int]:
