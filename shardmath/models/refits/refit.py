@@ -85,7 +85,13 @@ class Refit:
         """The names of the trainer's tensors that an engine needs."""
         if self.transforms is None:
             return self.plan.src
-        return self.transforms.find_held(self.plan.src)
+        names = []
+        for name in self.transforms.find_held(self.plan.src):
+            wired = self.transforms.wired.get(name)
+            suffixes = () if wired is None else wired.suffixes[0]
+            # Such as scales, which the trainer reads together with their tensor.
+            names += [name, *(name + suffix for suffix in suffixes)]
+        return names
 
     def _list_windows(self, name: str) -> Windows:
         """The windows in which engines hold a tensor that moves."""
