@@ -103,7 +103,9 @@ class Recorded:
                     yield native, self._number(segments, starts).reshape(shape)
                 elif kind in PARAMETERS and "posts" in self.json and post >= 0:
                     after, moved, _ = self.json["posts"][post]
-                    yield native, self._number(moved, starts).reshape(after)
+                    # Without sources, the processed tensor is computed, and no element of it can be compared.
+                    if moved is not None:
+                        yield native, self._number(moved, starts).reshape(after)
 
     def _number(self, segments: Sequence[tuple[int, int]], starts: Sequence[int]) -> _Ids:
         """The numbers of these segments, one after the other."""

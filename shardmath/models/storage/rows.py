@@ -7,7 +7,8 @@
 4. `@pp=0` is stored only at this coordinate, `@pp=-1` at the last, `@l=-1` where the last number of index l is. `also` marks a copy of a tensor that another row
    stores; ranks that have the tensor already do not store it twice.
 5. `? NAME` applies if this tensor exists too, `! NAME` if it does not; `/` before NAME names it from the root.
-6. `.T` stores the dimensions in reverse, `.mT` the last two. `neg_exp(NAME)` stores a function of the tensor.
+6. `.T` stores the dimensions in reverse, `.mT` the last two. `neg_exp(NAME)` stores a function of the tensor, and
+   `blocks(NAME)` the cells that the structure lays out in another order (`arranging`).
 7. `... = ...` stores every tensor that no row before it takes, each under its own name; `x.... = y....` stores those
    whose names begin with `y.`, as `x.`.
 8. `[NATIVE = LOGICAL]` on a separate line puts prefixes before the rows below it, up to the next such lines.

@@ -89,7 +89,7 @@ def vllm(
     fields = Config(config)
     meshes = _make_meshes(ranks, tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
-    gated = _choose_gated(backend, processed)
+    gated = _choose_gated(fields, backend, processed)
     parts = 1 if ep else tp * dp
     whole = _has_whole_tiles(fields, parts, backend)
     form = VLLMForm(deal, gated, fields.tile is not None, replicates(unknown), whole)
@@ -104,17 +104,19 @@ def vllm(
     return Stored(make(fields.kind, form), meshes, layers, numbers)
 
 
-def _choose_gated(backend: str, processed: bool) -> str:
-    """The order of gate and up in an expert, "parts" or, for up first, "swapped". Raises StoreError if rows cannot
-    describe it."""
+def _choose_gated(config: Config, backend: str, processed: bool) -> str:
+    """The order of gate and up in an expert: "parts", "swapped" for up first, or "blocked" for blocks with up first.
+    Raises StoreError if rows cannot describe it."""
     if not processed:
         return "parts"
-    if backend in TILES:
+    if backend not in TILES:
+        return "swapped" if backend in SWAPS else "parts"
+    if config.tile is not None:
         raise StoreError(
-            f"backend={backend!r} stores processed experts in blocks, which no row describes; "
+            f"backend={backend!r} arranges processed FP8 experts in a way that no row describes; "
             f"pass processed=False, and refit before weights are processed"
         )
-    return "swapped" if backend in SWAPS else "parts"
+    return "blocked"
 
 
 def _make_meshes(ranks: Iterable[int], tp: int, pp: int, dp: int, ep: bool) -> tuple[Mesh, Mesh]:

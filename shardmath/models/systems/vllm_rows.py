@@ -157,10 +157,18 @@ experts.routed_experts.w2_weight  = experts.{e}.w2.weight             : (DEAL) h
 """DEAL stands for the division of experts among ranks, GATED for the order of gate and up in an expert. One rank has
 the output bias, the others zeros: `wide` is such a multiple of the output that the first part is all of it."""
 
+BLOCKED = """
+experts.routed_experts.w13_weight = paired_blocks(experts.{e}.[gate up]_proj.weight) : (DEAL) (etp (up^tile + gate^tile)) h
+experts.routed_experts.w13_weight = blocks(experts.{e}.up_proj.weight)   : (DEAL) (etp n^tile) h
+experts.routed_experts.w2_weight  = blocks(experts.{e}.down_proj.weight) : (DEAL) h (etp n^tile)
+"""
+"""Rows of experts that FlashInfer's TRTLLM backend has arranged, before all others."""
+
 DEALS = {"linear": "ep~ e", "round_robin": "e ep", "redundant": "ep~ e%slots"}
 GATED = {
     "parts": "(etp (gate^tile + up^tile))",
     "swapped": "(etp (up^tile + gate^tile))",
+    "blocked": "(etp (up^tile + gate^tile))",
     "interleaved": "(etp own_ffn (gate + up))",
 }
 """The order of gate and up: one after the other, in reverse, or row by row alternating."""
@@ -323,7 +331,8 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
     qkvz, ba = FUSINGS["heads" if kind in BY_HEADS else "parts"]
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
     gated = GATED["interleaved" if kind in INTERLEAVES else form.gated]
-    experts = EXPERTS.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
+    own_experts = BLOCKED + EXPERTS if form.gated == "blocked" else EXPERTS
+    experts = own_experts.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
     if form.whole:
         experts = experts.replace("^tile", WHOLE)
     text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"

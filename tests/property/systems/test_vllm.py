@@ -141,20 +141,61 @@ def test_cutlass_swaps_gate_and_up_once_processed() -> None:
     assert np.array_equal(processed, np.concatenate([loaded[2:], loaded[:2]]))
 
 
-def test_trtllm_pads_each_part_of_an_expert(fails: Fails) -> None:
-    """Rule 9: to 128 rows of gate, 128 of up, and 128 columns; what is processed is in no row's order."""
+def test_trtllm_pads_each_part_of_an_expert() -> None:
+    """Rule 9: to 128 rows of gate, 128 of up, and 128 columns."""
     arrays = number(experts(1, 8, 4, "gate", "up", "down"))
-    sizes: dict[str, Any] = {"tp": 2, "backend": "flashinfer_trtllm"}
-    held = store(SPARSE, arrays, 1, **sizes)
+    held = store(SPARSE, arrays, 1, tp=2, backend="flashinfer_trtllm")
     w13, w2 = held[f"{ROUTED}w13_weight"][0], held[f"{ROUTED}w2_weight"][0]
     assert w13.shape == (256, 4) and w2.shape == (4, 128)
     assert np.array_equal(w13[:4], arrays[f"{LAYER}mlp.experts.0.gate_proj.weight"][4:])
     assert np.array_equal(w13[128:132], arrays[f"{LAYER}mlp.experts.0.up_proj.weight"][4:])
     assert not w13[4:128].any() and not w13[132:].any() and not w2[:, 4:].any()
+
+
+ROW_MAP = [8 * (row % 4) + row // 4 for row in range(32)]
+"""FlashInfer's `srcToDstBlk32RowMap`."""
+
+
+def block(matrix: np.ndarray) -> np.ndarray:
+    """As FlashInfer shuffles rows in blocks of 32, and vLLM puts blocks of 64 columns one after the other."""
+    shuffled = np.empty_like(matrix)
+    for row, values in enumerate(matrix):
+        shuffled[row // 32 * 32 + ROW_MAP[row % 32]] = values
+    blocks = [shuffled[:, at : at + 64] for at in range(0, matrix.shape[1], 64)]
+    return np.concatenate([one.ravel() for one in blocks]).reshape(matrix.shape)
+
+
+def test_trtllm_blocks_experts_once_processed() -> None:
+    """Rule 9: up and gate alternate row by row, then blocks; padding moves with the others."""
+    arrays = number(experts(1, 200, 64, "gate", "up", "down"))
+    sizes: dict[str, Any] = {"tp": 2, "backend": "flashinfer_trtllm"}
+    loaded = store(SPARSE, arrays, 1, **sizes)
+    processed = store(SPARSE, arrays, 1, processed=True, **sizes)
+    gate, up = np.split(loaded[f"{ROUTED}w13_weight"][0], 2)
+    paired = np.stack([up, gate], 1).reshape(256, 64)
+    assert np.array_equal(processed[f"{ROUTED}w13_weight"][0], block(paired))
+    down = loaded[f"{ROUTED}w2_weight"][0]
+    assert np.array_equal(processed[f"{ROUTED}w2_weight"][0], block(down))
+
+
+def test_what_trtllm_has_blocked_is_not_read_back(fails: Fails) -> None:
+    """A trainer cannot send it; and with scales, which are blocked in another way, no row says how it lies."""
+    arrays = number(experts(1, 128, 64, "up"))
+    shapes = {name: (array.shape, "int64") for name, array in arrays.items()}
+    sizes: dict[str, Any] = {"backend": "flashinfer_trtllm", "processed": True}
+    side = vllm(SPARSE, ranks=range(1), **sizes)
+    stored = {0: fill(bind(side, shapes), arrays, 0)}
     fails(
-        lambda: vllm(SPARSE, ranks=range(2), processed=True, **sizes),
+        lambda: gather(bind(side, shapes), stored, [0]),
         StoreError,
-        "backend='flashinfer_trtllm' stores processed experts in blocks, which no row describes; "
+        f"'{ROUTED}w13_weight' is stored as blocks(...), whose cells are not read back; "
+        "gather it before it is arranged",
+    )
+    scaled = {**SPARSE, "quantization_config": {"weight_block_size": [128, 128]}}
+    fails(
+        lambda: vllm(scaled, ranks=range(1), **sizes),
+        StoreError,
+        "backend='flashinfer_trtllm' arranges processed FP8 experts in a way that no row describes; "
         "pass processed=False, and refit before weights are processed",
     )
 
