@@ -22,6 +22,7 @@ float32[4, 4] (tp n) h on dp=2 tp=2
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from typing import TypeAlias
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
 from shardmath.models.storage.laying import stack_names
-from shardmath.models.storage.names import STARS, matches
+from shardmath.models.storage.names import STARS, matches, split
 from shardmath.models.storage.owners import Layouts, Maker, OwnedTensor, pile
 from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Shapes, Slot, Stored, Vocabulary
@@ -43,6 +44,10 @@ _Shape: TypeAlias = tuple[int, ...]
 
 SHOWN = 5
 """The most tensors without a row that a message names."""
+SHOWN_ROWS = 3
+"""The most rows that a message shows for a tensor without one."""
+SIMILAR = 0.85
+"""How alike names are, from 0 to 1, that a message takes for a name with a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +218,41 @@ class _Binder:
             more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
             listed = ", ".join(missing[:SHOWN])
             faults.append(f"no row stores {listed}{more}; add rows for them, or leave them out")
+            faults += self._list_nearest(missing[0])
         if faults:
             raise StoreError("\n".join(faults))
+
+    def _list_nearest(self, name: str) -> list[str]:
+        """Lines with the rows that come nearest to storing the tensor `name`: they name it, but do not apply, or they
+        name one that is spelled nearly alike."""
+        template, _ = split(name)
+        rows: dict[str, list[Row]] = {}
+        for row in self.stored.rows:
+            for word in () if row.logical.is_open else row.logical.components or ("",):
+                for star in STARS if row.logical.starred else ("",):
+                    rows.setdefault(row.logical.template(word, star), []).append(row)
+        similar = difflib.get_close_matches(template, rows, n=SHOWN_ROWS, cutoff=SIMILAR)
+        nearest = list(dict.fromkeys(row for near in similar for row in rows[near]))
+        if not nearest:
+            return []
+        lines = [f"    {row}{self._explain(row, name)}" for row in nearest[:SHOWN_ROWS]]
+        return [f"the nearest rows to {name} are", *lines]
+
+    def _explain(self, row: Row, name: str) -> str:
+        """Why the row does not store the tensor: another tensor is missing; "" if it is a row of another tensor."""
+        _, numbers = split(name)
+        indices = [index.name for index in row.logical.indices]
+        if len(indices) != len(numbers):
+            return ""
+        by_index = dict(zip(indices, numbers, strict=True))
+        words = row.logical.components or ("",)
+        stars = STARS if row.logical.starred else ("",)
+        for star in stars:
+            needed = [row.logical.fill(by_index, word, star) for word in words]
+            absent = [other for other in needed if other not in self.shapes]
+            if name in needed and absent:
+                return f", but there is no {absent[0]}"
+        return ""
 
     def _hold(self, row: Row, star: str) -> Iterator[Held]:
         """The stored tensors of the row with this star, if there are any."""

@@ -522,3 +522,61 @@ def test_norms_of_all_heads_are_cut_as_heads_are(
     }
     bound = bind(make(config, ranks=range(2), tp=2), shapes)
     assert list(bound.natives(1).values()) == own
+
+
+def draft_of(kind: str, natives: dict[str, tuple[int, ...]], **more: Any) -> Any:
+    """The numbered arrays of a checkpoint, and what rank 1 of two stores of its draft."""
+    config = {**DENSE, "model_type": kind, **more}
+    stored = number(natives)
+    shapes = logical_shapes(config, {name: (array.shape, "int64") for name, array in stored.items()})
+    disk = bind(hugging_face(config, natives), shapes)
+    logical = gather(disk, {0: {(0, name): array for name, array in stored.items()}}, [0])
+    side = vllm(config, ranks=range(2), tp=2, draft=True)
+    bound = bind(side, shapes, unused=("model.*", "lm_head.*"))
+    return stored, {name: array for (_, name), array in fill(bound, logical, 1).items()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "exaone_moe"])
+def test_a_draft_that_is_a_module_apart_is_numbered_from_0(kind: str) -> None:
+    """Rule 25: its projection is cut by rows, and it reads the model's embedding and head."""
+    natives = {"mtp.fc.weight": (4, 8), "mtp.norm.weight": (4,), "lm_head.weight": (100, 4)}
+    natives |= {"mtp.pre_fc_norm_hidden.weight": (4,), "mtp.pre_fc_norm_embedding.weight": (4,)}
+    natives |= {"mtp.layers.0.self_attn.o_proj.weight": (4, 16), "model.embed_tokens.weight": (100, 4)}
+    stored, held = draft_of(kind, natives)
+    assert np.array_equal(held["model.fc.weight"], stored["mtp.fc.weight"][2:])
+    o_proj = stored["mtp.layers.0.self_attn.o_proj.weight"]
+    assert np.array_equal(held["model.layers.0.self_attn.o_proj.weight"], o_proj[:, 8:])
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        assert np.array_equal(held[f"model.{name}.weight"], stored[f"mtp.{name}.weight"])
+    assert np.array_equal(held["lm_head.weight"][:36], stored["lm_head.weight"][64:])
+    assert len(held) == len(natives)
+
+
+def test_nemotron_predicts_a_token_by_several_layers() -> None:
+    """Rule 25: the first has the projection, which is cut by rows, the last the norm."""
+    natives = {f"mtp.layers.0.{name}.weight": (4,) for name in ("enorm", "hnorm", "norm")}
+    natives |= {"mtp.layers.0.eh_proj.weight": (4, 8), "mtp.layers.0.mixer.o_proj.weight": (4, 16)}
+    natives |= {"mtp.layers.1.norm.weight": (4,), "mtp.layers.1.final_layernorm.weight": (4,)}
+    natives |= {f"mtp.layers.1.mixer.experts.{e}.up_proj.weight": (8, 4) for e in range(2)}
+    natives["mtp.layers.1.mixer.gate.weight"] = 2, 4
+    stored, held = draft_of("nemotron_h", natives, n_routed_experts=2)
+    eh_proj = stored["mtp.layers.0.eh_proj.weight"]
+    assert np.array_equal(held["model.layers.0.eh_proj.weight"], eh_proj[2:])
+    names = ("final_layernorm.weight", "norm.weight")
+    for name in names:
+        assert np.array_equal(held[f"model.layers.1.{name}"], stored[f"mtp.layers.1.{name}"])
+    ups = [stored[f"mtp.layers.1.mixer.experts.{e}.up_proj.weight"][4:] for e in range(2)]
+    routed = "model.layers.1.mixer.experts.routed_experts.w13_weight"
+    assert np.array_equal(held[routed], np.stack(ups))
+
+
+def test_ernie_numbers_its_draft_behind_its_layers() -> None:
+    """Rule 25: its checkpoint counts from 0, in four modules; the projection is whole."""
+    natives = {"model.mtp_emb_norm.0.weight": (4,), "model.mtp_hidden_norm.0.weight": (4,)}
+    natives |= {"model.mtp_linear_proj.0.weight": (4, 8)}
+    natives |= {"model.mtp_block.0.mlp.down_proj.weight": (4, 8)}
+    stored, held = draft_of("ernie4_5_moe", natives)
+    projection = stored["model.mtp_linear_proj.0.weight"]
+    assert np.array_equal(held["model.layers.1.mtp_linear_proj.weight"], projection)
+    down = stored["model.mtp_block.0.mlp.down_proj.weight"]
+    assert np.array_equal(held["model.layers.1.mtp_block.mlp.down_proj.weight"], down[:, 4:])
