@@ -58,7 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, dict[str, Any]]] = {
         | {"model.mtp_linear_proj.0": (HIDDEN, 2 * HIDDEN)},
     ),
 }
-"""Further fields of a configuration, the layer whose modules the draft has too, under which name, and its other modules."""
+"""Further fields of a configuration, the layer whose modules the draft has too, their names, and its other modules."""
 READ_TWICE = ("lm_head.weight", "model.embed_tokens.weight")
 """What vLLM reads of glm's model first, and then its layer's own instead: a recording refuses cells written twice."""
 
@@ -96,4 +96,3 @@ def test_recorded_drafts_are_declared(kind: str, tmp_path: Path) -> None:
                 found = smt.record(model.load_weights, shapes, model, form="pairs").fill(numbers)
             wanted = {name: array for (_, name), array in fill(declared, arrays, rank).items()}
             assert list_faults(found, wanted) == [], f"TP {tp}, rank {rank}"
-

@@ -120,14 +120,16 @@ def test_loaded_scales_are_declared(kind: str, tmp_path: Path) -> None:
             found = load(tmp_path, shapes, rank, tp)
             wanted = declare(config, shapes, rank, tp)
             assert found.keys() == wanted.keys()
-            wrong = [name for name, array in found.items() if not np.array_equal(array, wanted[name])]
+            wrong = [
+                name for name, array in found.items() if not np.array_equal(array, wanted[name])
+            ]
             assert wrong == [], f"TP {tp}, rank {rank}"
 
 
 def test_scales_of_whole_tiles_are_declared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a backend that reads no other tiles gets, such as DeepGEMM, which a processor without a GPU cannot choose."""
+    """What a backend that reads no other tiles gets, such as DeepGEMM, which cannot be chosen without a GPU."""
 
     def pad(config: Any, tile: list[int], *others: Any) -> tuple[list[int], None]:
         oracle.pad_tp_shard_to_weight_blocks(config, tile)

@@ -288,13 +288,24 @@ def refit(
     needed, windows = pair(source, bound, rules or {})
     _check_sources(source, needed)
     for name, side in by_name.items():
-        making = {**(rules or {}), **imply(side, engine_tensors, rules or {})}
-        check_scales({name: bound[name]}, engine_tensors, making)
-        check_places({name: bound[name]}, engine_tensors, making)
+        _check_tiles(name, side, bound[name], engine_tensors, rules or {})
     if rules is None and served is None:
         return Refit(plan(needed, windows), source, bound)
     converted = transformed(needed, windows, rules or {})
     return Refit(plan(converted.src, converted.dst), source, bound, converted)
+
+
+def _check_tiles(
+    name: str,
+    declared: Declared,
+    bound: KnownSide,
+    tensors: Vocabulary,
+    rules: Mapping[str, Transform],
+) -> None:
+    """Raise StoreError if a rank of the engine has values without their scale, or begins one inside a tile."""
+    making = {**rules, **imply(declared, tensors, rules)}
+    check_scales({name: bound}, tensors, making)
+    check_places({name: bound}, tensors, making)
 
 
 def _read_shapes(given: Shapes | Vocabulary) -> Vocabulary:

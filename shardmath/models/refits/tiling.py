@@ -23,7 +23,7 @@ divide the dimension at multiples of 128"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.layouts.layout import Layout
@@ -42,9 +42,7 @@ SUFFIX = "_scale_inv"
 """What the names of scales add to the names of their tensors."""
 
 
-def imply(
-    side: object, of: Vocabulary, rules: Mapping[str, Transform]
-) -> dict[str, Transform]:
+def imply(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> dict[str, Transform]:
     """Return the transforms that would make the scales which `side` is sent as they are, by tensor, in addition to
     `rules`. `of` has the tensors' shapes and dtypes. There are none if the side's numbers give no size of tiles.
 
@@ -58,30 +56,41 @@ def imply(
     """
     if not isinstance(side, Stored) or "tile_rows" not in side.numbers:
         return {}
-    numbers = side.numbers
-    sizes = [(numbers["tile_rows"], numbers["tile_columns"])]
-    if "expert_tile" in numbers:
-        sizes.append((numbers["expert_tile"], numbers["expert_tile"]))
-    made = [Quantize(FP8Blocks(size)) for size in sizes]
-    implied: dict[str, Transform] = {}
-    fitting: dict[object, Transform | None] = {}
-    for name, (shape, _) in of.shapes.items():
-        scales = of.shapes.get(name + SUFFIX)
-        if scales is None or len(shape) != 2:
-            continue
-        # Layers and experts have few shapes.
-        key = shape, scales[0]
-        if key not in fitting:
-            fits = (rule for rule in made if rule.format.scale_shape(shape) == scales[0])
-            fitting[key] = next(fits, None)
-        rule = fitting[key]
-        if rule is not None:
-            implied[name] = rule
     try:
         ruled = choose(rules, list(of.shapes)) if rules else {}
     except PlanError:  # raised again where the rules are applied
         return {}
-    return {name: rule for name, rule in implied.items() if name not in ruled}
+    made = _list_quantizers(side.numbers)
+    implied: dict[str, Transform] = {}
+    fitting: dict[object, Transform | None] = {}
+    for name, (shape, _) in of.shapes.items():
+        scales = of.shapes.get(name + SUFFIX)
+        if scales is None or name in ruled:
+            continue
+        # Layers and experts have few shapes.
+        key = shape, scales[0]
+        if key not in fitting:
+            fitting[key] = _find_fitting(made, *key)
+        rule = fitting[key]
+        if rule is not None:
+            implied[name] = rule
+    return implied
+
+
+def _list_quantizers(numbers: Mapping[str, int]) -> list[Quantize]:
+    """The transforms that make a scale per tile of all weights, and of experts."""
+    sizes = [(numbers["tile_rows"], numbers["tile_columns"])]
+    if "expert_tile" in numbers:
+        sizes.append((numbers["expert_tile"], numbers["expert_tile"]))
+    return [Quantize(FP8Blocks(size)) for size in sizes]
+
+
+def _find_fitting(
+    made: Sequence[Quantize], shape: tuple[int, ...], scales: tuple[int, ...]
+) -> Quantize | None:
+    """The first transform that makes scales of this shape for a matrix; None if there is none."""
+    fits = (one for one in made if len(shape) == 2 and one.format.scale_shape(shape) == scales)
+    return next(fits, None)
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:

@@ -169,6 +169,15 @@ def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = (
     return _Binder(stored, vocabulary, unused).bind()
 
 
+def _list_templates(row: Row) -> list[str]:
+    """The templates of the names of all tensors that the row stores; none for an open row."""
+    if row.logical.is_open:
+        return []
+    stars = STARS if row.logical.starred else ("",)
+    words = row.logical.components or ("",)
+    return [row.logical.template(word, star) for word in words for star in stars]
+
+
 class _Binder:
     """Binds the tensors of a vocabulary to the rows of a side."""
 
@@ -225,29 +234,25 @@ class _Binder:
     def _list_nearest(self, name: str) -> list[str]:
         """Lines with the rows that come nearest to storing the tensor `name`: they name it, but do not apply, or they
         name one that is spelled nearly alike."""
-        template, _ = split(name)
         rows: dict[str, list[Row]] = {}
         for row in self.stored.rows:
-            for word in () if row.logical.is_open else row.logical.components or ("",):
-                for star in STARS if row.logical.starred else ("",):
-                    rows.setdefault(row.logical.template(word, star), []).append(row)
+            for template in _list_templates(row):
+                rows.setdefault(template, []).append(row)
+        template, _ = split(name)
         similar = difflib.get_close_matches(template, rows, n=SHOWN_ROWS, cutoff=SIMILAR)
-        nearest = list(dict.fromkeys(row for near in similar for row in rows[near]))
-        if not nearest:
-            return []
-        lines = [f"    {row}{self._explain(row, name)}" for row in nearest[:SHOWN_ROWS]]
-        return [f"the nearest rows to {name} are", *lines]
+        nearest = dict.fromkeys(itertools.chain.from_iterable(rows[near] for near in similar))
+        lines = [f"    {row}{self._explain(row, name)}" for row in nearest]
+        heading = f"the nearest rows to {name} are" if lines else ""
+        return list(filter(None, [heading, *lines[:SHOWN_ROWS]]))
 
     def _explain(self, row: Row, name: str) -> str:
         """Why the row does not store the tensor: another tensor is missing; "" if it is a row of another tensor."""
         _, numbers = split(name)
         indices = [index.name for index in row.logical.indices]
-        if len(indices) != len(numbers):
-            return ""
-        by_index = dict(zip(indices, numbers, strict=True))
-        words = row.logical.components or ("",)
-        stars = STARS if row.logical.starred else ("",)
-        for star in stars:
+        # A row of another tensor may have other numbers.
+        by_index = dict(zip(indices, numbers, strict=False))
+        for star in STARS if len(indices) == len(numbers) else ():
+            words = row.logical.components or ("",)
             needed = [row.logical.fill(by_index, word, star) for word in words]
             absent = [other for other in needed if other not in self.shapes]
             if name in needed and absent:

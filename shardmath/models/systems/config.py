@@ -33,7 +33,7 @@ SYNONYMS = {
 
 DRAFTS_ALONE = ("qwen3next", "qwen35", "qwen35moe", "exaonemoe")
 DRAFTS_APART = (*DRAFTS_ALONE, "ernie45moe")
-"""Kinds of model whose checkpoints number layers that predict further tokens from 0: alone in a module, or in several."""
+"""Kinds of model whose checkpoints number layers that predict further tokens from 0, in one module or several."""
 
 
 def plain(kind: str) -> str:

@@ -98,9 +98,9 @@ def megatron(
     `config`, given its parallel sizes and the options below.
 
     `etp` is tp if not given, `order` the order of the axes, first fastest, `vpp` the virtual stages of a rank, `spec`
-    "te" or "local", `experts` "grouped", "sequential", "stacked" or "legacy", by the configuration if not given, `vocab`
-    the vocabulary before padding, `unknown` "refuse" or "replicate". Raises MeshError if ranks do not factor, StoreError if
-    layers do not fit the stages.
+    "te" or "local", `experts` "grouped", "sequential", "stacked" or "legacy", by the configuration if not given,
+    `vocab` the vocabulary before padding, `unknown` "refuse" or "replicate". Raises MeshError if ranks do not factor,
+    StoreError if layers do not fit the stages.
     """
     fields = MegatronConfig(config)
     etp = tp if etp is None else etp
@@ -135,14 +135,11 @@ def _rename(text: str, config: MegatronConfig) -> str:
 def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
     """The spot of each layer. Layers that predict further tokens are numbered from 0, on the last stage."""
     stage_layout = config.get("pipeline_model_parallel_layout")
-    stages = None if stage_layout is None else _read_layout(stage_layout)
-    if stages is None:
-        counts = _count_evenly(config, pp, vpp)
-    else:
-        counts = [stage.count("decoder") for stage in stages]
+    stages = [] if stage_layout is None else _read_layout(stage_layout)
+    counts = [stage.count("decoder") for stage in stages] or _count_evenly(config, pp, vpp)
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
     # Without a layout they are in the last chunk, which may have no other layers.
-    chunks = [i // pp for i, stage in enumerate(stages or ()) if "mtp" in stage]
+    chunks = [i // pp for i, stage in enumerate(stages) if "mtp" in stage]
     chunk = chunks[0] if chunks else vpp - 1
     further = tuple(Spot({"pp": pp - 1}, chunk, m) for m in range(config.mtp))
     return {"l": layers, "m": further}

@@ -25,7 +25,7 @@ embedding.word_embeddings.weight @pp=0          = model.embed_tokens.weight : (t
 embedding.position_embeddings.weight @pp=0      = model.position_embeddings.weight
 output_layer.weight @pp=-1                      = lm_head.weight            : (tp n=vocab) h
 also embedding.word_embeddings.weight @pp=-1    = model.embed_tokens.weight ? /mtp.0.enorm.weight : (tp n=vocab) h
-also embedding.word_embeddings.weight @pp=-1    = model.embed_tokens.weight ? /mtp.0.layers.0.enorm.weight : (tp n=vocab) h
+also embedding.word_embeddings.weight @pp=-1 = model.embed_tokens.weight ? /mtp.0.layers.0.enorm.weight : (tp n=vocab) h
 also output_layer.weight @pp=-1                 = model.embed_tokens.weight ! /lm_head.weight     : (tp n=vocab) h
 decoder.final_layernorm.* @pp=-1              = model.norm.*
 [mtp.layers.{m}. = mtp.{m}.] @pp=-1
@@ -103,7 +103,8 @@ self_attention.linear_kv_down_proj.*   = self_attn.kv_a_proj_with_mqa.* : (tp n)
 
 FUSED_DOWN = """
 self_attention.linear_qkv_down_proj.layer_norm_* = input_layernorm.* ? self_attn.q_a_proj.weight
-self_attention.linear_qkv_down_proj.*  = self_attn.[q_a_proj kv_a_proj_with_mqa].* : (tp (q_a_proj + kv_a_proj_with_mqa)) h
+self_attention.linear_qkv_down_proj.* = self_attn.[q_a_proj kv_a_proj_with_mqa].* :
+    (tp (q_a_proj + kv_a_proj_with_mqa)) h
 """
 """Rows of latent attention whose down projections are one module, with `mla_down_proj_fusion` in the configuration."""
 
@@ -165,7 +166,7 @@ def table(
 ) -> str:
     """Return, as text, Megatron's storage rows (rules) for the layer `spec`, "te" or "local". `experts` says how routed
     experts are stored: "grouped", "sequential", "stacked" or "legacy"; `unknown` adds rows that store all remaining
-    tensors undivided, `fused_down` those of fused down projections.
+    tensors undivided, `fused_down` rows of fused down projections.
 
     Raises StoreError for an unknown spec or form.
     """
@@ -176,5 +177,7 @@ def table(
             f"spec={spec!r}, experts={experts!r} are not both known; use one of {', '.join(SPECS)} "
             f"for spec, and one of {', '.join(EXPERTS)} for experts"
         )
-    layers = HEADS + FUSED_DOWN * fused_down + SPECS[known_spec] + LAYERS + NORMS + EXPERTS[known_experts]
+    # Join rows that are written over several lines above: a table has one line per row.
+    down = FUSED_DOWN.replace(":\n    (", ": (") * fused_down
+    layers = HEADS + down + SPECS[known_spec] + LAYERS + NORMS + EXPERTS[known_experts]
     return ENDS + layers + UNKNOWN * unknown

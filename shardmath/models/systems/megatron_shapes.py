@@ -140,7 +140,7 @@ def _list_all(
     yield "model.embed_tokens.weight", (vocab, h)
     if positions:
         yield "model.position_embeddings.weight", (positions, h)
-    main, *further = (pattern or "").replace("|", "").split("/")
+    main, *_ = (pattern or "").replace("|", "").split("/")
     for layer in range(config.layers):
         modules = main[layer] if main else _choose_modules(config, layer)
         for name, shape in _list_layer(config, modules):
@@ -148,12 +148,18 @@ def _list_all(
     yield from _norm(config, "model.norm", h)
     if not tied:
         yield "lm_head.weight", (vocab, h)
+    yield from _list_further(config, pattern or "")
+
+
+def _list_further(config: MegatronConfig, pattern: str) -> Iterator[tuple[str, Shape]]:
+    """The tensors that predict further tokens: by the pattern's layers, or as the last layer of the model."""
+    main, *further = pattern.split("/")
+    listed = _list_hybrid_mtp
     if not further:
-        last = main[-1:] or _choose_modules(config, config.layers - 1)
-        further = [last] * config.mtp
+        listed = _list_mtp
+        further = [main[-1:] or _choose_modules(config, config.layers - 1)] * config.mtp
     for depth, modules in enumerate(further):
-        list_further = _list_hybrid_mtp if "/" in (pattern or "") else _list_mtp
-        for name, shape in list_further(config, modules):
+        for name, shape in listed(config, modules):
             yield f"mtp.{depth}.{name}", shape
 
 

@@ -158,7 +158,7 @@ experts.routed_experts.w2_weight  = experts.{e}.w2.weight             : (DEAL) h
 the output bias, the others zeros: `wide` is such a multiple of the output that the first part is all of it."""
 
 BLOCKED = """
-experts.routed_experts.w13_weight = paired_blocks(experts.{e}.[gate up]_proj.weight) : (DEAL) (etp (up^tile + gate^tile)) h
+experts.routed_experts.w13_weight = paired_blocks(experts.{e}.[gate up]_proj.weight) : (DEAL) GATED h
 experts.routed_experts.w13_weight = blocks(experts.{e}.up_proj.weight)   : (DEAL) (etp n^tile) h
 experts.routed_experts.w2_weight  = blocks(experts.{e}.down_proj.weight) : (DEAL) h (etp n^tile)
 """

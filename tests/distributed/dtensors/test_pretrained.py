@@ -12,14 +12,49 @@ from tests.distributed.tasks import pretrained
 
 pytestmark = pytest.mark.long
 
-DENSE = (
-    "llama qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 glm glm4 olmo olmo2 olmo3 mistral ministral granite cohere "
-    "cohere2 starcoder2 smollm3 exaone4 lfm2 gpt_neox helium"
-).split()
-EXPERTS = (
-    "mixtral qwen2_moe qwen3_moe qwen3_next deepseek_v2 deepseek_v3 gpt_oss glm4_moe olmoe phimoe granitemoe "
-    "minimax_m2 ernie4_5_moe nemotron_h hunyuan_v1_moe"
-).split()
+DENSE = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "phi",
+    "phi3",
+    "glm",
+    "glm4",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "mistral",
+    "ministral",
+    "granite",
+    "cohere",
+    "cohere2",
+    "starcoder2",
+    "smollm3",
+    "exaone4",
+    "lfm2",
+    "gpt_neox",
+    "helium",
+]
+EXPERTS = [
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "qwen3_next",
+    "deepseek_v2",
+    "deepseek_v3",
+    "gpt_oss",
+    "glm4_moe",
+    "olmoe",
+    "phimoe",
+    "granitemoe",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "nemotron_h",
+    "hunyuan_v1_moe",
+]
 TIMEOUT_S = 120.0
 
 

@@ -105,9 +105,7 @@ def compare(rank: int, kind: str, folder: Path, ep: bool) -> list[str]:
     )
     shapes = {name: (tuple(tensor.shape), "float32") for name, tensor in whole.items()}
     experts = (loaded.ep_plan, sm.Mesh(ep=size)) if ep else None
-    planned = hf_parallel(
-        loaded.tp_plan, shapes, sm.Mesh(tp=size), experts=experts, unused=["*"]
-    )
+    planned = hf_parallel(loaded.tp_plan, shapes, sm.Mesh(tp=size), experts=experts, unused=["*"])
     own = smt.layout_of(loaded)
     wrong = []
     for name, parameter in loaded.named_parameters():

@@ -38,7 +38,9 @@ def test_megatron_stores_what_its_rows_say(model: str) -> None:
 @pytest.mark.parametrize(
     ("path", "model"),
     [(path, model) for path in VERSIONS for model in Recorded(path).models],
-    ids=lambda given: given.name.removesuffix("_storage.json.gz") if isinstance(given, Path) else given,
+    ids=lambda given: (
+        given.name.removesuffix("_storage.json.gz") if isinstance(given, Path) else given
+    ),
 )
 def test_versions_of_megatron_store_what_their_rows_say(path: Path, model: str) -> None:
     found = compare(path, [model])

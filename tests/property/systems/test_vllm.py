@@ -528,7 +528,9 @@ def draft_of(kind: str, natives: dict[str, tuple[int, ...]], **more: Any) -> Any
     """The numbered arrays of a checkpoint, and what rank 1 of two stores of its draft."""
     config = {**DENSE, "model_type": kind, **more}
     stored = number(natives)
-    shapes = logical_shapes(config, {name: (array.shape, "int64") for name, array in stored.items()})
+    shapes = logical_shapes(
+        config, {name: (array.shape, "int64") for name, array in stored.items()}
+    )
     disk = bind(hugging_face(config, natives), shapes)
     logical = gather(disk, {0: {(0, name): array for name, array in stored.items()}}, [0])
     side = vllm(config, ranks=range(2), tp=2, draft=True)
@@ -541,7 +543,10 @@ def test_a_draft_that_is_a_module_apart_is_numbered_from_0(kind: str) -> None:
     """Rule 25: its projection is cut by rows, and it reads the model's embedding and head."""
     natives = {"mtp.fc.weight": (4, 8), "mtp.norm.weight": (4,), "lm_head.weight": (100, 4)}
     natives |= {"mtp.pre_fc_norm_hidden.weight": (4,), "mtp.pre_fc_norm_embedding.weight": (4,)}
-    natives |= {"mtp.layers.0.self_attn.o_proj.weight": (4, 16), "model.embed_tokens.weight": (100, 4)}
+    natives |= {
+        "mtp.layers.0.self_attn.o_proj.weight": (4, 16),
+        "model.embed_tokens.weight": (100, 4),
+    }
     stored, held = draft_of(kind, natives)
     assert np.array_equal(held["model.fc.weight"], stored["mtp.fc.weight"][2:])
     o_proj = stored["mtp.layers.0.self_attn.o_proj.weight"]

@@ -111,7 +111,9 @@ def test_scales_of_experts_are_repeated_so_that_no_rank_cuts_their_tiles() -> No
     side = vllm(scaled(), ranks=range(2), tp=2)
     bound = bind(side, {name: (array.shape, "float32") for name, array in fine.items()})
     (held,) = fill(bound, fine, 1).values()
-    gate, up = (fine[f"{LAYER}mlp.experts.0.{half}_proj.weight_scale_inv"] for half in ("gate", "up"))
+    gate, up = (
+        fine[f"{LAYER}mlp.experts.0.{half}_proj.weight_scale_inv"] for half in ("gate", "up")
+    )
     assert np.array_equal(held[0], np.concatenate([gate[3:], up[3:]]))
 
 
@@ -119,7 +121,7 @@ def test_scales_that_are_cut_inside_a_block_are_refused() -> None:
     """A linear layer's scales are not repeated: 384 rows are 3 tiles, 1.5 on each of two ranks."""
     side = vllm(scaled(), ranks=range(2), tp=2)
     name = f"{LAYER}self_attn.o_proj.weight_scale_inv"
-    with pytest.raises(sm.StoreError, match="'n' has 3 .* into 2 equal parts"):
+    with pytest.raises(sm.StoreError, match=r"'n' has 3 .* into 2 equal parts"):
         bind(side, {name: ((2, 3), "float32")})
 
 
@@ -136,7 +138,10 @@ def test_other_backends_get_whole_tiles(tp: int, parts: list[int]) -> None:
     own = max(parts)
     start = 0
     for rank, size in enumerate(parts):
-        held = {name.rpartition(".")[2]: array[0] for (_, name), array in fill(bound, arrays, rank).items()}
+        held = {
+            name.rpartition(".")[2]: array[0]
+            for (_, name), array in fill(bound, arrays, rank).items()
+        }
         for half, name in enumerate(names[:2]):
             rows = held["w13_weight"][own * half : own * (half + 1)]
             assert np.array_equal(rows[:size], arrays[name][start : start + size])
@@ -144,5 +149,7 @@ def test_other_backends_get_whole_tiles(tp: int, parts: list[int]) -> None:
             tiles = held["w13_weight_scale_inv"].reshape(2, -1, 2)[half]
             kept = arrays[f"{name}_scale_inv"][start // 128 : (start + size) // 128]
             assert np.array_equal(tiles[: size // 128], kept)
-        assert np.array_equal(held["w2_weight"][:, :size], arrays[names[2]][:, start : start + size])
+        assert np.array_equal(
+            held["w2_weight"][:, :size], arrays[names[2]][:, start : start + size]
+        )
         start += size
