@@ -103,7 +103,9 @@ class Recorded:
                     yield native, self._number(segments, starts).reshape(shape)
                 elif kind in PARAMETERS and "posts" in self.json and post >= 0:
                     after, moved, _ = self.json["posts"][post]
-                    yield native, self._number(moved, starts).reshape(after)
+                    # Without sources, the processed tensor is computed, and no element of it can be compared.
+                    if moved is not None:
+                        yield native, self._number(moved, starts).reshape(after)
 
     def _number(self, segments: Sequence[tuple[int, int]], starts: Sequence[int]) -> _Ids:
         """The numbers of these segments, one after the other."""
@@ -279,9 +281,12 @@ def _number_logical(
 ) -> dict[str, _Ids]:
     """The logical arrays of a reference of which element i is numbered i + 1."""
     stored: dict[_Native, _Ids] = {}
+    laid = reference.natives(0)
     for (name, shape), start in zip(ref.items(), starts, strict=False):
         flat = np.arange(start + 1, start + 1 + math.prod(shape))
-        stored[0, name] = flat.reshape(shape)
+        # A tensor may be declared in another shape than it is laid in, with as many cells.
+        own = laid.get((0, name), shape)
+        stored[0, name] = flat.reshape(own if math.prod(own) == len(flat) else shape)
     return gather(reference, {0: stored}, [0])
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -18,10 +19,11 @@ from shardmath.models.storage.binding import Bound, bind
 from shardmath.models.storage.stored import Shapes, Stored
 from shardmath.models.systems import hugging_face as hf
 from shardmath.models.systems import torchtitan as titan
+from shardmath.models.systems.config import Config
 from shardmath.models.systems.megatron import megatron, pad_vocab
-from shardmath.models.systems.megatron_shapes import logical_shapes
+from shardmath.models.systems.megatron_shapes import SINCE_0_17, SINCE_0_19, logical_shapes
 from shardmath.models.systems.sglang import sglang
-from shardmath.models.systems.vllm import vllm
+from shardmath.models.systems.vllm import expert_tile, vllm
 
 __all__ = ["Megatron", "Sglang", "System", "Torchtitan", "Vllm", "find_system"]
 
@@ -32,8 +34,12 @@ VOCAB = 100
 """Words of every model that was recorded with Megatron, before padding."""
 WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 """Where a word of a class's name begins."""
+WHOLE = re.compile(r"\d+")
+SINCE = {(0, 17): SINCE_0_17, (0, 19): SINCE_0_19}
+"""The field that configurations of Megatron-Core have since a version."""
 SGLANG_SIZES = ("tp", "pp", "ep", "attn_dp", "attn_cp", "moe_dp")
 EXPERT = re.compile(r"\.experts\.\d+\.")
+SCALES = re.compile(r"\.experts\.\d+\..*_scale_inv$")
 
 
 class System(Protocol):
@@ -59,10 +65,13 @@ class Megatron:
 
     reshapes = True
 
-    def __init__(self, model: _Json) -> None:
+    def __init__(self, model: _Json, version: str = "0.16") -> None:
         self.model = model
-        self.config = dict(model["config"])
         self.multiple = model["make_vocab_size_divisible_by"]
+        self.pattern = model["kw"].get("pattern")
+        self.config = {**_list_fields(version), **model["config"]}
+        if self.pattern and "/" in self.pattern:
+            self.config["mtp_num_layers"] = self.pattern.count("/")
 
     def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
         """What one rank stores."""
@@ -72,7 +81,7 @@ class Megatron:
             vocab=pad_vocab(VOCAB, 1, self.multiple),
             tied=self.model["tied"],
             positions=positions[0],
-            pattern=self.model["kw"].get("pattern"),
+            pattern=self.pattern,
             dtype="int64",
         )
         return bind(self._declare(self.config, range(1)), shapes)
@@ -98,6 +107,12 @@ class Megatron:
     def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
         """The arrays themselves."""
         return arrays
+
+
+def _list_fields(version: str) -> dict[str, Any]:
+    """The fields by which a configuration of this version differs: a recorded one has only those that were given."""
+    numbers = tuple(map(int, WHOLE.findall(version)[:2]))
+    return {field: None for since, field in SINCE.items() if numbers >= since}
 
 
 class _Checkpoint:
@@ -178,17 +193,46 @@ class Vllm(_Checkpoint):
             unknown="replicate",
             **sizes,
         )
-        own = {name: shape for name, shape in shapes.items() if name.startswith("mtp.") == draft}
+        shapes = self._refine_shapes(layout, shapes)
+        if draft:
+            # Some drafts read the model's own embedding and head, and none its layers.
+            return bind(side, shapes, unused=("model.*", "lm_head.*"))
+        own = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
         return bind(side, own)
 
+    def _find_refined(self, layout: _Json) -> int:
+        """How often scales of experts are repeated in each dimension, so that no rank cuts a tile."""
+        given = layout["layout"]
+        sizes = {name: given[name] for name in ("tp", "dp", "ep")}
+        finer = expert_tile(self.config, backend=_find_backend(layout), **sizes)
+        tile = Config(self.config).tile
+        return 1 if tile is None or finer is None else tile[0] // finer[0]
+
+    def _refine_shapes(self, layout: _Json, shapes: Shapes) -> Shapes:
+        """The shapes, with those of experts' scales as they are repeated."""
+        times = self._find_refined(layout)
+        return {
+            name: (tuple(n * times for n in shape), dtype)
+            if SCALES.search(name)
+            else (shape, dtype)
+            for name, (shape, dtype) in shapes.items()
+        }
+
     def load(self, layout: _Json, rank: int, arrays: Mapping[str, _Ids]) -> Mapping[str, _Ids]:
-        """The arrays; where ranks have unequally many experts, gpt_oss reads one for all of a rank.
+        """The arrays; experts' scales are repeated where ranks would cut their tiles, and if ranks have unequally many
+        experts, gpt_oss reads one for all of a rank.
 
         `gpt_oss.py` loads from expert `rank * (experts // ep)` on, and copies one expert into two slots without an
         error. What refits into these slots has to write the experts that the rows say.
         """
         given = layout["layout"]
         size = given["tp"] * given["dp"]
+        times = self._find_refined(layout)
+        if times > 1:
+            arrays = {
+                name: array.repeat(times, -2).repeat(times, -1) if SCALES.search(name) else array
+                for name, array in arrays.items()
+            }
         experts = self.config.get("num_local_experts", 0)
         if (
             not self.config["model_type"].startswith("gpt_oss")
@@ -224,4 +268,5 @@ def find_system(meta: _Json) -> Callable[[_Json], System]:
     for name, system in named.items():
         if name in meta:
             return system
-    return Megatron
+    version = str(meta.get("megatron_core", ""))
+    return functools.partial(Megatron, version=version)

@@ -85,21 +85,27 @@ def built(
     device: str = "meta",
     *,
     to_run: bool = False,
+    draft: bool = False,
     **more: Any,
 ) -> Iterator[nn.Module]:
-    """The rank's model, which is as if it were on that rank as long as the block is.
+    """The rank's model, or the `draft` that predicts further tokens for it, which is as if it were on that rank as long
+    as the block is.
 
     Unless it is `to_run`, the processor need not have what its kernels multiply with.
     """
     initialize()
+    if draft:
+        more["speculative_config"] = {"method": "mtp", "num_speculative_tokens": 1}
     config = configure(folder, tp, **more)
+    speculative = config.speculative_config
+    model_config = speculative.draft_model_config if draft and speculative else config.model_config
     with placed(rank, tp), set_current_vllm_config(config):
         with contextlib.ExitStack() as building:
             building.enter_context(set_default_torch_dtype(torch.bfloat16))
             building.enter_context(torch.device(device))
             if not to_run:
                 building.enter_context(_on_any_processor())
-            model = initialize_model(config)
+            model = initialize_model(config, model_config=model_config)
         yield model
 
 

@@ -43,7 +43,7 @@ from shardmath.models.refits.coverage import Native, find_faults, show_native
 from shardmath.models.refits.pairing import group_tensors, list_held, pair
 from shardmath.models.refits.plain import PlainSide
 from shardmath.models.refits.sharing import share
-from shardmath.models.refits.tiling import check_places, check_scales, explain_cut
+from shardmath.models.refits.tiling import check_places, check_scales, explain_cut, imply
 from shardmath.models.storage.binding import Bound, bind
 from shardmath.models.storage.stored import KnownSide, Shapes, Slot, Stored, Vocabulary
 from shardmath.plans.membership.leaving import without
@@ -85,7 +85,13 @@ class Refit:
         """The names of the trainer's tensors that an engine needs."""
         if self.transforms is None:
             return self.plan.src
-        return self.transforms.find_held(self.plan.src)
+        names = []
+        for name in self.transforms.find_held(self.plan.src):
+            wired = self.transforms.wired.get(name)
+            suffixes = () if wired is None else wired.suffixes[0]
+            # Such as scales, which the trainer reads together with their tensor.
+            names += [name, *(name + suffix for suffix in suffixes)]
+        return names
 
     def _list_windows(self, name: str) -> Windows:
         """The windows in which engines hold a tensor that moves."""
@@ -281,12 +287,25 @@ def refit(
     bound = dict(zip(by_name, others, strict=True))
     needed, windows = pair(source, bound, rules or {})
     _check_sources(source, needed)
+    for name, side in by_name.items():
+        _check_tiles(name, side, bound[name], engine_tensors, rules or {})
     if rules is None and served is None:
         return Refit(plan(needed, windows), source, bound)
     converted = transformed(needed, windows, rules or {})
-    check_scales(bound, engine_tensors, rules or {})
-    check_places(bound, engine_tensors, rules or {})
     return Refit(plan(converted.src, converted.dst), source, bound, converted)
+
+
+def _check_tiles(
+    name: str,
+    declared: Declared,
+    bound: KnownSide,
+    tensors: Vocabulary,
+    rules: Mapping[str, Transform],
+) -> None:
+    """Raise StoreError if a rank of the engine has values without their scale, or begins one inside a tile."""
+    making = {**rules, **imply(declared, tensors, rules)}
+    check_scales({name: bound}, tensors, making)
+    check_places({name: bound}, tensors, making)
 
 
 def _read_shapes(given: Shapes | Vocabulary) -> Vocabulary:
@@ -315,7 +334,8 @@ def _bind_all(unbound: Sequence[_UnboundSide], rules: Mapping[str, Transform]) -
             bound.append(_bind(side, others))
         except StoreError as error:
             bound.append(None)
-            why = explain_cut(side.declared, side.tensors, rules) or error
+            making = {**rules, **imply(side.declared, side.tensors, rules)}
+            why = explain_cut(side.declared, side.tensors, making) or error
             faults.append(f"{side.name}: {why}")
     if faults:
         raise StoreError("\n".join(faults))

@@ -5,6 +5,8 @@
 2. The number of scales may divide even if whole tiles do not: 192 rows in tiles of 128 on two ranks. Then a rank has
    values without their scale, which is an error. Data may be cut anywhere if each rank has all scales of its values.
 3. In a fused tensor every part begins with a tile, where its scales begin: readers of it do not know the parts.
+4. A rule that makes scales says how large their tiles are. If scales are sent as they are, the numbers of the engine's
+   declaration say it (`imply`), as `vllm` gives them.
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.values.formats.fp8 import FP8Blocks
@@ -21,18 +23,74 @@ divide the dimension at multiples of 128"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.layouts.layout import Layout
 from shardmath.models.storage.binding import Bound, bind
 from shardmath.models.storage.stored import KnownSide, Slot, Stored, Vocabulary
+from shardmath.values.formats.fp8 import FP8Blocks
 from shardmath.values.formats.scales import lay_blocks
 from shardmath.values.transforms.choosing import choose
 from shardmath.values.transforms.components import Companion, Component, Transform, list_companions
+from shardmath.values.transforms.quantizing import Quantize
 from shardmath.values.transforms.wires import lay
 
-__all__ = ["check_places", "check_scales", "explain_cut"]
+__all__ = ["check_places", "check_scales", "explain_cut", "imply"]
+
+SUFFIX = "_scale_inv"
+"""What the names of scales add to the names of their tensors."""
+
+
+def imply(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> dict[str, Transform]:
+    """Return the transforms that would make the scales which `side` is sent as they are, by tensor, in addition to
+    `rules`. `of` has the tensors' shapes and dtypes. There are none if the side's numbers give no size of tiles.
+
+    >>> from shardmath.layouts.algebra.mesh import Mesh
+    >>> numbers = {"tile_rows": 128, "tile_columns": 128, "expert_tile": 64}
+    >>> side = Stored((), (Mesh(),), numbers=numbers)
+    >>> of = Vocabulary({"w": ((256, 256), "float8_e4m3fn"), "w_scale_inv": ((2, 2), "float32")})
+    >>> imply(side, of, {})
+    {'w': Quantize(format=FP8Blocks(block=(128, 128), power_of_two=False, data='e4m3'), at='source',
+                   suffixes=('_scale_inv',), wire='bfloat16')}
+    """
+    if not isinstance(side, Stored) or "tile_rows" not in side.numbers:
+        return {}
+    try:
+        ruled = choose(rules, list(of.shapes)) if rules else {}
+    except PlanError:  # raised again where the rules are applied
+        return {}
+    made = _list_quantizers(side.numbers)
+    implied: dict[str, Transform] = {}
+    fitting: dict[object, Transform | None] = {}
+    for name, (shape, _) in of.shapes.items():
+        scales = of.shapes.get(name + SUFFIX)
+        if scales is None or name in ruled:
+            continue
+        # Layers and experts have few shapes.
+        key = shape, scales[0]
+        if key not in fitting:
+            fitting[key] = _find_fitting(made, *key)
+        rule = fitting[key]
+        if rule is not None:
+            implied[name] = rule
+    return implied
+
+
+def _list_quantizers(numbers: Mapping[str, int]) -> list[Quantize]:
+    """The transforms that make a scale per tile of all weights, and of experts."""
+    sizes = [(numbers["tile_rows"], numbers["tile_columns"])]
+    if "expert_tile" in numbers:
+        sizes.append((numbers["expert_tile"], numbers["expert_tile"]))
+    return [Quantize(FP8Blocks(size)) for size in sizes]
+
+
+def _find_fitting(
+    made: Sequence[Quantize], shape: tuple[int, ...], scales: tuple[int, ...]
+) -> Quantize | None:
+    """The first transform that makes scales of this shape for a matrix; None if there is none."""
+    fits = (one for one in made if len(shape) == 2 and one.format.scale_shape(shape) == scales)
+    return next(fits, None)
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:

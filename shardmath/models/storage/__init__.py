@@ -10,5 +10,6 @@ In reading order:
 - `stored`: a side as rows, meshes and numbers;
 - `owners`: the ranks that have each number of a row's indices;
 - `binding`: the row that stores each tensor, and where each rank has it;
+- `arranging`: the orders in which kernels want the cells of a whole stored tensor;
 - `filling`: conversion of logical arrays into stored tensors, and back, cell by cell.
 """

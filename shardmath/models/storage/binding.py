@@ -22,6 +22,7 @@ float32[4, 4] (tp n) h on dp=2 tp=2
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from typing import TypeAlias
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
 from shardmath.models.storage.laying import stack_names
-from shardmath.models.storage.names import STARS, matches
+from shardmath.models.storage.names import STARS, matches, split
 from shardmath.models.storage.owners import Layouts, Maker, OwnedTensor, pile
 from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Shapes, Slot, Stored, Vocabulary
@@ -43,6 +44,10 @@ _Shape: TypeAlias = tuple[int, ...]
 
 SHOWN = 5
 """The most tensors without a row that a message names."""
+SHOWN_ROWS = 3
+"""The most rows that a message shows for a tensor without one."""
+SIMILAR = 0.85
+"""How alike names are, from 0 to 1, that a message takes for a name with a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +169,15 @@ def bind(stored: Stored, tensors: Shapes | Vocabulary, unused: Sequence[str] = (
     return _Binder(stored, vocabulary, unused).bind()
 
 
+def _list_templates(row: Row) -> list[str]:
+    """The templates of the names of all tensors that the row stores; none for an open row."""
+    if row.logical.is_open:
+        return []
+    stars = STARS if row.logical.starred else ("",)
+    words = row.logical.components or ("",)
+    return [row.logical.template(word, star) for word in words for star in stars]
+
+
 class _Binder:
     """Binds the tensors of a vocabulary to the rows of a side."""
 
@@ -213,8 +227,37 @@ class _Binder:
             more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
             listed = ", ".join(missing[:SHOWN])
             faults.append(f"no row stores {listed}{more}; add rows for them, or leave them out")
+            faults += self._list_nearest(missing[0])
         if faults:
             raise StoreError("\n".join(faults))
+
+    def _list_nearest(self, name: str) -> list[str]:
+        """Lines with the rows that come nearest to storing the tensor `name`: they name it, but do not apply, or they
+        name one that is spelled nearly alike."""
+        rows: dict[str, list[Row]] = {}
+        for row in self.stored.rows:
+            for template in _list_templates(row):
+                rows.setdefault(template, []).append(row)
+        template, _ = split(name)
+        similar = difflib.get_close_matches(template, rows, n=SHOWN_ROWS, cutoff=SIMILAR)
+        nearest = dict.fromkeys(itertools.chain.from_iterable(rows[near] for near in similar))
+        lines = [f"    {row}{self._explain(row, name)}" for row in nearest]
+        heading = f"the nearest rows to {name} are" if lines else ""
+        return list(filter(None, [heading, *lines[:SHOWN_ROWS]]))
+
+    def _explain(self, row: Row, name: str) -> str:
+        """Why the row does not store the tensor: another tensor is missing; "" if it is a row of another tensor."""
+        _, numbers = split(name)
+        indices = [index.name for index in row.logical.indices]
+        # A row of another tensor may have other numbers.
+        by_index = dict(zip(indices, numbers, strict=False))
+        for star in STARS if len(indices) == len(numbers) else ():
+            words = row.logical.components or ("",)
+            needed = [row.logical.fill(by_index, word, star) for word in words]
+            absent = [other for other in needed if other not in self.shapes]
+            if name in needed and absent:
+                return f", but there is no {absent[0]}"
+        return ""
 
     def _hold(self, row: Row, star: str) -> Iterator[Held]:
         """The stored tensors of the row with this star, if there are any."""

@@ -21,8 +21,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmath.base.errors import StoreError
 from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.layout import Layout
+from shardmath.models.storage.arranging import ARRANGEMENTS, arrange
 from shardmath.models.storage.stored import KnownSide, Slot
 
 __all__ = ["fill", "gather", "view_of"]
@@ -35,12 +37,14 @@ def fill(
     bound: KnownSide, arrays: Mapping[str, NDArray[Any]], rank: int, empty: float = 0
 ) -> dict[_Native, NDArray[Any]]:
     """Return the arrays that `rank` stores, by (virtual stage, name), filled from the logical (checkpoint) tensors
-    `arrays`; elements that none of them fills, such as padding, are the number `empty`."""
+    `arrays`; elements that none of them fills, such as padding, are the number `empty`. Functions of rows that compute
+    elements are not applied, those that move elements (`arranging`) are."""
     dtypes: dict[_Native, set[np.dtype[Any]]] = {}
     for name, slot, _ in bound.visit(rank):
         native = slot.chunk, slot.native
         dtypes.setdefault(native, set()).add(arrays[name].dtype)
     stored: dict[_Native, NDArray[Any]] = {}
+    arranged: dict[_Native, str] = {}
     finder = _CellFinder(bound, rank)
     # Several logical tensors may share a stored one: each writes only its own cells.
     for name, slot, shape in bound.visit(rank):
@@ -52,6 +56,10 @@ def fill(
         view = view_of(stored[native], slot)
         cells, elements = finder.find(name)
         view[cells] = arrays[name][elements]
+        if slot.function in ARRANGEMENTS:
+            arranged[native] = slot.function
+    for native, arrangement in arranged.items():
+        stored[native] = arrange(arrangement, stored[native])
     return stored
 
 
@@ -59,12 +67,15 @@ def gather(
     bound: KnownSide, stored: Mapping[int, Mapping[_Native, NDArray[Any]]], ranks: Iterable[int]
 ) -> dict[str, NDArray[Any]]:
     """Return the logical (checkpoint) arrays, by name, assembled from the arrays that `ranks` store; elements that no
-    rank has are 0."""
+    rank has are 0. Raises StoreError for a tensor in another order than its row's structure says (`arranging`)."""
     arrays: dict[str, NDArray[Any]] = {}
     for rank in ranks:
         finder = _CellFinder(bound, rank)
         for name, slot, _ in bound.visit(rank):
             native = slot.chunk, slot.native
+            if slot.function in ARRANGEMENTS:
+                what = f"{slot.native!r} is stored as {slot.function}(...), whose cells are not read back"
+                raise StoreError(f"{what}; gather it before it is arranged")
             view = view_of(stored[rank][native], slot)
             if name not in arrays:
                 arrays[name] = np.zeros(bound.layouts[name].shape, view.dtype)

@@ -215,7 +215,11 @@ class Owners:
         location.chunk = chunk
 
     def _add_place(self, place: rows.AxisPlace, location: _Location) -> None:
-        """Add the coordinate of the row's place to the location; for the last one, the last chunk too."""
+        """Add the coordinate of the row's place to the location; for the last one, the last chunk too. A number of an
+        index, such as the last layer's, places the tensor where this number is."""
+        if place.axis in self.stored.indices:
+            self._add_spot_of(place, location)
+            return
         size = self.mesh.axis_size(place.axis)
         if not -size <= place.at < size:
             what = f"'{place}' is not on axis {place.axis!r} of size {size}"
@@ -223,6 +227,18 @@ class Owners:
         self._add_coordinate(place.axis, place.at % size, location, str(place))
         if place.at == -1:
             self._add_last_chunk(place, location)
+
+    def _add_spot_of(self, place: rows.AxisPlace, location: _Location) -> None:
+        """Add the coordinates and the chunk of a number of a declared index. Raises StoreError for a number that the
+        index does not have."""
+        spots = self.stored.indices[place.axis]
+        if not -len(spots) <= place.at < len(spots):
+            what = f"'{place}' is not a number of index {place.axis!r}, which has {len(spots)}"
+            raise StoreError(f"{what}; use one of its numbers, or -1 for the last")
+        spot = spots[place.at]
+        self._add_chunk(spot.chunk, location, str(place))
+        for axis, coordinate in spot.coords.items():
+            self._add_coordinate(axis, coordinate, location, str(place))
 
     def _add_last_chunk(self, place: rows.AxisPlace, location: _Location) -> None:
         """Add the last virtual stage to the location of tensors behind all layers, if the row's place is on the axis of

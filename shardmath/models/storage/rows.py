@@ -4,10 +4,11 @@
    in it, one word or group per dimension (`structure`). Without a structure the tensor is whole on each rank.
 2. A tensor with fewer dimensions takes the first words: a bias under `(tp n) h` is divided, under `h (tp n)` whole.
 3. An index as a dimension is a stack: `e (tp n) h` stores the tensors {e} one after the other in dimension 0.
-4. `@pp=0` is stored only at this coordinate, `@pp=-1` at the last. `also` marks a copy of a tensor that another row
-   stores; ranks that have the tensor already do not store it twice.
+4. `@pp=0` is stored only at this coordinate, `@pp=-1` at the last, `@l=-1` where the last number of index l is. `also`
+   marks a copy of a tensor that another row stores; ranks that have the tensor already do not store it twice.
 5. `? NAME` applies if this tensor exists too, `! NAME` if it does not; `/` before NAME names it from the root.
-6. `.T` stores the dimensions in reverse, `.mT` the last two. `neg_exp(NAME)` stores a function of the tensor.
+6. `.T` stores the dimensions in reverse, `.mT` the last two. `neg_exp(NAME)` stores a function of the tensor, and
+   `blocks(NAME)` the cells that the structure lays out in another order (`arranging`).
 7. `... = ...` stores every tensor that no row before it takes, each under its own name; `x.... = y....` stores those
    whose names begin with `y.`, as `x.`.
 8. `[NATIVE = LOGICAL]` on a separate line puts prefixes before the rows below it, up to the next such lines.
@@ -52,7 +53,8 @@ PLACE = re.compile(r"@\s*(?P<axis>\w+)\s*=\s*(?P<at>-?\d+)")
 
 @dataclass(frozen=True, slots=True)
 class AxisPlace:
-    """One coordinate of a mesh axis, such as 0 of pp, written @pp=0 in a row; -1 is the last coordinate."""
+    """One coordinate of a mesh axis, such as 0 of pp, written @pp=0 in a row; -1 is the last coordinate. If `axis` is
+    an index, such as the layer's l, the tensor is stored where number `at` of the index is."""
 
     axis: str
     at: int

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Config", "plain"]
+__all__ = ["DRAFTS_ALONE", "DRAFTS_APART", "Config", "plain"]
 
 SYNONYMS = {
     "hidden_size": ("n_embd", "d_model"),
@@ -21,6 +21,7 @@ SYNONYMS = {
     "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
     "num_experts": ("n_routed_experts", "num_local_experts", "moe_num_experts"),
+    "num_nextn_predict_layers": ("mtp_num_hidden_layers", "num_mtp_layers"),
     "n_groups": ("mamba_n_groups",),
     "ssm_state_size": ("state_size", "mamba_d_state"),
     "mamba_num_heads": ("mamba_n_heads", "num_heads"),
@@ -28,6 +29,11 @@ SYNONYMS = {
     "mamba_head_dim": ("mamba_d_head", "head_dim"),
 }
 """Other names of a field, in the order in which they are looked up."""
+
+
+DRAFTS_ALONE = ("qwen3next", "qwen35", "qwen35moe", "exaonemoe")
+DRAFTS_APART = (*DRAFTS_ALONE, "ernie45moe")
+"""Kinds of model whose checkpoints number layers that predict further tokens from 0, in one module or several."""
 
 
 def plain(kind: str) -> str:
@@ -96,6 +102,11 @@ class Config:
         return int(self.get("intermediate_size", 0))
 
     @property
+    def expert_ffn(self) -> int:
+        """The inner size of a routed expert."""
+        return int(self.get("moe_intermediate_size", self.ffn))
+
+    @property
     def heads(self) -> int:
         """The number of attention (query) heads."""
         return int(self.get("num_attention_heads", 1))
@@ -156,12 +167,16 @@ class Config:
         return heads * int(self.get("linear_value_head_dim", 0))
 
     @property
-    def has_scales(self) -> bool:
-        """Whether linear layers have a scale per block of their weights, as in DeepSeek's FP8."""
+    def tile(self) -> tuple[int, int] | None:
+        """The rows and columns of a tile, if linear layers have a scale per tile of their weights, as in DeepSeek's
+        FP8."""
         quantization = self.get("quantization_config")
-        return quantization is not None and bool(Config(quantization).get("weight_block_size"))
+        size = None if quantization is None else Config(quantization).get("weight_block_size")
+        return (int(size[0]), int(size[1])) if size else None
 
     @property
     def drafts(self) -> int:
-        """The number of layers that predict further tokens (MTP), numbered after all other layers."""
-        return int(self.get("num_nextn_predict_layers", 0))
+        """The number of layers that predict further tokens (MTP). vLLM reads one if a kind of model with such layers
+        does not say how many."""
+        default = int(self.kind in (*DRAFTS_APART, "nemotronh"))
+        return int(self.get("num_nextn_predict_layers", default))

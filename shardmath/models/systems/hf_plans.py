@@ -227,5 +227,6 @@ def _check_used(rules: Iterable[str], names: Iterable[str], unused: Sequence[str
         listed = ", ".join(idle)
         raise LayoutError(
             f"rules match no parameter and no module of the model: {listed}; "
-            f"write names that it has, or list these rules in unused="
+            f"write names that it has, or list these rules in unused=; unused=['*'] is for a model's own plan, whose "
+            f"rules for other sizes of the model may match nothing"
         )

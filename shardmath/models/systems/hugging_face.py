@@ -23,7 +23,7 @@ from shardmath.models.storage import rows
 from shardmath.models.storage.names import STARS, split
 from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Shapes, Spot, Stored
-from shardmath.models.systems.config import Config
+from shardmath.models.systems.config import DRAFTS_APART, Config
 from shardmath.models.systems.hugging_face_rows import table
 from shardmath.models.systems.reading import read_logical
 
@@ -67,9 +67,10 @@ def logical_shapes(config: object, checkpoint: Shapes) -> Shapes:
 
 
 def _list_layers(config: Config) -> dict[str, tuple[Spot, ...]]:
-    """The spots of layers, under their own numbers, and of layers behind them that predict further tokens."""
+    """The spots of layers, under their own numbers, and of layers behind them or apart that predict further tokens."""
     layers = tuple(Spot({}, 0, n) for n in range(config.layers))
-    further = tuple(Spot({}, 0, config.layers + m) for m in range(config.drafts))
+    first = 0 if config.kind in DRAFTS_APART else config.layers
+    further = tuple(Spot({}, 0, first + m) for m in range(config.drafts))
     return {"l": layers, "m": further}
 
 

@@ -14,7 +14,7 @@ transformer.wte.weight    = model.embed_tokens.weight
 
 from __future__ import annotations
 
-from shardmath.models.systems.config import plain
+from shardmath.models.systems.config import DRAFTS_APART, plain
 
 __all__ = ["table"]
 
@@ -80,6 +80,26 @@ linear_attn.conv1d.*      = linear_attn.conv_[q k v].* : (q=linear_keys + k=line
 """
 """Rows of queries and gates that alternate head by head."""
 
+FURTHER = """
+mtp.fc.*                  = mtp.{m}.eh_proj.*
+mtp.pre_fc_norm_embedding.* = mtp.{m}.enorm.*
+mtp.pre_fc_norm_hidden.*  = mtp.{m}.hnorm.*
+mtp.norm.*                = mtp.{m}.norm.*
+"""
+"""Rows of layers that predict further tokens, where they are a module apart."""
+
+FURTHER_GATED = f"""
+{FURTHER}
+[mtp.layers.{{m}}. = mtp.{{m}}.]
+self_attn.q_proj.*        = self_attn.[q g]_proj.* : (heads (q + g)) h
+mlp.experts.gate_up_proj  = mlp.experts.{{e}}.[gate up]_proj.weight : e (gate + up) h
+mlp.experts.down_proj     = mlp.experts.{{e}}.down_proj.weight      : e ...
+[mtp.layers.{{m}}.mlp.shared_expert. = mtp.{{m}}.mlp.shared_experts.]
+...                       = ...
+[mtp.layers.{{m}}. = mtp.{{m}}.]
+...                       = ...
+"""
+
 BACKBONE = """
 backbone.embeddings.*     = model.embed_tokens.*
 backbone.norm_f.*         = model.norm.*
@@ -138,6 +158,7 @@ ROWS = {
     "granitemoehybrid": GRANITE,
     "qwen2_moe": SHARED_EXPERT,
     "qwen3_next": f"""
+{FURTHER_GATED}
 {OUTPUT_GATE}
 linear_attn.in_proj_qkvz.* = linear_attn.[q k v z].* :
     (key_heads (q=linear_keys + k=linear_keys + v=linear_values + z=linear_values)) h
@@ -145,6 +166,7 @@ linear_attn.in_proj_ba.*  = linear_attn.[b a].* : (key_heads (b + a)) h
 {SHARED_EXPERT}
 """,
     "qwen3_5": f"""
+{FURTHER_GATED}
 {OUTPUT_GATE}
 linear_attn.in_proj_qkv.* = linear_attn.[q k v].* : (q=linear_keys + k=linear_keys + v) h
 linear_attn.in_proj_z.*   = linear_attn.z.*
@@ -166,6 +188,17 @@ shared_expert....         = shared_experts....
     "ernie4_5_moe": """
 [model.layers.{l}.mlp. = model.layers.{l}.mlp.]
 moe_statics.e_score_correction_bias = gate.e_score_correction_bias
+[ = ]
+model.mtp_emb_norm.{m}.*  = mtp.{m}.enorm.*
+model.mtp_hidden_norm.{m}.* = mtp.{m}.hnorm.*
+model.mtp_linear_proj.{m}.* = mtp.{m}.eh_proj.*
+[model.mtp_block.{m}. = mtp.{m}.]
+...                       = ...
+""",
+    "exaone_moe": f"""
+{FURTHER}
+[mtp.layers.{{m}}. = mtp.{{m}}.]
+...                       = ...
 """,
     "gpt_oss": """
 [model.layers.{l}.mlp. = model.layers.{l}.mlp.]
@@ -177,6 +210,8 @@ router.*                  = gate.*
 """,
     "nemotron_h": f"""
 {BACKBONE}
+[mtp.layers.{{i}}. = mtp.{{m}}.layers.{{i}}.]
+final_layernorm.*         = norm.*
 norm.*                    = input_layernorm.*          ? self_attn.o_proj.weight
 norm.*                    = input_layernorm.*          ? mixer.out_proj.weight
 norm.*                    = post_attention_layernorm.* ? mlp.down_proj.weight
@@ -192,6 +227,9 @@ mixer.experts....         = mlp.experts....
 mixer.shared_experts....  = mlp.shared_experts....
 mixer.fc1_latent_proj.... = mlp.fc1_latent_proj....
 mixer.fc2_latent_proj.... = mlp.fc2_latent_proj....
+enorm.*                   = enorm.*
+hnorm.*                   = hnorm.*
+eh_proj.*                 = eh_proj.*
 [backbone.layers.{{l}}.mixer. = model.layers.{{l}}.mixer.]
 {MAMBA2}
 """,
@@ -285,4 +323,5 @@ def table(kind: str, *, fused: bool = False) -> str:
     """
     # Join rows that are written over several lines above: a table has one line per row.
     of_kind = BY_KIND.get(kind, "").replace(":\n    (", ": (")
-    return f"{of_kind}{DRAFT}{FUSED * fused}{LAST}"
+    draft = "" if kind in DRAFTS_APART else DRAFT
+    return f"{of_kind}{draft}{FUSED * fused}{LAST}"

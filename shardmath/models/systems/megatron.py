@@ -6,8 +6,8 @@
 3. Layers are assigned to stages and virtual stages (chunks) in order: evenly, or with given numbers for the first and
    last stage, or by a layout string (`Et|(tt|)*3L`).
 
-4. Megatron-Core 0.19 names a Mamba layer's convolution `mixer.conv1d_weight`, earlier versions `mixer.conv1d.weight`.
-   The field `mamba_training_ssm_states_dtype`, which only 0.19 has, decides.
+4. The fields that a configuration has say which version of Megatron-Core it belongs to (`RENAMES`). Version 0.17 names
+   a further layer's modules `mtp_model_layer`, 0.19 a Mamba layer's convolution `mixer.conv1d_weight`.
 
 Source: Megatron-Core 0.16.1 and 0.19.2, `parallel_state.py`, `transformer_layer.py`, `mamba_mixer.py`,
 `pipeline_parallel_layer_layout.py`.
@@ -31,7 +31,12 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage import rows
 from shardmath.models.storage.stored import Spot, Stored, replicates
 from shardmath.models.systems.megatron_rows import table
-from shardmath.models.systems.megatron_shapes import MegatronConfig, logical_shapes
+from shardmath.models.systems.megatron_shapes import (
+    SINCE_0_17,
+    SINCE_0_19,
+    MegatronConfig,
+    logical_shapes,
+)
 from shardmath.models.systems.placing import fill_sizes, place_layers
 
 __all__ = ["logical_shapes", "megatron", "pad_vocab"]
@@ -48,11 +53,17 @@ ORDER = "tp-cp-ep-dp-pp"
 REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
 """A repeated group or letter in a layout string."""
 
+LETTERS = {"t": "decoder", "m": "mtp"}
+"""Layers in a layout string; others are the embedding and the loss."""
+
 OF_EXPERTS = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
 """The routed experts' axis for each axis of the order."""
 
-CONV_ALONE = "mamba_training_ssm_states_dtype"
-"""A field of configurations since Megatron-Core 0.19, in which a Mamba layer's convolution is no module."""
+RENAMES = (
+    (SINCE_0_17, ".transformer_layer.", ".mtp_model_layer."),
+    (SINCE_0_19, "mixer.conv1d.*", "mixer.conv1d_*"),
+)
+"""(Field, old, new) parts of rows: if a configuration has the field, whatever its value, the new part is right."""
 
 FIX = (
     "set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, "
@@ -87,21 +98,18 @@ def megatron(
     `config`, given its parallel sizes and the options below.
 
     `etp` is tp if not given, `order` the order of the axes, first fastest, `vpp` the virtual stages of a rank, `spec`
-    "te" or "local", `experts` "grouped", "sequential" or "legacy", by the configuration if not given, `vocab` the
-    vocabulary before padding, `unknown` "refuse" or "replicate". Raises MeshError if ranks do not factor, StoreError if
-    layers do not fit the stages.
+    "te" or "local", `experts` "grouped", "sequential", "stacked" or "legacy", by the configuration if not given,
+    `vocab` the vocabulary before padding, `unknown` "refuse" or "replicate". Raises MeshError if ranks do not factor,
+    StoreError if layers do not fit the stages.
     """
     fields = MegatronConfig(config)
     etp = tp if etp is None else etp
     sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
     meshes = _make_meshes(tuple(ranks), sizes, order)
     experts = experts or _find_experts(fields, spec)
-    text = table(spec, experts, unknown=replicates(unknown))
-    if fields.get("is_hybrid_model"):
-        text = text.replace("decoder.final_layernorm", "decoder.final_norm")
-    if CONV_ALONE in fields.fields:
-        text = text.replace("mixer.conv1d.*", "mixer.conv1d_*")
-    table_rows = rows.parse(text)
+    fused_down = spec == "te" and bool(fields.get("mla_down_proj_fusion"))
+    text = table(spec, experts, unknown=replicates(unknown), fused_down=fused_down)
+    table_rows = rows.parse(_rename(text, fields))
     indices = _place_layers(fields, pp, vpp)
     numbers = {}
     if vocab is not None:
@@ -111,14 +119,29 @@ def megatron(
     return Stored(table_rows, meshes, indices, numbers)
 
 
+def _rename(text: str, config: MegatronConfig) -> str:
+    """The rows with the names of the configuration's version and kind of model."""
+    if config.get("is_hybrid_model"):
+        text = text.replace("decoder.final_layernorm", "decoder.final_norm")
+    elif config.mtp:
+        # Further layers may be alone on the last stage; the norm is behind the last other layer.
+        text = text.replace("decoder.final_layernorm.* @pp=-1", "decoder.final_layernorm.* @l=-1")
+    for field, old, new in RENAMES:
+        if field in config.fields:
+            text = text.replace(old, new)
+    return text
+
+
 def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
-    """The spot of each layer. Layers that predict further tokens are with the last one, numbered from 0."""
+    """The spot of each layer. Layers that predict further tokens are numbered from 0, on the last stage."""
     stage_layout = config.get("pipeline_model_parallel_layout")
-    counts = _count_evenly(config, pp, vpp) if stage_layout is None else _read_layout(stage_layout)
+    stages = [] if stage_layout is None else _read_layout(stage_layout)
+    counts = [stage.count("decoder") for stage in stages] or _count_evenly(config, pp, vpp)
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
-    chunk = layers[-1].chunk if layers else 0
-    last = {"pp": pp - 1}
-    further = tuple(Spot(last, chunk, m) for m in range(config.mtp))
+    # Without a layout they are in the last chunk, which may have no other layers.
+    chunks = [i // pp for i, stage in enumerate(stages) if "mtp" in stage]
+    chunk = chunks[0] if chunks else vpp - 1
+    further = tuple(Spot({"pp": pp - 1}, chunk, m) for m in range(config.mtp))
     return {"l": layers, "m": further}
 
 
@@ -126,7 +149,12 @@ def _find_experts(config: MegatronConfig, spec: str) -> str:
     """The form in which routed experts are stored."""
     if not config.get("moe_grouped_gemm"):
         return "sequential"
-    return "grouped" if spec == "te" else "legacy"
+    if config.get("moe_single_grouped_weight"):
+        return "stacked"
+    if spec == "te":
+        return "legacy" if config.get("moe_use_legacy_grouped_gemm") else "grouped"
+    # From 0.17 on, Megatron's own modules of experts are not grouped, whatever the configuration says.
+    return "sequential" if SINCE_0_17 in config.fields else "legacy"
 
 
 def _make_meshes(ranks: tuple[int, ...], sizes: Mapping[str, int], order: str) -> tuple[Mesh, ...]:
@@ -180,14 +208,14 @@ def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | No
     return stages
 
 
-def _read_layout(stage_layout: object) -> list[int]:
-    """The number of decoder layers in each virtual stage of a layout of stages, which is text or lists of names."""
+def _read_layout(stage_layout: object) -> list[list[str]]:
+    """The names of the layers in each virtual stage of a layout of stages, which is text or lists of names."""
     if not isinstance(stage_layout, str):
-        return [list(stage).count("decoder") for stage in _flatten(stage_layout)]
+        return [[str(name) for name in stage] for stage in _flatten(stage_layout)]
     text = stage_layout.replace(",", "").replace(" ", "")
     while REPEAT.search(text):
         text = REPEAT.sub(_repeat, text)
-    return [stage.count("t") for stage in text.split("|")]
+    return [[LETTERS.get(letter, letter) for letter in stage] for stage in text.split("|")]
 
 
 def _repeat(match: re.Match[str]) -> str:

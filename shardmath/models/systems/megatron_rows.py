@@ -10,7 +10,7 @@ Source: Megatron-Core 0.16.1, `models/gpt`, `models/mamba`, `transformer`, `ssm`
 
 >>> from shardmath.models.storage import rows
 >>> len(rows.parse(table("te", "grouped")))
-102
+156
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ embedding.word_embeddings.weight @pp=0          = model.embed_tokens.weight : (t
 embedding.position_embeddings.weight @pp=0      = model.position_embeddings.weight
 output_layer.weight @pp=-1                      = lm_head.weight            : (tp n=vocab) h
 also embedding.word_embeddings.weight @pp=-1    = model.embed_tokens.weight ? /mtp.0.enorm.weight : (tp n=vocab) h
+also embedding.word_embeddings.weight @pp=-1 = model.embed_tokens.weight ? /mtp.0.layers.0.enorm.weight : (tp n=vocab) h
 also output_layer.weight @pp=-1                 = model.embed_tokens.weight ! /lm_head.weight     : (tp n=vocab) h
 decoder.final_layernorm.* @pp=-1              = model.norm.*
 [mtp.layers.{m}. = mtp.{m}.] @pp=-1
@@ -32,11 +33,17 @@ enorm.*                                         = enorm.*
 hnorm.*                                         = hnorm.*
 eh_proj.*                                       = eh_proj.* : (tp n) h
 final_layernorm.*                               = norm.*
+enorm.*                                         = layers.{i}.enorm.*
+hnorm.*                                         = layers.{i}.hnorm.*
+eh_proj.*                                       = layers.{i}.eh_proj.* : (tp n) h
+final_layernorm.*                               = layers.{i}.norm.*
 """
+"""A hybrid model predicts each further token by several layers {i}: the first has the projection, the last the norm."""
 
 HEADS = """
 [decoder.layers.{l}. = model.layers.{l}.]
 [mtp.layers.{m}.transformer_layer. = mtp.{m}.] @pp=-1
+[mtp.layers.{m}.transformer_layer.layers.{i}. = mtp.{m}.layers.{i}.] @pp=-1
 """
 
 LAYERS = """
@@ -79,6 +86,7 @@ self_attention.linear_qkv.layer_norm_* = input_layernorm.*          ? self_attn.
 self_attention.in_proj.layer_norm_*    = input_layernorm.*          ? linear_attn.q.weight
 mixer.in_proj.layer_norm_*             = input_layernorm.*          ? mixer.z.weight
 mlp.linear_fc1.layer_norm_*            = post_attention_layernorm.* ? mlp.up_proj.weight
+self_attention.linear_q_proj.layer_norm_*     = self_attn.q_a_layernorm.* ? self_attn.q_proj.weight
 self_attention.linear_q_up_proj.layer_norm_*  = self_attn.q_a_layernorm.*
 self_attention.linear_kv_up_proj.layer_norm_* = self_attn.kv_a_layernorm.*
 self_attention.linear_q_down_proj.*    = self_attn.q_a_proj.*
@@ -92,6 +100,13 @@ self_attention.linear_kv_down_proj.*   = self_attn.kv_a_proj_with_mqa.* : (tp n)
 """,
 }
 """Rows by layer spec: TransformerEngine's modules, or Megatron's own."""
+
+FUSED_DOWN = """
+self_attention.linear_qkv_down_proj.layer_norm_* = input_layernorm.* ? self_attn.q_a_proj.weight
+self_attention.linear_qkv_down_proj.* = self_attn.[q_a_proj kv_a_proj_with_mqa].* :
+    (tp (q_a_proj + kv_a_proj_with_mqa)) h
+"""
+"""Rows of latent attention whose down projections are one module, with `mla_down_proj_fusion` in the configuration."""
 
 NORMS = """
 self_attention.q_layernorm.*           = self_attn.q_norm.*
@@ -116,8 +131,13 @@ mlp.experts.weight1                    = mlp.experts.{e}.[gate up]_proj.weight.T
 mlp.experts.weight1                    = mlp.experts.{e}.up_proj.weight.T : (ep e) h (etp n)
 mlp.experts.weight2                    = mlp.experts.{e}.down_proj.weight.T : (ep e) (etp n) h
 """,
+    "stacked": """
+mlp.experts.linear_fc1.*               = mlp.experts.{e}.[gate up]_proj.* : (ep e) (etp (gate + up)) h
+mlp.experts.linear_fc1.*               = mlp.experts.{e}.up_proj.* : (ep e) (etp n) h
+mlp.experts.linear_fc2.*               = mlp.experts.{e}.down_proj.* : (ep e) h (etp n)
+""",
 }
-"""Rows of routed experts: a tensor per expert, a module per expert, or one tensor for all.
+"""Rows of routed experts: a tensor per expert, a module per expert, one tensor for all, or TransformerEngine's stack.
 
 Legacy experts are declared flat, (h, e n), and multiplied as the stack that the rows describe: a trainer passes
 `weight1.view(e, h, -1)` and `weight2.view(e, -1, h)`.
@@ -126,6 +146,7 @@ Legacy experts are declared flat, (h, e n), and multiplied as the stack that the
 UNKNOWN = """
 [decoder.layers.{l}.self_attention. = model.layers.{l}.self_attn.]
 [mtp.layers.{m}.transformer_layer.self_attention. = mtp.{m}.self_attn.] @pp=-1
+[mtp.layers.{m}.transformer_layer.layers.{i}.self_attention. = mtp.{m}.layers.{i}.self_attn.] @pp=-1
 ...                                    = ...
 [decoder.layers.{l}. = model.layers.{l}.]
 [mtp.layers.{m}.transformer_layer. = mtp.{m}.] @pp=-1
@@ -136,10 +157,16 @@ UNKNOWN = """
 """Every other tensor is whole on each rank that has its layer, under its own name."""
 
 
-def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = False) -> str:
+def table(
+    spec: str = "te",
+    experts: str = "sequential",
+    *,
+    unknown: bool = False,
+    fused_down: bool = False,
+) -> str:
     """Return, as text, Megatron's storage rows (rules) for the layer `spec`, "te" or "local". `experts` says how routed
-    experts are stored: "grouped", "sequential" or "legacy"; `unknown` adds rows that store all remaining tensors
-    undivided.
+    experts are stored: "grouped", "sequential", "stacked" or "legacy"; `unknown` adds rows that store all remaining
+    tensors undivided, `fused_down` rows of fused down projections.
 
     Raises StoreError for an unknown spec or form.
     """
@@ -150,5 +177,7 @@ def table(spec: str = "te", experts: str = "sequential", *, unknown: bool = Fals
             f"spec={spec!r}, experts={experts!r} are not both known; use one of {', '.join(SPECS)} "
             f"for spec, and one of {', '.join(EXPERTS)} for experts"
         )
-    layers = HEADS + SPECS[known_spec] + LAYERS + NORMS + EXPERTS[known_experts]
+    # Join rows that are written over several lines above: a table has one line per row.
+    down = FUSED_DOWN.replace(":\n    (", ": (") * fused_down
+    layers = HEADS + down + SPECS[known_spec] + LAYERS + NORMS + EXPERTS[known_experts]
     return ENDS + layers + UNKNOWN * unknown

@@ -3,8 +3,9 @@
 1. A configuration is a TransformerConfig, or a mapping of its fields; missing fields have Megatron's defaults.
 2. Names are as in `megatron_rows`. Linear layers have (out, in) weights.
 3. A layer is a list of **modules**, each with its norm before it: `*` attention, `-` dense MLP, `E` experts,
-   `M` Mamba, `G` gated delta net; a hybrid model's pattern has these letters. A layer of a GPT is attention (or delta
-   net) and an MLP.
+   `M` Mamba, `G` gated delta net, `+` latent attention; a hybrid model's pattern has these letters. A layer of a GPT is
+   attention (or delta net) and an MLP.
+4. In a pattern `|` divides stages, and each `/` begins the layers that predict one further token.
 
 >>> shapes = logical_shapes({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}, vocab=10, tied=True)
 >>> shapes["model.layers.0.self_attn.q_proj.weight"], len(shapes)
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias
 from shardmath.base.errors import StoreError
 from shardmath.models.storage.stored import Shapes
 
-__all__ = ["MegatronConfig", "logical_shapes"]
+__all__ = ["SINCE_0_17", "SINCE_0_19", "MegatronConfig", "logical_shapes"]
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -45,6 +46,9 @@ DEFAULTS: dict[str, Any] = {
 """Megatron's defaults of fields, except those that are None or false."""
 CONV = 4
 """The kernel size of Mamba's convolution, for which there is no field."""
+SINCE_0_17 = "mtp_use_repeated_layer"
+SINCE_0_19 = "mamba_training_ssm_states_dtype"
+"""A field that configurations of Megatron-Core have since this version."""
 MLA_Q_LORA = 512
 """The rank of latent queries if the field is missing; a field that is None means that queries are not latent."""
 
@@ -136,16 +140,27 @@ def _list_all(
     yield "model.embed_tokens.weight", (vocab, h)
     if positions:
         yield "model.position_embeddings.weight", (positions, h)
+    main, *_ = (pattern or "").replace("|", "").split("/")
     for layer in range(config.layers):
-        modules = pattern[layer] if pattern else _choose_modules(config, layer)
+        modules = main[layer] if main else _choose_modules(config, layer)
         for name, shape in _list_layer(config, modules):
             yield f"model.layers.{layer}.{name}", shape
     yield from _norm(config, "model.norm", h)
     if not tied:
         yield "lm_head.weight", (vocab, h)
-    for layer in range(config.mtp):
-        for name, shape in _list_mtp(config, pattern):
-            yield f"mtp.{layer}.{name}", shape
+    yield from _list_further(config, pattern or "")
+
+
+def _list_further(config: MegatronConfig, pattern: str) -> Iterator[tuple[str, Shape]]:
+    """The tensors that predict further tokens: by the pattern's layers, or as the last layer of the model."""
+    main, *further = pattern.split("/")
+    listed = _list_hybrid_mtp
+    if not further:
+        listed = _list_mtp
+        further = [main[-1:] or _choose_modules(config, config.layers - 1)] * config.mtp
+    for depth, modules in enumerate(further):
+        for name, shape in listed(config, modules):
+            yield f"mtp.{depth}.{name}", shape
 
 
 def _choose_modules(config: MegatronConfig, layer: int) -> str:
@@ -176,6 +191,7 @@ def _list_layer(config: MegatronConfig, modules: str) -> Iterator[tuple[str, Sha
     makers = {
         "*": ("input_layernorm", _list_attention),
         "G": ("input_layernorm", _list_delta_net),
+        "+": ("input_layernorm", _list_latent),
         "M": ("input_layernorm", _list_mamba),
         "-": ("post_attention_layernorm", _list_mlp),
         "E": ("post_attention_layernorm", _list_experts),
@@ -190,15 +206,31 @@ def _list_layer(config: MegatronConfig, modules: str) -> Iterator[tuple[str, Sha
         yield from make(config)
 
 
-def _list_mtp(config: MegatronConfig, pattern: str | None) -> Iterator[tuple[str, Shape]]:
-    """The tensors of a layer that predicts a further token: the last layer's modules behind a projection."""
+def _list_mtp(config: MegatronConfig, modules: str) -> Iterator[tuple[str, Shape]]:
+    """The tensors of a layer that predicts a further token: these modules behind a projection."""
+    yield from _list_projection(config)
+    yield from _list_layer(config, modules)
+    yield from _norm(config, "norm", config.hidden)
+
+
+def _list_hybrid_mtp(config: MegatronConfig, modules: str) -> Iterator[tuple[str, Shape]]:
+    """The same for a hybrid model, in which each module is a layer; the first has the projection, the last the norm."""
+    for number, module in enumerate(modules):
+        listed = list(_list_layer(config, module))
+        if number == 0:
+            listed = [*_list_projection(config), *listed]
+        if number == len(modules) - 1:
+            listed += _norm(config, "norm", config.hidden)
+        for name, shape in listed:
+            yield f"layers.{number}.{name}", shape
+
+
+def _list_projection(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
+    """The projection of a hidden state and a token's embedding, with a norm of each."""
     h = config.hidden
     yield from _norm(config, "enorm", h)
     yield from _norm(config, "hnorm", h)
     yield "eh_proj.weight", (h, 2 * h)
-    last = pattern[-1] if pattern else _choose_modules(config, config.layers - 1)
-    yield from _list_layer(config, last)
-    yield from _norm(config, "norm", h)
 
 
 def _norm(config: MegatronConfig, name: str, n: int) -> Iterator[tuple[str, Shape]]:
@@ -258,6 +290,9 @@ def _list_latent_queries(config: MegatronConfig, head: int) -> Iterator[tuple[st
     rank = config.fields.get("q_lora_rank", MLA_Q_LORA)
     if rank is None:
         yield from _linear("self_attn.q_proj", config.heads * head, config.hidden)
+        # From 0.19 on, TransformerEngine's modules have a second norm of the layer's input before the queries.
+        if config.get("qk_layernorm") and SINCE_0_19 in config.fields:
+            yield from _norm(config, "self_attn.q_a_layernorm", config.hidden)
         return
     yield from _linear("self_attn.q_a_proj", rank, config.hidden)
     yield from _linear("self_attn.q_b_proj", config.heads * head, rank)

@@ -108,6 +108,13 @@ class _Reader:
             if global_number is None:
                 return None
             numbers[index.name] = global_number
+        stacked = stack_names(row).values()
+        for index in row.logical.indices:
+            # A native name without the index can store the tensors of one number only.
+            if index.name not in numbers and index.name not in stacked:
+                if not self.stored.indices.get(index.name, (None,)):
+                    return None
+                numbers[index.name] = 0
         return numbers
 
     def _find_number(self, index: str, local: int) -> int | None:

@@ -71,7 +71,7 @@ def sglang(
         words_in="atp" if attn_dp > 1 else "tp",
         words_out="atp" if dp_lm_head else "tp",
         staged=pp > 1,
-        scales=fields.has_scales,
+        scales=fields.tile is not None,
         unknown=replicates(unknown),
     )
     numbers = {

@@ -20,6 +20,7 @@ Spot(coords={'pp': 0}, chunk=0, number=1)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,11 +29,11 @@ from shardmath.base.errors import StoreError
 from shardmath.base.moved import forward_names
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage.stored import Spot, Stored, replicates
-from shardmath.models.systems.config import Config
+from shardmath.models.systems.config import DRAFTS_ALONE, Config
 from shardmath.models.systems.placing import divide_layers, place_layers
 from shardmath.models.systems.vllm_rows import VLLMForm, draft_table, table
 
-__all__ = ["vllm"]
+__all__ = ["expert_tile", "vllm"]
 
 if not TYPE_CHECKING:  # A type checker would believe that the module has every name.
     __getattr__ = forward_names(
@@ -51,6 +52,10 @@ SWAPS = ("flashinfer_cutlass",)
 """MoE backends that put up before gate once weights are loaded."""
 UNREPEATED = ("gptoss",)
 """Kinds of model that vLLM does not load on more ranks than key heads."""
+REFINING = ("triton", "batched_triton", "cpu")
+"""MoE backends that read tiles of any size; others get whole tiles of FP8 experts."""
+SMALLEST_TILE = 32
+"""The smallest tile into which vLLM cuts the tiles of FP8 experts."""
 VOCAB_MULTIPLE = 64
 WHOLE_SHARED = ("deepseekv2", "deepseekv3", "nemotronh", "llama4", "qwen3next", "qwen35moe")
 """Kinds of model with whole shared experts on each rank if vLLM divides tokens instead."""
@@ -84,28 +89,34 @@ def vllm(
     fields = Config(config)
     meshes = _make_meshes(ranks, tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
-    gated = _choose_gated(backend, processed)
-    form = VLLMForm(deal, gated, fields.has_scales, replicates(unknown))
+    gated = _choose_gated(fields, backend, processed)
+    parts = 1 if ep else tp * dp
+    whole = _has_whole_tiles(fields, parts, backend)
+    form = VLLMForm(deal, gated, fields.tile is not None, replicates(unknown), whole)
     make = draft_table if draft else table
     layers = _place_layers(fields, pp, stages)
-    experts = _list_expert_numbers(fields, 1 if ep else tp * dp, redundant, backend)
+    experts = _list_expert_numbers(fields, parts, redundant, backend)
     # If vLLM divides tokens over ranks, it does not divide shared experts: all tp ranks hold them alike.
     has_whole_shared = ep and dp > 1 and fields.kind in WHOLE_SHARED
     numbers = {**_list_numbers(fields, tp), **experts, "alike": tp if has_whole_shared else 1}
+    if fields.tile is not None:
+        numbers |= _list_tile_numbers(fields, parts, backend)
     return Stored(make(fields.kind, form), meshes, layers, numbers)
 
 
-def _choose_gated(backend: str, processed: bool) -> str:
-    """The order of gate and up in an expert, "parts" or, for up first, "swapped". Raises StoreError if rows cannot
-    describe it."""
+def _choose_gated(config: Config, backend: str, processed: bool) -> str:
+    """The order of gate and up in an expert: "parts", "swapped" for up first, or "blocked" for blocks with up first.
+    Raises StoreError if rows cannot describe it."""
     if not processed:
         return "parts"
-    if backend in TILES:
+    if backend not in TILES:
+        return "swapped" if backend in SWAPS else "parts"
+    if config.tile is not None:
         raise StoreError(
-            f"backend={backend!r} stores processed experts in blocks, which no row describes; "
+            f"backend={backend!r} arranges processed FP8 experts in a way that no row describes; "
             f"pass processed=False, and refit before weights are processed"
         )
-    return "swapped" if backend in SWAPS else "parts"
+    return "blocked"
 
 
 def _make_meshes(ranks: Iterable[int], tp: int, pp: int, dp: int, ep: bool) -> tuple[Mesh, Mesh]:
@@ -136,11 +147,12 @@ def _choose_deal(config: Config, dp: int, ep: bool, placement: str, redundant: i
 def _place_layers(
     config: Config, pp: int, stages: Sequence[int] | None
 ) -> dict[str, tuple[Spot, ...]]:
-    """The spot of each layer. Layers that predict further tokens are numbered behind the others."""
+    """The spot of each layer. Layers that predict further tokens are numbered behind the others, or alone."""
     # The last stage has the head, and the first the embedding: extra layers go to the stages just before the last.
     counts = divide_layers(config.layers, pp, spared=1) if stages is None else stages
     layers = place_layers(counts, layers=config.layers, pp=pp)
-    further = tuple(Spot({"pp": pp - 1}, 0, config.layers + m) for m in range(config.drafts))
+    first = 0 if config.kind in DRAFTS_ALONE else config.layers
+    further = tuple(Spot({"pp": pp - 1}, 0, first + m) for m in range(config.drafts))
     return {"l": layers, "m": further}
 
 
@@ -154,6 +166,55 @@ def _list_expert_numbers(
         # So wide that the first part has all of a bias, and the other parts are padding.
         "wide": config.hidden * parts,
         "own_ffn": config.ffn // parts,
+    }
+
+
+def expert_tile(
+    config: object, *, tp: int = 1, dp: int = 1, ep: bool = False, backend: str = "triton"
+) -> tuple[int, int] | None:
+    """Return the rows and columns of the tiles for which a vLLM engine stores a scale of its routed experts, given a
+    model's Hugging Face `config` and the arguments of `vllm`; None for a model without such scales. The tiles are
+    smaller than the checkpoint's if ranks would cut these.
+
+    >>> config = {"hidden_size": 512, "moe_intermediate_size": 384}
+    >>> config["quantization_config"] = {"weight_block_size": [128, 128]}
+    >>> expert_tile(config, tp=2), expert_tile(config, tp=4), expert_tile(config, tp=4, ep=True)
+    ((64, 64), (32, 32), (128, 128))
+    """
+    fields = Config(config)
+    parts = 1 if ep else tp * dp
+    tile = fields.tile
+    if tile is None or backend not in REFINING or not _cuts_tiles(fields, parts):
+        return tile
+    # As `refine_fp8_moe_block_shape` does; it repeats the scales of larger tiles, which changes no value.
+    size = math.gcd(*tile, fields.expert_ffn // parts, fields.hidden)
+    return tile if size < SMALLEST_TILE else (size, size)
+
+
+def _cuts_tiles(config: Config, parts: int) -> bool:
+    """Whether experts that are divided into this number of parts are cut inside a tile, or joined inside one."""
+    rows, columns = config.tile or (1, 1)
+    own = config.expert_ffn // parts
+    return own % rows > 0 or (parts > 1 and own % columns > 0)
+
+
+def _has_whole_tiles(config: Config, parts: int, backend: str) -> bool:
+    """Whether parts of experts are made of whole tiles, so that the last ranks have fewer, and padding."""
+    return parts > 1 and backend not in REFINING and _cuts_tiles(config, parts)
+
+
+def _list_tile_numbers(config: Config, parts: int, backend: str) -> dict[str, int]:
+    """The sizes of tiles: those of all weights, and those of experts; and the length of experts with whole tiles."""
+    rows, columns = config.tile or (1, 1)
+    own = -(-config.expert_ffn // parts)
+    tiles = -(-own // rows)
+    finer = expert_tile(config.given, tp=parts, backend=backend) or (rows, columns)
+    return {
+        "tile_rows": rows,
+        "tile_columns": columns,
+        "expert_tile": finer[0],
+        "whole": parts * tiles * rows,
+        "whole_scales": parts * tiles,
     }
 
 

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from shardmath.base.memo import memo
 from shardmath.models.storage import names, rows
 from shardmath.models.storage.rows import Row
-from shardmath.models.systems.config import plain
+from shardmath.models.systems.config import DRAFTS_ALONE, plain
 from shardmath.models.systems.vllm_names import everywhere, rename
 
 __all__ = [
@@ -110,6 +110,11 @@ linear_attn.out_proj.* = linear_attn.out_proj.* : h (tp n)
 """Rows of Mamba 1 and 2, short convolutions and gated delta nets. QKVZ and BA stand for the structure of a delta net's
 fused projections (`FUSINGS`): part by part, or by key heads as in its checkpoint."""
 
+MIXER_SCALES = """
+linear_attn.in_proj_qkvz.weight_scale_inv = linear_attn.in_proj_qkvz.weight_scale_inv : (tp n) h
+"""
+"""Rows of scales that a checkpoint has of tensors which are several components."""
+
 FUSINGS = {
     "parts": ("(tp (q + k + v + z))", "(tp (b + a))"),
     "heads": ("(tp own_linear (q + k + v + z))", "(tp own_linear (b + a))"),
@@ -152,10 +157,18 @@ experts.routed_experts.w2_weight  = experts.{e}.w2.weight             : (DEAL) h
 """DEAL stands for the division of experts among ranks, GATED for the order of gate and up in an expert. One rank has
 the output bias, the others zeros: `wide` is such a multiple of the output that the first part is all of it."""
 
+BLOCKED = """
+experts.routed_experts.w13_weight = paired_blocks(experts.{e}.[gate up]_proj.weight) : (DEAL) GATED h
+experts.routed_experts.w13_weight = blocks(experts.{e}.up_proj.weight)   : (DEAL) (etp n^tile) h
+experts.routed_experts.w2_weight  = blocks(experts.{e}.down_proj.weight) : (DEAL) h (etp n^tile)
+"""
+"""Rows of experts that FlashInfer's TRTLLM backend has arranged, before all others."""
+
 DEALS = {"linear": "ep~ e", "round_robin": "e ep", "redundant": "ep~ e%slots"}
 GATED = {
     "parts": "(etp (gate^tile + up^tile))",
     "swapped": "(etp (up^tile + gate^tile))",
+    "blocked": "(etp (up^tile + gate^tile))",
     "interleaved": "(etp own_ffn (gate + up))",
 }
 """The order of gate and up: one after the other, in reverse, or row by row alternating."""
@@ -190,6 +203,48 @@ shared_head.head.*            = shared_head.head.* : (tp n=vocab) h
 """
 """Rows of a layer that predicts a further token, in addition to the modules of every layer."""
 
+OWN_ENDS = """
+[ = ] @pp=-1
+model.embed_tokens.weight     = model.embed_tokens.weight : (tp n=vocab) h
+lm_head.weight                = lm_head.weight            : (tp n=vocab) h
+"""
+DRAFT_FC = f"""
+[model. = mtp.{{m}}.] @pp=-1
+fc.*                          = eh_proj.* : (tp n) h
+pre_fc_norm_embedding.*       = enorm.*
+pre_fc_norm_hidden.*          = hnorm.*
+norm.*                        = norm.*
+{OWN_ENDS}"""
+DRAFT_ERNIE = f"""
+[model.layers.{{m}}. = mtp.{{m}}.] @pp=-1
+mtp_emb_norm.*                = enorm.*
+mtp_hidden_norm.*             = hnorm.*
+mtp_linear_proj.*             = eh_proj.*
+{OWN_ENDS}"""
+DRAFT_HYBRID = f"""
+[model.layers.{{i}}. = mtp.{{m}}.layers.{{i}}.] @pp=-1
+enorm.*                       = enorm.*
+hnorm.*                       = hnorm.*
+eh_proj.*                     = eh_proj.* : (tp n) h
+final_layernorm.*             = norm.*
+{OWN_ENDS}"""
+
+
+class _Draft(NamedTuple):
+    """The rows of a draft besides those of its layers, and the prefixes of the layers' names."""
+
+    text: str = DRAFT
+    native: str = "model.layers.{m}.mtp_block."
+    logical: str = "mtp.{m}."
+
+
+DRAFTS = {
+    "nemotronh": _Draft(DRAFT_HYBRID, "model.layers.{i}.", "mtp.{m}.layers.{i}."),
+    "ernie45moe": _Draft(DRAFT_ERNIE),
+    **dict.fromkeys(DRAFTS_ALONE, _Draft(DRAFT_FC, "model.layers.{m}.")),
+}
+"""Drafts of kinds of model with other names. They read the model's own embedding and head."""
+
 MODULES = {
     "attention": ("self_attn", "attn", "attention"),
     "mlp": ("mlp", "block_sparse_moe", "feed_forward", "moe"),
@@ -217,6 +272,8 @@ OWN_BY_KIND = {plain(kind): text for kind, text in OWN.items()}
 PLACE = re.compile(r" @pp=-?\d+")
 WEIGHT = re.compile(r"([._])(?:weight|\*)(?= |$)")
 GRAIN = re.compile(r" hd\b|\^tile\b")
+WHOLE = "=whole"
+"""Instead of ^tile: as long as all parts with whole tiles, of which the last ones are padding."""
 
 
 class VLLMForm(NamedTuple):
@@ -224,13 +281,14 @@ class VLLMForm(NamedTuple):
     distributed over ranks.
 
     The way in which experts are dealt; the order of gate and up in each; whether linear layers have a scale per block;
-    whether `unknown` tensors are whole on each rank instead of an error.
+    whether `unknown` tensors are whole on each rank instead of an error; whether parts of experts have `whole` tiles.
     """
 
     deal: str = "linear"
     gated: str = "parts"
     scales: bool = False
     unknown: bool = False
+    whole: bool = False
 
 
 @memo()
@@ -251,10 +309,10 @@ def table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
 def draft_table(kind: str, form: VLLMForm) -> tuple[Row, ...]:
     """Return rules, as Rows, for how vLLM stores the draft model (MTP, which predicts further tokens) that belongs to a
     main model of type `kind`. `form` has the engine's options."""
-    names = "model.layers.{m}.mtp_block.", "mtp.{m}."
-    text = DRAFT + _write_layer(*names, kind, form)
+    own, native, logical = DRAFTS.get(kind, _Draft())
+    text = own + _write_layer(native, logical, kind, form)
     if form.unknown:
-        text += write_unknown(*names)
+        text += write_unknown(native, logical)
     return rename_rows(text, partial(rename, kind))
 
 
@@ -273,8 +331,13 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
     qkvz, ba = FUSINGS["heads" if kind in BY_HEADS else "parts"]
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
     gated = GATED["interleaved" if kind in INTERLEAVES else form.gated]
-    experts = EXPERTS.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
+    own_experts = BLOCKED + EXPERTS if form.gated == "blocked" else EXPERTS
+    experts = own_experts.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
+    if form.whole:
+        experts = experts.replace("^tile", WHOLE)
     text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
+    if form.scales:
+        text += _write_scales(mixers) + MIXER_SCALES
     return text + write_modules(native, logical, ATTENTION, MLP + experts, scales=form.scales)
 
 
@@ -298,7 +361,8 @@ def _write_scales(text: str) -> str:
     scaled = []
     for line in text.splitlines():
         if WEIGHT.search(line):
-            scaled.append(GRAIN.sub("", WEIGHT.sub(r"\1weight_scale_inv", line)))
+            scale_row = GRAIN.sub("", WEIGHT.sub(r"\1weight_scale_inv", line))
+            scaled.append(scale_row.replace(WHOLE, f"{WHOLE}_scales"))
     return "\n".join(scaled) + "\n"
 
 

@@ -21,6 +21,9 @@ pytestmark = pytest.mark.long
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 MEGATRON = VECTORS / "megatron_storage.json.gz"
+VERSIONS = tuple(VECTORS / f"megatron_0_{minor}_storage.json.gz" for minor in (16, 19))
+"""Stacked experts of 0.16, and in both versions layers that predict further tokens, with and without layouts of stages;
+of 0.19 also names that 0.16 does not have."""
 VLLM = VECTORS / "vllm_storage.json.gz"
 SGLANG = VECTORS / "sglang_storage.json.gz"
 TORCHTITAN = VECTORS / "torchtitan_storage.json.gz"
@@ -30,6 +33,22 @@ TORCHTITAN = VECTORS / "torchtitan_storage.json.gz"
 def test_megatron_stores_what_its_rows_say(model: str) -> None:
     found = compare(MEGATRON, [model])
     assert found.total and not found.differences, str(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [(path, model) for path in VERSIONS for model in Recorded(path).models],
+    ids=lambda given: (
+        given.name.removesuffix("_storage.json.gz") if isinstance(given, Path) else given
+    ),
+)
+def test_versions_of_megatron_store_what_their_rows_say(path: Path, model: str) -> None:
+    found = compare(path, [model])
+    assert found.total and not found.differences, str(found)
+
+
+def test_all_entries_of_the_versions_are_compared() -> None:
+    assert [compare(path).equal for path in VERSIONS] == [3778, 2007]
 
 
 def test_gpt_oss_loads_one_expert_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +88,20 @@ def test_all_entries_of_megatron_are_compared() -> None:
     layouts = [layout for model in file.models.values() for layout in model["layouts"].values()]
     ranks = [rank for layout in layouts for rank in layout["ranks"]]
     assert sum(len(chunk) for rank in ranks for chunk in rank["chunks"]) == 20807
+
+
+def test_what_processing_computes_is_not_compared(tmp_path: Path) -> None:
+    """A processed tensor without sources, such as one of scales that are made anew, was a TypeError."""
+    data = json.loads(gzip.decompress(VLLM.read_bytes()))
+    model = "qwen3_moe"
+    data["models"] = {model: data["models"][model]}
+    layouts = data["models"][model]["layouts"]
+    name = "tp2_dp1_pp1_noep_moe_backend=flashinfer_cutlass"
+    data["models"][model]["layouts"] = {name: layouts[name]}
+    data["posts"] = [[shape, None, formula] for shape, _, formula in data["posts"]]
+    path = tmp_path / "computed.json"
+    path.write_text(json.dumps(data))
+    assert not compare(path).differences
 
 
 def test_a_difference_is_found_and_printed(

@@ -161,8 +161,9 @@ def test_gate_and_up_that_a_backend_swaps_after_loading() -> None:
         held[processed] = carry(trainer, engine, stored, shapes)[1][native][0]
     assert np.array_equal(held[True], np.concatenate([up, gate]))
     assert not np.array_equal(held[False], held[True]) and held[False].shape == held[True].shape
+    scaled = {**SERVED, "quantization_config": {"weight_block_size": [128, 128]}}
     with pytest.raises(sm.StoreError, match="pass processed=False, and refit before"):
-        vllm(SERVED, ranks=[1], backend="flashinfer_trtllm", processed=True)
+        vllm(scaled, ranks=[1], backend="flashinfer_trtllm", processed=True)
 
 
 def test_a_layer_that_no_stage_has() -> None:

@@ -167,4 +167,4 @@ def test_fields_outside_of_the_language_model_are_not_its_own() -> None:
     config = Config(
         {"text_config": language, "head_dim": 1280, "quantization_config": quantization}
     )
-    assert (config.head_dim, config.has_scales) == (16, True)
+    assert (config.head_dim, config.tile) == (16, (128, 128))

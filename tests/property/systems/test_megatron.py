@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from shardmath import StoreError
 from shardmath.models.storage.binding import bind
 from shardmath.models.systems.megatron import logical_shapes, megatron
 
@@ -34,3 +37,107 @@ def test_the_convolution_of_mamba_has_the_name_of_the_version(more: dict, names:
     bound = bind(megatron(config | more, ranks=range(2), tp=2, vocab=8), shapes)
     stored = {name.rpartition("mixer.")[2] for (_, name), _ in bound.natives(1).items()}
     assert {name for name in stored if name.startswith("conv1d")} == set(names)
+
+
+SPARSE = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "add_bias_linear": False,
+    "gated_linear_unit": True,
+    "num_moe_experts": 4,
+    "moe_grouped_gemm": True,
+}
+LATER = {"mtp_use_repeated_layer": False}
+"""A field of 0.17 and later."""
+
+
+def list_stored(config: dict[str, Any], rank: int = 0, **more: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of what a rank stores, by name, of all chunks."""
+    pattern = more.pop("pattern", None)
+    sizes = {name: more.get(name, 1) for name in ("tp", "pp")}
+    side = megatron(config, ranks=range(sizes["tp"] * sizes["pp"]), vocab=8, **more)
+    bound = bind(side, logical_shapes(config, vocab=8, pattern=pattern))
+    return {f"{chunk}.{name}": shape for (chunk, name), shape in bound.natives(rank).items()}
+
+
+@pytest.mark.parametrize(
+    ("spec", "more", "last"),
+    [
+        ("te", {}, "linear_fc1.weight3"),
+        ("te", {"moe_use_legacy_grouped_gemm": True}, "weight2"),
+        ("local", {}, "weight2"),
+        ("local", LATER, "local_experts.3.linear_fc2.weight"),
+        ("te", {**LATER, "moe_single_grouped_weight": True}, "linear_fc2.weight"),
+    ],
+)
+def test_the_configuration_decides_how_experts_are_grouped(
+    spec: str, more: dict[str, Any], last: str
+) -> None:
+    """As the spec providers of 0.16.1 and 0.19 choose modules of experts."""
+    stored = list_stored(SPARSE | more, spec=spec)
+    assert f"0.decoder.layers.1.mlp.experts.{last}" in stored
+
+
+@pytest.mark.parametrize(("more", "name"), [({}, "transformer_layer"), (LATER, "mtp_model_layer")])
+def test_a_further_layer_has_the_name_of_the_version(more: dict[str, Any], name: str) -> None:
+    stored = list_stored(SPARSE | {"mtp_num_layers": 1} | more, tp=2)
+    assert stored[f"0.mtp.layers.0.{name}.self_attention.linear_proj.weight"] == (8, 4)
+
+
+def test_the_last_norm_is_behind_the_last_layer_if_further_layers_are_alone() -> None:
+    """`has_final_layernorm_in_this_stage`; without further layers it is where the head is."""
+    layout = {"pipeline_model_parallel_layout": "Et|t|mL", "mtp_num_layers": 1}
+    stages = [list_stored(SPARSE | layout, rank, pp=3) for rank in range(3)]
+    has_norm = ["0.decoder.final_layernorm.weight" in stored for stored in stages]
+    assert has_norm == [False, True, False]
+    assert "0.mtp.layers.0.eh_proj.weight" in stages[2]
+    plain = {"pipeline_model_parallel_layout": "Et|t|L"}
+    assert "0.decoder.final_layernorm.weight" in list_stored(SPARSE | plain, 2, pp=3)
+
+
+def test_further_layers_have_the_chunk_that_the_layout_says() -> None:
+    layout = {"pipeline_model_parallel_layout": "Et|t||mL", "mtp_num_layers": 1}
+    stored = list_stored(SPARSE | layout, 1, pp=2, vpp=2)
+    assert "1.mtp.layers.0.hnorm.weight" in stored
+    assert "0.decoder.final_layernorm.weight" in stored
+
+
+def test_a_hybrid_model_predicts_a_token_by_several_layers() -> None:
+    config = SPARSE | LATER | {"is_hybrid_model": True, "mtp_num_layers": 2}
+    stored = list_stored(config, pattern="*E/*-/*-")
+    inner = "0.mtp.layers.1.mtp_model_layer.layers."
+    assert f"{inner}0.self_attention.linear_qkv.weight" in stored
+    assert f"{inner}1.mlp.linear_fc1.weight" in stored
+    ends = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+    assert all(f"0.mtp.layers.1.{name}.weight" in stored for name in ends)
+
+
+def test_down_projections_of_latent_attention_may_be_one_module() -> None:
+    """Each rank has its part of both, and the norm before them."""
+    config = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 4,
+        "add_bias_linear": False,
+        "multi_latent_attention": True,
+        "q_lora_rank": 4,
+        "kv_lora_rank": 6,
+        "qk_pos_emb_head_dim": 2,
+        "mla_down_proj_fusion": True,
+    }
+    stored = list_stored(config, tp=2)
+    module = "0.decoder.layers.0.self_attention.linear_qkv_down_proj."
+    assert stored[f"{module}weight"] == (6, 8)
+    assert stored[f"{module}layer_norm_weight"] == (8,)
+    apart = list_stored(config, tp=2, spec="local")
+    assert stored.keys() - apart.keys() and f"{module}weight" not in apart
+
+
+def test_a_layer_that_an_index_does_not_have() -> None:
+    """@l=-1 is where the last layer is, @l=2 where the third one is."""
+    side = megatron(SPARSE, ranks=range(1), vocab=8)
+    bound = bind(side.extended("x @l=-1 = x"), {"x": ((2,), "int64")})
+    assert bound.natives(0) == {(0, "x"): (2,)}
+    with pytest.raises(StoreError, match="'@l=2' is not a number of index 'l', which has 2; use"):
+        bind(side.extended("x @l=2 = x"), {"x": ((2,), "int64")})

@@ -141,20 +141,61 @@ def test_cutlass_swaps_gate_and_up_once_processed() -> None:
     assert np.array_equal(processed, np.concatenate([loaded[2:], loaded[:2]]))
 
 
-def test_trtllm_pads_each_part_of_an_expert(fails: Fails) -> None:
-    """Rule 9: to 128 rows of gate, 128 of up, and 128 columns; what is processed is in no row's order."""
+def test_trtllm_pads_each_part_of_an_expert() -> None:
+    """Rule 9: to 128 rows of gate, 128 of up, and 128 columns."""
     arrays = number(experts(1, 8, 4, "gate", "up", "down"))
-    sizes: dict[str, Any] = {"tp": 2, "backend": "flashinfer_trtllm"}
-    held = store(SPARSE, arrays, 1, **sizes)
+    held = store(SPARSE, arrays, 1, tp=2, backend="flashinfer_trtllm")
     w13, w2 = held[f"{ROUTED}w13_weight"][0], held[f"{ROUTED}w2_weight"][0]
     assert w13.shape == (256, 4) and w2.shape == (4, 128)
     assert np.array_equal(w13[:4], arrays[f"{LAYER}mlp.experts.0.gate_proj.weight"][4:])
     assert np.array_equal(w13[128:132], arrays[f"{LAYER}mlp.experts.0.up_proj.weight"][4:])
     assert not w13[4:128].any() and not w13[132:].any() and not w2[:, 4:].any()
+
+
+ROW_MAP = [8 * (row % 4) + row // 4 for row in range(32)]
+"""FlashInfer's `srcToDstBlk32RowMap`."""
+
+
+def block(matrix: np.ndarray) -> np.ndarray:
+    """As FlashInfer shuffles rows in blocks of 32, and vLLM puts blocks of 64 columns one after the other."""
+    shuffled = np.empty_like(matrix)
+    for row, values in enumerate(matrix):
+        shuffled[row // 32 * 32 + ROW_MAP[row % 32]] = values
+    blocks = [shuffled[:, at : at + 64] for at in range(0, matrix.shape[1], 64)]
+    return np.concatenate([one.ravel() for one in blocks]).reshape(matrix.shape)
+
+
+def test_trtllm_blocks_experts_once_processed() -> None:
+    """Rule 9: up and gate alternate row by row, then blocks; padding moves with the others."""
+    arrays = number(experts(1, 200, 64, "gate", "up", "down"))
+    sizes: dict[str, Any] = {"tp": 2, "backend": "flashinfer_trtllm"}
+    loaded = store(SPARSE, arrays, 1, **sizes)
+    processed = store(SPARSE, arrays, 1, processed=True, **sizes)
+    gate, up = np.split(loaded[f"{ROUTED}w13_weight"][0], 2)
+    paired = np.stack([up, gate], 1).reshape(256, 64)
+    assert np.array_equal(processed[f"{ROUTED}w13_weight"][0], block(paired))
+    down = loaded[f"{ROUTED}w2_weight"][0]
+    assert np.array_equal(processed[f"{ROUTED}w2_weight"][0], block(down))
+
+
+def test_what_trtllm_has_blocked_is_not_read_back(fails: Fails) -> None:
+    """A trainer cannot send it; and with scales, which are blocked in another way, no row says how it lies."""
+    arrays = number(experts(1, 128, 64, "up"))
+    shapes = {name: (array.shape, "int64") for name, array in arrays.items()}
+    sizes: dict[str, Any] = {"backend": "flashinfer_trtllm", "processed": True}
+    side = vllm(SPARSE, ranks=range(1), **sizes)
+    stored = {0: fill(bind(side, shapes), arrays, 0)}
     fails(
-        lambda: vllm(SPARSE, ranks=range(2), processed=True, **sizes),
+        lambda: gather(bind(side, shapes), stored, [0]),
         StoreError,
-        "backend='flashinfer_trtllm' stores processed experts in blocks, which no row describes; "
+        f"'{ROUTED}w13_weight' is stored as blocks(...), whose cells are not read back; "
+        "gather it before it is arranged",
+    )
+    scaled = {**SPARSE, "quantization_config": {"weight_block_size": [128, 128]}}
+    fails(
+        lambda: vllm(scaled, ranks=range(1), **sizes),
+        StoreError,
+        "backend='flashinfer_trtllm' arranges processed FP8 experts in a way that no row describes; "
         "pass processed=False, and refit before weights are processed",
     )
 
@@ -481,3 +522,66 @@ def test_norms_of_all_heads_are_cut_as_heads_are(
     }
     bound = bind(make(config, ranks=range(2), tp=2), shapes)
     assert list(bound.natives(1).values()) == own
+
+
+def draft_of(kind: str, natives: dict[str, tuple[int, ...]], **more: Any) -> Any:
+    """The numbered arrays of a checkpoint, and what rank 1 of two stores of its draft."""
+    config = {**DENSE, "model_type": kind, **more}
+    stored = number(natives)
+    shapes = logical_shapes(
+        config, {name: (array.shape, "int64") for name, array in stored.items()}
+    )
+    disk = bind(hugging_face(config, natives), shapes)
+    logical = gather(disk, {0: {(0, name): array for name, array in stored.items()}}, [0])
+    side = vllm(config, ranks=range(2), tp=2, draft=True)
+    bound = bind(side, shapes, unused=("model.*", "lm_head.*"))
+    return stored, {name: array for (_, name), array in fill(bound, logical, 1).items()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "exaone_moe"])
+def test_a_draft_that_is_a_module_apart_is_numbered_from_0(kind: str) -> None:
+    """Rule 25: its projection is cut by rows, and it reads the model's embedding and head."""
+    natives = {"mtp.fc.weight": (4, 8), "mtp.norm.weight": (4,), "lm_head.weight": (100, 4)}
+    natives |= {"mtp.pre_fc_norm_hidden.weight": (4,), "mtp.pre_fc_norm_embedding.weight": (4,)}
+    natives |= {
+        "mtp.layers.0.self_attn.o_proj.weight": (4, 16),
+        "model.embed_tokens.weight": (100, 4),
+    }
+    stored, held = draft_of(kind, natives)
+    assert np.array_equal(held["model.fc.weight"], stored["mtp.fc.weight"][2:])
+    o_proj = stored["mtp.layers.0.self_attn.o_proj.weight"]
+    assert np.array_equal(held["model.layers.0.self_attn.o_proj.weight"], o_proj[:, 8:])
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        assert np.array_equal(held[f"model.{name}.weight"], stored[f"mtp.{name}.weight"])
+    assert np.array_equal(held["lm_head.weight"][:36], stored["lm_head.weight"][64:])
+    assert len(held) == len(natives)
+
+
+def test_nemotron_predicts_a_token_by_several_layers() -> None:
+    """Rule 25: the first has the projection, which is cut by rows, the last the norm."""
+    natives = {f"mtp.layers.0.{name}.weight": (4,) for name in ("enorm", "hnorm", "norm")}
+    natives |= {"mtp.layers.0.eh_proj.weight": (4, 8), "mtp.layers.0.mixer.o_proj.weight": (4, 16)}
+    natives |= {"mtp.layers.1.norm.weight": (4,), "mtp.layers.1.final_layernorm.weight": (4,)}
+    natives |= {f"mtp.layers.1.mixer.experts.{e}.up_proj.weight": (8, 4) for e in range(2)}
+    natives["mtp.layers.1.mixer.gate.weight"] = 2, 4
+    stored, held = draft_of("nemotron_h", natives, n_routed_experts=2)
+    eh_proj = stored["mtp.layers.0.eh_proj.weight"]
+    assert np.array_equal(held["model.layers.0.eh_proj.weight"], eh_proj[2:])
+    names = ("final_layernorm.weight", "norm.weight")
+    for name in names:
+        assert np.array_equal(held[f"model.layers.1.{name}"], stored[f"mtp.layers.1.{name}"])
+    ups = [stored[f"mtp.layers.1.mixer.experts.{e}.up_proj.weight"][4:] for e in range(2)]
+    routed = "model.layers.1.mixer.experts.routed_experts.w13_weight"
+    assert np.array_equal(held[routed], np.stack(ups))
+
+
+def test_ernie_numbers_its_draft_behind_its_layers() -> None:
+    """Rule 25: its checkpoint counts from 0, in four modules; the projection is whole."""
+    natives = {"model.mtp_emb_norm.0.weight": (4,), "model.mtp_hidden_norm.0.weight": (4,)}
+    natives |= {"model.mtp_linear_proj.0.weight": (4, 8)}
+    natives |= {"model.mtp_block.0.mlp.down_proj.weight": (4, 8)}
+    stored, held = draft_of("ernie4_5_moe", natives)
+    projection = stored["model.mtp_linear_proj.0.weight"]
+    assert np.array_equal(held["model.layers.1.mtp_linear_proj.weight"], projection)
+    down = stored["model.mtp_block.0.mlp.down_proj.weight"]
+    assert np.array_equal(held["model.layers.1.mtp_block.mlp.down_proj.weight"], down[:, 4:])

@@ -12,7 +12,7 @@ import shardmath as sm
 from shardmath.models.storage.binding import bind
 from shardmath.models.storage.filling import fill, gather
 from shardmath.models.systems.hugging_face import hugging_face, logical_shapes
-from shardmath.models.systems.vllm import vllm
+from shardmath.models.systems.vllm import expert_tile, vllm
 from tests.refits.carrying import LAYER, Arrays, number
 
 CONFIG = {
@@ -87,15 +87,69 @@ def test_what_is_fused_on_disk_is_split_and_then_cut() -> None:
     assert np.isin(fused[:12], q).all()
 
 
+def scaled(ffn: int = 384, hidden: int = 256) -> dict[str, Any]:
+    """A configuration of experts with a scale per tile of 128 x 128."""
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    sizes = {"moe_intermediate_size": ffn, "hidden_size": hidden}
+    return {**CONFIG, **sizes, "quantization_config": quantization}
+
+
+def test_scales_of_experts_are_repeated_so_that_no_rank_cuts_their_tiles() -> None:
+    """Rule 26: 384 rows are 192 on each of two ranks, in tiles of 64; 96 on each of four, in tiles of 32."""
+    sizes: list[dict[str, Any]] = [{"tp": 1}, {"tp": 2}, {"tp": 4}, {"tp": 2, "dp": 2}]
+    found = [expert_tile(scaled(), **one) for one in sizes]
+    assert found == [(128, 128), (64, 64), (32, 32), (32, 32)]
+    # Experts that are dealt whole, or whose parts have common divisors below 32 only, keep their tiles.
+    assert expert_tile(scaled(), tp=4, ep=True) == (128, 128)
+    assert expert_tile(scaled(ffn=176), tp=2) == (128, 128)
+    # Gate and up are joined, so that also a whole expert may have no last tile.
+    assert expert_tile(scaled(ffn=192)) == (64, 64)
+    names = [f"{LAYER}mlp.experts.{e}.gate_proj.weight_scale_inv" for e in range(6)]
+    names += [name.replace("gate", "up") for name in names]
+    whole = number(dict.fromkeys(names, ((3, 2), "int64")))
+    fine = {name: array.repeat(2, 0).repeat(2, 1) for name, array in whole.items()}
+    side = vllm(scaled(), ranks=range(2), tp=2)
+    bound = bind(side, {name: (array.shape, "float32") for name, array in fine.items()})
+    (held,) = fill(bound, fine, 1).values()
+    gate, up = (
+        fine[f"{LAYER}mlp.experts.0.{half}_proj.weight_scale_inv"] for half in ("gate", "up")
+    )
+    assert np.array_equal(held[0], np.concatenate([gate[3:], up[3:]]))
+
+
 def test_scales_that_are_cut_inside_a_block_are_refused() -> None:
-    """Rules 26 and 27: vLLM repeats such scales, or deals whole blocks; no row says either yet."""
-    config = {
-        **CONFIG,
-        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    }
-    names = [f"{LAYER}mlp.experts.{e}.up_proj.weight_scale_inv" for e in range(6)]
-    # 384 rows are 3 blocks: on two ranks 1.5 each, on four ranks whole blocks leave nothing for the last.
-    for tp in (2, 4):
-        side = vllm(config, ranks=range(tp), tp=tp)
-        with pytest.raises(sm.StoreError, match=f"'n' has 3 .* into {tp} equal parts"):
-            bind(side, dict.fromkeys(names, ((3, 2), "float32")))
+    """A linear layer's scales are not repeated: 384 rows are 3 tiles, 1.5 on each of two ranks."""
+    side = vllm(scaled(), ranks=range(2), tp=2)
+    name = f"{LAYER}self_attn.o_proj.weight_scale_inv"
+    with pytest.raises(sm.StoreError, match=r"'n' has 3 .* into 2 equal parts"):
+        bind(side, {name: ((2, 3), "float32")})
+
+
+@pytest.mark.parametrize(("tp", "parts"), [(2, [256, 128]), (4, [128, 128, 128, 0])])
+def test_other_backends_get_whole_tiles(tp: int, parts: list[int]) -> None:
+    """Rule 27: of 384 rows, the last ranks have fewer, or none; their cells are padding."""
+    names = [f"{LAYER}mlp.experts.0.{half}_proj.weight" for half in ("gate", "up", "down")]
+    shapes = {name: ((384, 256) if "down" not in name else (256, 384), "int64") for name in names}
+    scales = {f"{name}_scale_inv": ((3, 2), "int64") for name in names[:2]}
+    arrays = number(shapes | scales | {f"{names[2]}_scale_inv": ((2, 3), "int64")})
+    config = {**scaled(), "num_experts": 1, "num_local_experts": 1}
+    side = vllm(config, ranks=range(tp), tp=tp, backend="deep_gemm")
+    bound = bind(side, {name: (array.shape, "int64") for name, array in arrays.items()})
+    own = max(parts)
+    start = 0
+    for rank, size in enumerate(parts):
+        held = {
+            name.rpartition(".")[2]: array[0]
+            for (_, name), array in fill(bound, arrays, rank).items()
+        }
+        for half, name in enumerate(names[:2]):
+            rows = held["w13_weight"][own * half : own * (half + 1)]
+            assert np.array_equal(rows[:size], arrays[name][start : start + size])
+            assert not rows[size:].any()
+            tiles = held["w13_weight_scale_inv"].reshape(2, -1, 2)[half]
+            kept = arrays[f"{name}_scale_inv"][start // 128 : (start + size) // 128]
+            assert np.array_equal(tiles[: size // 128], kept)
+        assert np.array_equal(
+            held["w2_weight"][:, :size], arrays[names[2]][:, start : start + size]
+        )
+        start += size

@@ -25,6 +25,7 @@ from shardmath.base.text import show_ranks, shown
 from shardmath.layouts.layout import Layout
 from shardmath.models.refits.coverage import Native, find_faults, show_native
 from shardmath.models.refits.refit import Refit as Planned
+from shardmath.models.storage.arranging import ARRANGEMENTS
 from shardmath.models.storage.stored import KnownSide, Slot
 from shardmath.plans.programs.part import own_boxes
 from shardmath_torch.groups import compat
@@ -283,7 +284,12 @@ def check_functions(functions: object) -> Mapping[str, Function]:
 
 
 def _find_function(slot: Slot, functions: Mapping[str, Function]) -> Function:
-    """The function that the slot names. Raises StoreError for an unknown one."""
+    """The function that the slot names. Raises StoreError for an unknown one, and for one that moves elements."""
+    if slot.function in ARRANGEMENTS:
+        raise StoreError(
+            f"{slot.native!r} is stored as {slot.function}(...), in an order into which no refit writes; "
+            f"refit before weights are processed, with a side that says so, such as vllm(processed=False)"
+        )
     known = {**FUNCTIONS, **functions}
     if slot.function not in known:
         raise StoreError(
