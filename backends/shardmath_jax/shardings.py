@@ -193,12 +193,21 @@ def held_by_process(array: jax.Array) -> tuple[sm.Layout, jax.Array]:
     A process is the rank `jax.process_index()`.
 
     The part is one array on a CPU device, without a copy if the process has only that device. Raises LayoutError for
-    unreduced sums, and ValueError, as JAX does, if a process's devices are not a block of the mesh.
+    unreduced sums, for other values than arrays of JAX, and on a process that has none of the array's devices; and
+    ValueError, as JAX does, if a process's devices are not a block of the mesh.
     """
+    if not isinstance(array, jax.Array):
+        what = f"array is a {type(array).__module__}.{type(array).__name__}"
+        raise LayoutError(f"{what}; pass a jax.Array, such as jax.numpy.asarray(array)")
     sharding, sizes = array.sharding, array.shape
     if layout_of(array).partial:
         what = f"the devices of {sharding} hold summands of the array"
         raise LayoutError(f"{what}; move it to a sharding without unreduced axes first")
+    if not sharding.addressable_devices:
+        what = f"process {jax.process_index()} has none of the devices of {sharding}"
+        raise LayoutError(
+            f"{what}; call held_by_process on the processes that have one, or add devices of this one to the mesh"
+        )
     held: dict[int, list[set[tuple[int, int]]]] = {}
     for device, index in sharding.devices_indices_map(sizes).items():
         ranges = held.setdefault(device.process_index, [set() for _ in sizes])

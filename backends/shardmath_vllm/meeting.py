@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -21,13 +22,14 @@ import shardmath_torch as smt
 from shardmath.base.errors import ExchangeError, StoreError
 from shardmath.base.text import message_of
 from shardmath.models.storage.stored import Shapes
+from shardmath_torch.groups import compat
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_torch.groups.joint.connect import call_off
 from shardmath_vllm.infos import TrainerInfo
 from shardmath_vllm.link import Link, together
 from shardmath_vllm.source import Told
 
-__all__ = ["Given", "Meeting", "among_trainers"]
+__all__ = ["Given", "Meeting", "among_trainers", "serve_store"]
 
 TRAINERS = "trainers"
 """The name of their group, which may be used again: ranks of two groups never meet."""
@@ -46,6 +48,19 @@ class Given:
     engine: int = 0
     record: Callable[[Told], sm.storage.Recorded] | None = None
     is_joint: bool = False
+
+
+def serve_store(host: str) -> str:
+    """Serve a key-value store at a free port of `host` until this process ends, and return its address, for
+    `TrainerInfo(address=)`. Further calls return the same address.
+    """
+    return f"{host}:{_serve(host).port}"
+
+
+@cache
+def _serve(host: str) -> compat.TCPStore:
+    """A store that this process serves at a free port of `host`; the cache keeps it."""
+    return compat.TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 class Where(Protocol):

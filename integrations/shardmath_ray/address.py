@@ -8,11 +8,10 @@ that `Trainer.trainer_init` and `init_process_group` of that process later find 
 from __future__ import annotations
 
 import secrets
-from functools import cache
 
 import ray
 
-from shardmath_torch.groups.compat import TCPStore
+from shardmath_vllm.meeting import serve_store
 
 __all__ = ["find_address"]
 
@@ -23,11 +22,4 @@ def find_address() -> tuple[str, str]:
 
     Further calls in the same actor return the same address, each with another run.
     """
-    host = ray.util.get_node_ip_address()
-    return f"{host}:{_serve(host).port}", secrets.token_hex(8)
-
-
-@cache
-def _serve(host: str) -> TCPStore:
-    """A store that this process serves at a free port of `host`; the cache keeps it."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    return serve_store(ray.util.get_node_ip_address()), secrets.token_hex(8)

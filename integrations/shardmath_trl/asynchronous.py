@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
-from shardmath_trl.connecting import check_server, connect
+from shardmath_trl.connecting import check_model, check_server, connect
 from shardmath_vllm import Trainer
 
 __all__ = ["ShardAsyncGRPOTrainer"]
@@ -22,7 +21,7 @@ class ShardAsyncGRPOTrainer(AsyncGRPOTrainer):
     """TRL's AsyncGRPOTrainer, except that every rank sends its own shards to the vLLM server, and nothing is gathered.
 
     It takes the same arguments, except `weight_transfer`. Only the update of weights was ever run, on CPUs. Raises
-    ValueError for a model with PEFT adapters.
+    ValueError for a model whose shards cannot be sent.
     """
 
     _trainer: Trainer | None = None
@@ -30,12 +29,12 @@ class ShardAsyncGRPOTrainer(AsyncGRPOTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         transfer = _Transfer()
         super().__init__(*args, weight_transfer=transfer, **kwargs)
-        if is_peft_model(self.model):
-            raise ValueError(
-                "the model has PEFT adapters, which are not merged shard by shard; pass a model without adapters, or "
-                "use TRL's own AsyncGRPOTrainer"
-            )
         transfer.client = self.vllm_client
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Raise ValueError if the model's shards cannot be sent, before TRL asks the server or starts rollouts."""
+        super().create_accelerator_and_postprocess()
+        check_model(self.accelerator, self.model)
 
     def _streaming_iter(self) -> Iterator[Any]:
         """Send this rank's shards, as they are now, and return no weights to gather. Collective over all ranks."""

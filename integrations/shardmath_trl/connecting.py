@@ -1,22 +1,45 @@
-"""Connecting: the ranks of accelerate and the workers of a vLLM server, of which TRL's client on rank 0 knows."""
+"""Connecting: the ranks of accelerate and the workers of a vLLM server, of which TRL's client on rank 0 knows. Models
+and servers that cannot connect are errors.
+"""
 
 from __future__ import annotations
 
 import secrets
 import socket
 from dataclasses import replace
-from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
+from trl.distributed import DistributedBackend
 
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import word_error
-from shardmath_torch.groups.compat import TCPStore
 from shardmath_vllm import HTTPClient, Trainer, TrainerInfo
+from shardmath_vllm.meeting import serve_store
 
-__all__ = ["check_server", "connect"]
+__all__ = ["check_model", "check_server", "connect"]
+
+
+def check_model(accelerator: Any, model: Any) -> None:
+    """Raise ValueError if the shards cannot be sent that `model` has once `accelerator` has divided it."""
+    if is_peft_model(model):
+        raise ValueError(
+            "the model has PEFT adapters, which are not merged shard by shard; pass a model without adapters, or use "
+            "TRL's own trainer"
+        )
+    backend = DistributedBackend(accelerator)
+    if backend.is_zero3 or backend.fsdp_version == 1:
+        kind = "DeepSpeed ZeRO-3" if backend.is_zero3 else "FSDP1"
+        raise ValueError(
+            f"the model is under {kind}, whose shards cannot be sent; set fsdp_version: 2 in accelerate's configuration"
+        )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.activation_checkpointing:
+        raise ValueError(
+            "fsdp_activation_checkpointing wraps layers, so that the server does not know the names of their "
+            "parameters; pass gradient_checkpointing=True to the trainer's configuration instead"
+        )
 
 
 def check_server(client: Any, url: str) -> None:
@@ -61,7 +84,7 @@ def _describe(accelerator: Any, client: Any, url: str, port: int | None) -> Trai
     dtype = client.get_server_info()["model_config"]["dtype"]
     host = _find_own_address(urlsplit(url).hostname or "")
     return TrainerInfo(
-        f"{host}:{port or _serve(host).port}",
+        f"{host}:{port}" if port else serve_store(host),
         accelerator.num_processes,
         workers=client.get_world_size(),
         dtype=dtype.removeprefix("torch."),
@@ -69,12 +92,6 @@ def _describe(accelerator: Any, client: Any, url: str, port: int | None) -> Trai
         run=secrets.token_hex(8),
         rank=0,
     )
-
-
-@cache
-def _serve(host: str) -> TCPStore:
-    """A store that this process serves at a free port of `host`; the cache keeps it, and its port."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def _find_own_address(server: str) -> str:

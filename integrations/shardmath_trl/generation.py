@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from accelerate.utils import is_peft_model
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from shardmath_trl.connecting import check_server, connect
+from shardmath_trl.connecting import check_model, check_server, connect
 from shardmath_vllm import Trainer
 
 __all__ = ["ShardGeneration"]
@@ -24,37 +23,17 @@ class ShardGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         """Connect rank 0 to the server, as TRL does, and open no NCCL group. Raises ValueError or RuntimeError if
         shards cannot be sent."""
-        self._check()
+        if self.mode != "server":
+            raise ValueError(
+                f"vllm_mode={self.mode!r} has no server to send shards to; pass vllm_mode='server'"
+            )
+        check_model(self.accelerator, self.model)
         if self.accelerator.is_main_process:
             url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             self.vllm_client = VLLMClient(base_url=url, connection_timeout=self.server_timeout)
             check_server(self.vllm_client, url)
         # As TRL does: other ranks do not run ahead while rank 0 waits for the server.
         self.accelerator.wait_for_everyone()
-
-    def _check(self) -> None:
-        """Raise ValueError if the model's shards cannot be sent."""
-        if self.mode != "server":
-            raise ValueError(
-                f"vllm_mode={self.mode!r} has no server to send shards to; pass vllm_mode='server'"
-            )
-        if is_peft_model(self.model):
-            raise ValueError(
-                "the model has PEFT adapters, which are not merged shard by shard; pass a model without "
-                "adapters, or use TRL's own GRPOTrainer"
-            )
-        if self._dist.is_zero3 or self._dist.fsdp_version == 1:
-            kind = "DeepSpeed ZeRO-3" if self._dist.is_zero3 else "FSDP1"
-            raise ValueError(
-                f"the model is under {kind}, whose shards cannot be sent; set fsdp_version: 2 in "
-                f"accelerate's configuration"
-            )
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None and plugin.activation_checkpointing:
-            raise ValueError(
-                "fsdp_activation_checkpointing wraps layers, so that the server does not know the names of their "
-                "parameters; pass GRPOConfig(gradient_checkpointing=True) instead"
-            )
 
     def sync_weights(self) -> None:
         """Send this rank's shards, as they are now. Collective over all ranks; TRL calls it before it generates."""

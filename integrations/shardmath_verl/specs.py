@@ -38,7 +38,7 @@ def from_shard_spec(spec: ShardSpec, dtype: str = DTYPE) -> Layout:
 
     Strided placements are read in FSDP2's order, even if sizes do not divide evenly. Collective over
     `spec.gather_group` if the spec has a block. Raises LayoutError or PlacementError for a spec with a converter, with
-    an offset instead of a block, or with blocks or placements that no layout has.
+    an offset instead of a block, with a block but no `gather_group`, or with blocks or placements that no layout has.
     """
     if spec.to_hf_chunk is not None or spec.hf_slots is not None:
         raise LayoutError(
@@ -63,6 +63,11 @@ def _from_block(spec: ShardSpec, shape: tuple[int, ...], dtype: str) -> Layout:
         raise LayoutError(
             f"{spec} has the offset place={block}, which does not say how much of the tensor a rank holds; pass a "
             f"BlockPlacement"
+        )
+    if spec.gather_group is None:
+        raise LayoutError(
+            f"{spec} has a block, but gather_group=None does not say which ranks have the others; pass their group, "
+            f"such as torch.distributed.group.WORLD"
         )
     group = compat.group_of(spec.gather_group)
     mine = shape, tuple(block.global_offset), tuple(block.local_shape)

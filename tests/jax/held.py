@@ -2,7 +2,7 @@
 
 python held.py PLACE PROCESSES OF_JAX
 
-Prints how many arrays were read, and what is said of those that are not.
+Prints how many arrays were read, what is said of those that are not, and of one that only process 0 has.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import shardmath
 import shardmath_jax
 
 WHOLE = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
@@ -44,7 +45,16 @@ def main() -> None:
     half = len(devices) // 2
     in_turn = [each for pair in zip(devices[:half], devices[half:], strict=True) for each in pair]
     said = [check(*case) for case in itertools.product((devices, in_turn), GRIDS, SPECS)]
-    print(json.dumps([said.count(""), sorted(set(said) - {""})]))
+    first = [each for each in devices if each.process_index == 0]
+    mesh = Mesh(np.array(first), ("a",))
+    array = jax.make_array_from_callback(
+        WHOLE.shape, NamedSharding(mesh, PartitionSpec("a")), WHOLE.__getitem__, dtype=WHOLE.dtype
+    )
+    try:
+        absent = str(shardmath_jax.held_by_process(array)[0])
+    except shardmath.LayoutError as error:
+        absent = str(error)
+    print(json.dumps([said.count(""), sorted(set(said) - {""}), absent]))
 
 
 if __name__ == "__main__":

@@ -87,9 +87,10 @@ def test_what_a_process_of_several_devices_holds(processes: int, read: int) -> N
         for each in started:
             each.kill()
             each.wait()
-    for count, said in map(json.loads, printed):
+    for place, (count, said, absent) in enumerate(map(json.loads, printed)):
         assert count == read
         assert all("contiguous subcube" in words for words in said)
+        assert ("on one rank" if place == 0 else "process 1 has none of the devices") in absent
 
 
 def read_programs() -> dict[str, tuple[str, str]]:

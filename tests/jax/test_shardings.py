@@ -143,6 +143,11 @@ def test_unreduced_sums_are_not_a_process_s() -> None:
         shardmath_jax.held_by_process(array)
 
 
+def test_arrays_of_numpy_are_not_a_process_s() -> None:
+    with pytest.raises(sm.LayoutError, match=r"is a numpy.ndarray; pass a jax.Array"):
+        shardmath_jax.held_by_process(np.ones((8, 8)))
+
+
 def test_unconstrained_dimensions_are_refused() -> None:
     mesh = Mesh(np.array(DEVICES), ("d",))
     with pytest.raises(sm.LayoutError, match=r"dimension 1 of .* is unconstrained; name the axes"):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from datasets import Dataset
@@ -27,7 +28,6 @@ MOST_STEPS, LEARNED = 300, 0.01
 
 def construct(checkpoint: str, url: str, out: str, **more: Any) -> Any:
     """A trainer whose rollouts never come."""
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
     config = AsyncGRPOConfig(
         output_dir=out,
         use_cpu=True,
@@ -41,14 +41,15 @@ def construct(checkpoint: str, url: str, out: str, **more: Any) -> Any:
         report_to=[],
     )
     rollouts = SimpleNamespace(rollout_buffer=queue.Queue(), update_model_version=versions.append)
-    return ShardAsyncGRPOTrainer(
-        model=checkpoint,
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": ["w4"] * 8}),
-        rollout_worker=rollouts,
-        **more,
-    )
+    with mock.patch.object(async_grpo_trainer, "get_peak_flops_per_device", return_value=None):
+        return ShardAsyncGRPOTrainer(
+            model=checkpoint,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=config,
+            train_dataset=Dataset.from_dict({"prompt": ["w4"] * 8}),
+            rollout_worker=rollouts,
+            **more,
+        )
 
 
 versions: list[int] = []

@@ -9,9 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-from peft import LoraConfig
 
-from tests.trl import async_sync
 from tests.trl.test_grpo import FSDP2, RANKS, ROOT, TIMEOUT_S, TORCHRUN
 from tests.vllm.served.sessions import run
 
@@ -29,10 +27,3 @@ def test_the_server_has_the_policy_after_each_sync(folder: Path, url: str, tmp_p
     tokens = [sync["server"] for sync in seen[0]["syncs"]]
     assert tokens == [sync["policy"] for sync in seen[0]["syncs"]]
     assert tokens[0] != tokens[1] != tokens[2]
-
-
-def test_adapters_are_an_error(folder: Path, url: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="PEFT adapters"):
-        async_sync.construct(
-            str(folder / "tiny"), url, str(tmp_path), peft_config=LoraConfig(task_type="CAUSAL_LM")
-        )

@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 import ray
+import torch.distributed as dist
 import verl
+from torch import device, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import AutoModelForCausalLM
 from verl.checkpoint_engine import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.checkpoint_engine.base import CheckpointEngineWorker
@@ -25,7 +28,8 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.workers.config import CheckpointEngineConfig, RolloutConfig
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from shardmath_verl import ShardCheckpointEngine
+from shardmath import ExchangeError
+from shardmath_verl import ShardCheckpointEngine, engine
 from shardmath_vllm import HTTPClient, Trainer, TrainerInfo
 from tests.distributed.pool import free_port
 from tests.verl.actors import Actor, Adapter
@@ -154,16 +158,17 @@ def test_the_manager_updates_a_server(
 
 
 def make_engine(*urls: str) -> ShardCheckpointEngine:
-    engine = CheckpointEngineRegistry.new("shardmath", 1 << 20, is_master=True, urls=urls)
-    assert isinstance(engine, ShardCheckpointEngine)
-    return engine
+    made = CheckpointEngineRegistry.new("shardmath", 1 << 20, is_master=True, urls=urls)
+    assert isinstance(made, ShardCheckpointEngine)
+    return made
 
 
 def test_verl_without_the_change_is_an_error() -> None:
     """The wheel's own worker passes a generator, of which nothing is gathered."""
-    engine = SimpleNamespace(get_per_tensor_param=lambda: (iter([1]), None))
+    training = SimpleNamespace(get_per_tensor_param=lambda: (iter([1]), None))
     worker = SimpleNamespace(
-        actor=SimpleNamespace(engine=engine), checkpoint_engine=make_engine("http://127.0.0.1:8000")
+        actor=SimpleNamespace(engine=training),
+        checkpoint_engine=make_engine("http://127.0.0.1:8000"),
     )
     with pytest.raises(TypeError, match=r"passes list_iterator .* change verl as docs/verl.md"):
         asyncio.run(ActorRolloutRefWorker.update_weights(worker, mode="shardmath"))
@@ -173,3 +178,86 @@ def test_verl_without_the_change_is_an_error() -> None:
 def test_servers_that_do_not_divide_the_workers_are_an_error(urls: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="3 workers of the rollout cannot be divided"):
         make_engine(*urls).init_process_group(0, actors=2, workers=3, address="127.0.0.1:1", run="")
+
+
+def test_urls_that_are_text_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"pass urls=\['http://a:1'\]"):
+        ShardCheckpointEngine(1 << 20, True, urls="http://a:1")
+
+
+class Connection:
+    """What an engine does with a Trainer, without servers."""
+
+    def __init__(self, notes: list[str], info: TrainerInfo, error: BaseException | None) -> None:
+        self.notes = notes
+        self.error = error
+        notes.append(f"connect {info.trainers} to {info.engines}")
+
+    def send_weights(self) -> None:
+        self.notes.append("send")
+        if self.error is not None:
+            raise self.error
+
+    def shutdown(self) -> None:
+        self.notes.append("shutdown")
+
+
+def watch(patch: pytest.MonkeyPatch, error: BaseException | None = None) -> list[str]:
+    """The notes of what engines do from now on, whose sends raise this error."""
+    notes: list[str] = []
+
+    def trainer_init(info: TrainerInfo, **_: Any) -> Connection:
+        return Connection(notes, info, error)
+
+    patch.setattr(engine, "Trainer", SimpleNamespace(trainer_init=trainer_init))
+    return notes
+
+
+def update(made: ShardCheckpointEngine, module: Any, actors: int = 1, workers: int = 2) -> None:
+    """An update as verl's manager has it."""
+    made.init_process_group(0, actors=actors, workers=workers, address="127.0.0.1:1", run="")
+    asyncio.run(made.send_weights(SimpleNamespace(module=module)))
+
+
+def test_ranks_connect_again_if_something_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New replicas would else never get weights, nor would servers get those of another module."""
+    notes = watch(monkeypatch)
+    made = make_engine("http://a:1")
+    module = nn.Linear(2, 2)
+    update(made, module)
+    update(made, module)
+    assert notes == ["connect 1 to (2,)", "send", "send"]
+    for change in ({"workers": 4}, {"actors": 2}, {"module": nn.Linear(2, 2)}):
+        notes.clear()
+        update(made, **({"module": module} | change))
+        assert [note.split()[0] for note in notes] == ["shutdown", "connect", "send"]
+
+
+@pytest.mark.parametrize("error", [ExchangeError("lost"), RuntimeError("other")], ids=str)
+def test_an_update_that_fails_disconnects(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    notes = watch(monkeypatch, error)
+    made = make_engine("http://a:1")
+    module = nn.Linear(2, 2)
+    for _ in range(2):
+        with pytest.raises(type(error), match=str(error)):
+            update(made, module)
+    assert notes == 2 * ["connect 1 to (2,)", "send", "shutdown"]
+
+
+def test_other_strategies_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat parameters of FSDP1, verl's default, would be sent as whole ones."""
+    notes = watch(monkeypatch)
+    made = make_engine("http://a:1")
+    with pytest.raises(ValueError, match=r"is a list, as of Megatron.*actor.strategy=fsdp2"):
+        update(made, [nn.Linear(2, 2)])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        inner = FullyShardedDataParallel(nn.Linear(2, 2), device_id=device("cpu"))
+        for module in (inner, nn.Sequential(inner)):
+            with pytest.raises(ValueError, match=r"under FSDP1.*actor.strategy=fsdp2"):
+                update(made, module)
+    finally:
+        dist.destroy_process_group()
+    assert not notes

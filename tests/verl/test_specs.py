@@ -131,8 +131,9 @@ def test_uneven_strided_shards_are_those_that_verl_refuses(pool: Pool) -> None:
         ({"hf_slots": [("w", (4,))]}, "has a converter"),
         ({"to_hf_chunk": len}, "has a converter"),
         ({"place": 3}, "offset place=3"),
+        ({"place": BlockPlacement((8, 4), (0, 0), (8, 4))}, "gather_group=None does not say"),
     ],
-    ids=["slots", "converter", "offset"],
+    ids=["slots", "converter", "offset", "no-group"],
 )
 def test_what_no_layout_says_is_an_error(pool: Pool, fields: dict[str, object], says: str) -> None:
     assert all(says in seen for seen in pool.run(tasks.refuse, fields))
