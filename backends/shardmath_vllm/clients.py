@@ -9,7 +9,7 @@ import json
 import threading
 from http import HTTPStatus
 from http.client import HTTPException
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 from weakref import WeakKeyDictionary
@@ -85,6 +85,11 @@ class HTTPClient:
     a value that is not a URL of http or https, or not a time.
     """
 
+    _SERVER: ClassVar[str] = "a vLLM server"
+    """What to start where nothing answers."""
+    _NO_ROUTE: ClassVar[str] = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
+    """What to do if the server lacks a route."""
+
     def __init__(self, url: str, timeout: float = TIMEOUT_S) -> None:
         if not isinstance(url, str) or not url.startswith(("http://", "https://")):
             raise ValueError(
@@ -118,11 +123,45 @@ class HTTPClient:
         request = Request(url, data, {"Content-Type": "application/json"})
         faults: list[str] = []
         # On a separate thread: urlopen's timeout is for each read, and an answer may take any number of reads.
-        thread = threads.start(lambda: faults.append(_ask(request, self._timeout)))
+        thread = threads.start(lambda: faults.append(self._ask(request)))
         thread.join(self._timeout)
-        fault = faults[0] if faults else _word_silence(f"timed out after {self._timeout:g} s")
+        fault = faults[0] if faults else self._word_silence(f"timed out after {self._timeout:g} s")
         if fault:
             raise ExchangeError(f"{url} {fault}")
+
+    def _ask(self, request: Request) -> str:
+        """Send the request; return the error of its answer as text, "" if it succeeds."""
+        try:
+            with OPENER.open(request, timeout=self._timeout) as answer:
+                answer.read()
+        except HTTPError as error:
+            return f"answered {error.code}: {self._explain(error)}"
+        except Exception as error:
+            return self._word_silence(word_error(error))
+        return ""
+
+    def _word_silence(self, why: str) -> str:
+        """The error for a request without an answer, to follow the URL."""
+        fix = f"start {self._SERVER} there, or pass {type(self).__name__} a longer timeout"
+        return f"gave no answer ({why}); {fix}"
+
+    def _explain(self, error: HTTPError) -> str:
+        """The error message in a server's answer, or what to do about its status."""
+        if error.code == HTTPStatus.NOT_FOUND:
+            return f"no such route; {self._NO_ROUTE}"
+        try:
+            text = error.read().decode(errors="replace")
+        except (OSError, HTTPException) as read_error:
+            return f"an answer that broke off ({word_error(read_error)})"
+        try:
+            return message_of(str(self._find_message(json.loads(text))))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return message_of(text)
+
+    @staticmethod
+    def _find_message(answer: Any) -> Any:
+        """The message in the JSON of an answer that is an error."""
+        return answer["error"]["message"]
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -133,34 +172,3 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 OPENER = build_opener(_NoRedirects)
-
-
-def _ask(request: Request, timeout: float) -> str:
-    """Send the request; return the error of its answer as text, "" if it succeeds."""
-    try:
-        with OPENER.open(request, timeout=timeout) as answer:
-            answer.read()
-    except HTTPError as error:
-        return f"answered {error.code}: {_explain(error)}"
-    except Exception as error:
-        return _word_silence(word_error(error))
-    return ""
-
-
-def _word_silence(why: str) -> str:
-    """The error for a request without an answer, to follow the URL."""
-    return f"gave no answer ({why}); start a vLLM server there, or pass HTTPClient a longer timeout"
-
-
-def _explain(error: HTTPError) -> str:
-    """The error message in a server's answer, or what to do about its status."""
-    if error.code == HTTPStatus.NOT_FOUND:
-        return "no such route; start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
-    try:
-        text = error.read().decode(errors="replace")
-    except (OSError, HTTPException) as read_error:
-        return f"an answer that broke off ({word_error(read_error)})"
-    try:
-        return message_of(str(json.loads(text)["error"]["message"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return message_of(text)

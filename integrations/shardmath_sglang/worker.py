@@ -4,7 +4,9 @@
    captured graphs have, what arrives where the loader would write it.
 2. Every element of a tensor is written, except for the padding of vocabularies, or none of it, if `own` names it.
 3. Quantized models are not taken: what runs is not what the loader writes.
-4. SGLang computes some tensors from others, as for latent attention, at the end of `load_weights`. An update has the
+4. Some layers keep weights in other shapes than their loader's, and SGLang restores these for an update. They are
+   restored while a rank joins as well, and no other layer is touched.
+5. SGLang computes some tensors from others, as for latent attention, at the end of `load_weights`. An update has the
    model compute them again.
 """
 
@@ -12,7 +14,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +24,11 @@ import torch
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
     _unsupported_derived_weight_cache_error,
 )
-from sglang.srt.model_loader.loader import post_load_weights
+from sglang.srt.model_loader.loader import (
+    DefaultModelLoader,
+    device_loading_context,
+    post_load_weights,
+)
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
@@ -38,7 +45,7 @@ from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 from shardmath_vllm.update import Update
 
-__all__ = ["obey"]
+__all__ = ["join", "receive"]
 
 SHOWN = 5
 """Tensors that a message lists."""
@@ -56,9 +63,9 @@ _joined: WeakKeyDictionary[nn.Module, _Joined] = WeakKeyDictionary()
 """The connection of each model of this process."""
 
 
-def obey(updater: Any, said: str) -> None:
-    """Join a trainer, or take its weights, as the text of an SGLangClient says. Raises ExchangeError or StoreError if
-    that fails.
+def join(updater: Any, said: str) -> None:
+    """Join the trainer that the text of an SGLangClient names. Raises ExchangeError or StoreError if that fails, or if
+    the model cannot be refitted.
     """
     model = updater.get_model()
     updater._assert_weight_cache_inactive("a refit by shardmath")
@@ -67,11 +74,29 @@ def obey(updater: Any, said: str) -> None:
         raise StoreError(why)
     if getattr(model, "quant_config", None) is not None:
         raise StoreError("the engine's model is quantized; start the engine on unquantized weights")
-    words = json.loads(said)
-    if "join" in words:
-        _join(model, Joining(**words["join"]))
-    else:
-        _receive(model, Updating(**words["update"]))
+    with _as_loaded(model, torch.device(updater.device)):
+        _join(model, Joining(**json.loads(said)))
+
+
+def receive(updater: Any, said: str) -> None:
+    """Take the weights of the update that the text of an SGLangClient names. Raises ExchangeError if that fails."""
+    _receive(updater.get_model(), Updating(**json.loads(said)))
+
+
+@contextmanager
+def _as_loaded(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """A model whose weights have the shapes that its loader writes, and then again those that run."""
+    before = {name: each.shape for name, each in model.named_parameters()}
+    DefaultModelLoader.restore_weights_before_loading(model, device)
+    after = model.named_parameters()
+    restored = {name.rpartition(".")[0] for name, each in after if each.shape != before[name]}
+    try:
+        yield
+    finally:
+        for name in restored:
+            module: Any = model.get_submodule(name)
+            with device_loading_context(module, device):
+                module.quant_method.process_weights_after_loading(module)
 
 
 @as_main()

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,8 +31,19 @@ ABSENT = ("IPython", "gguf", "orjson", "triton")
 TOOL = Path(__file__).parents[2] / "tools/sglang_storage.py"
 
 
-def serve(wheel: str, folder: Path, rank: int, tp: int, port: int, orders: Connection) -> None:
-    """Do what is ordered, on a rank that was started on the checkpoint in `folder`, until it is None."""
+class Start(NamedTuple):
+    """How a rank is started: the folder of SGLang's files, that of a checkpoint, and whether our plugin is there."""
+
+    wheel: str
+    folder: Path
+    tp: int
+    port: int
+    plugin: bool
+
+
+def serve(start: Start, rank: int, orders: Connection) -> None:
+    """Do what is ordered, on a rank that was started on a checkpoint, until it is None."""
+    wheel, folder, tp, port, plugin = start
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     spec = importlib.util.spec_from_file_location("sglang_storage", TOOL)
     assert spec is not None and spec.loader is not None
@@ -48,7 +59,8 @@ def serve(wheel: str, folder: Path, rank: int, tp: int, port: int, orders: Conne
     with tool.as_rank(rank, {"tp": tp}, config):
         context = importlib.import_module("sglang.srt.runtime_context")
         context.get_parallel().tp_group.cpu_group = dist.group.WORLD
-        load_plugins()
+        if plugin:
+            load_plugins()
         engine = Engine(config, {name: file for file, name in tool.FILES.values()})
         engine.load(engine.model, folder)
         orders.send("up")
@@ -80,6 +92,7 @@ class Engine:
         self.files = files
         self.model = self.build()
         self.flushes = 0
+        self.is_converted = False
         rank = get_parallel().tp_rank
         updater = WeightUpdater(
             tp_rank=rank,
@@ -141,6 +154,78 @@ class Engine:
         is_failing = why and get_parallel().tp_rank == rank
         worker.post_load_weights = failing if is_failing else post_load_weights
 
+    def convert(self, kind: str) -> None:
+        """Have SGLang's own code convert the weights of experts after each loading, as it does on some GPUs: "swiglu"
+        permutes their rows again each time, and "blocks" packs them into another shape, which it undoes for an update.
+        """
+        import flashinfer.fused_moe.core as flashinfer
+        from sglang.srt.environ import envs
+        from sglang.srt.layers.quantization import unquant
+
+        none = SimpleNamespace(is_none=lambda: True, is_mori=lambda: False)
+        unquant.get_moe_a2a_backend = lambda: none
+        method = unquant.UnquantizedFusedMoEMethod
+        if kind == "swiglu":
+            envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.set(True)
+            unquant._is_cuda = True
+            lora = SimpleNamespace(enable_lora=False, lora_paths=None)
+            unquant.get_lora = lambda: lora
+            run = SimpleNamespace(moe=SimpleNamespace(enable_eplb=False))
+            unquant.get_exec = lambda: run
+            triton = SimpleNamespace(is_triton=lambda: True)
+            method.get_moe_runner_backend = lambda *_: triton
+        else:
+            unquant._TRTLLM_BF16_BLOCK_K = width = 8
+            flashinfer.convert_to_block_layout = lambda tile, _: tile.unflatten(
+                1, (-1, width)
+            ).transpose(0, 1)
+            method._trtllm_bf16_row_permutation = lambda *given: torch.arange(len(given[-1])).flip(
+                0
+            )
+            method.use_flashinfer_trtllm_moe = property(lambda _: True, lambda *_: None)
+        self.is_converted = True
+        self.finish(self.model)
+
+    def finish(self, model: Any) -> None:
+        """What SGLang does once a model is loaded."""
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+
+        if self.is_converted:
+            DefaultModelLoader.postprocess_weights(model, torch.device("cpu"))
+
+    def spoil(self, kind: str, undo: bool) -> None:
+        """Have the engine be of a kind that cannot be refitted, or no longer."""
+        from sglang.srt.model_executor.model_runner_components import weight_updater
+        from sglang.srt.runtime_context import get_model
+
+        shared = SimpleNamespace(weight_cache_mode="off" if undo else "attach")
+        if kind == "cache":
+            weight_updater.get_model = get_model if undo else lambda: shared
+        else:
+            attribute = {"quantized": "quant_config", "derived": "_derived_weight_cache_error"}
+            setattr(self.model, attribute[kind], None if undo else "cannot be renewed")
+
+    def send(self, load_format: str | None, folder: Path) -> bool:
+        """Whether SGLang's own updater takes a checkpoint, in a format of its own."""
+        from sglang.srt.managers import io_struct
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        from tests.vllm import checkpoints
+
+        pairs = list(checkpoints.read(folder))
+        if load_format == "direct":
+            model = self.build()
+            self.load(model, folder)
+            pairs = [(name, each.data) for name, each in model.named_parameters()]
+        entry = MultiprocessingSerializer.serialize(pairs)
+        given = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[entry, entry], load_format=load_format
+        )
+        self.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector="target"))
+        answer = self.manager.update_weights_from_tensor(given)
+        self.manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
+        return bool(answer.success)
+
     def post(self, route: str, text: str) -> tuple[bool, str]:
         """What a scheduler answers to a request that the server passes on."""
         from sglang.srt.managers import io_struct
@@ -163,6 +248,7 @@ class Engine:
         """
         expected = self.build()
         self.load(expected, folder)
+        self.finish(expected)
         running = dict(self.model.named_parameters())
         different = [
             name for name, each in expected.named_parameters() if not each.equal(running[name])

@@ -36,6 +36,14 @@ SERVER, STORE = "http://127.0.0.1:30000", "127.0.0.1:29600"
 TP = 2
 TIMEOUT_S = 60.0
 START_S = 120.0
+CONVERTED = {"mixtral": "blocks", "qwen3_moe": "swiglu"}
+"""How the engine of a model converts experts after loading them."""
+SPOILED = {
+    "quantized": "model is quantized; start the engine on unquantized weights",
+    "cache": "--weight-cache-mode attach",
+    "derived": "cannot be renewed",
+}
+"""Kinds of engines that cannot be refitted, and what each says."""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -53,17 +61,16 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def started(folder: Path) -> Iterator[Ranks]:
-    """Ranks that were started on a checkpoint."""
+def started(folder: Path, *, plugin: bool = True) -> Iterator[Ranks]:
+    """Ranks that were started on a checkpoint, with our plugin or without it."""
     files = str(wheel.fetch_or_skip("sglang", ranks.VERSION))
     spawn = multiprocessing.get_context("spawn")
-    port = free_port()
+    start = ranks.Start(files, folder, TP, free_port(), plugin)
     pipes, processes = [], []
     try:
         for rank in range(TP):
             ours, theirs = spawn.Pipe()
-            given = (files, folder, rank, TP, port, theirs)
-            process = spawn.Process(target=ranks.serve, args=given)
+            process = spawn.Process(target=ranks.serve, args=(start, rank, theirs))
             process.start()
             # An error there ends what is read here.
             theirs.close()
@@ -144,8 +151,8 @@ def test_the_page_s_program(tmp_path: Path) -> None:
 
 def test_a_server_is_told_by_sglang_s_routes() -> None:
     with answering(200) as (url, heard):
-        client = SGLangClient(url, TP)
-        client.init_weight_transfer_engine({"size": 3})
+        client = SGLangClient(url)
+        client.init_weight_transfer_engine({"workers": TP})
         client.start_weight_update()
         client.update_weights({"number": 1})
         client.finish_weight_update("v1")
@@ -153,17 +160,16 @@ def test_a_server_is_told_by_sglang_s_routes() -> None:
     told = [body for route, body in heard if route == "/update_weights_from_tensor"]
     entries = [body.pop("serialized_named_tensors") for body in told]
     texts = [{pickle.loads(base64.b64decode(each)) for each in both} for both in entries]
-    assert texts == [{'{"join": {"size": 3}}'}, {'{"update": {"number": 1}}'}]
+    assert texts == [{'{"workers": 2}'}, {'{"number": 1}'}]
     assert [len(both) for both in entries] == [TP, TP]
     assert told == [
-        {"load_format": "shardmath", "flush_cache": flushes, "selector": "target"}
-        for flushes in (False, True)
+        {"load_format": "shardmath_join", "flush_cache": False, "selector": "target"},
+        {"load_format": "shardmath", "flush_cache": True, "selector": "target"},
     ]
     named = ("/update_weight_version", {"new_version": "v1", "abort_all_requests": False})
     assert heard == [
-        begin,
-        ("/update_weights_from_tensor", told[0]),
         ("/end_weight_update", {}),
+        ("/update_weights_from_tensor", told[0]),
         begin,
         ("/update_weights_from_tensor", told[1]),
         ("/end_weight_update", {}),
@@ -171,17 +177,55 @@ def test_a_server_is_told_by_sglang_s_routes() -> None:
     ]
 
 
+def test_a_server_that_refuses_is_an_error_with_sglang_s_words() -> None:
+    """The error of ending a session that is not there is none; every other comes first."""
+    answer = b'{"success": false, "message": "no weight-update session is open; call"}'
+    with (
+        answering(400, answer) as (url, heard),
+        pytest.raises(sm.ExchangeError, match=r"from_tensor answered 400: no weight-update"),
+    ):
+        SGLangClient(url).init_weight_transfer_engine({"workers": TP})
+    assert [route for route, _ in heard] == ["/end_weight_update", "/update_weights_from_tensor"]
+    for code, word in ((401, r"answered 401: \{}"), (404, r"no such route; .* SGLang 0\.5\.23")):
+        with (
+            answering(code) as (url, heard),
+            pytest.raises(sm.ExchangeError, match=rf"/end_weight_update .*{word}"),
+        ):
+            SGLangClient(url).init_weight_transfer_engine({"workers": TP})
+        assert len(heard) == 1
+    silent = "start an SGLang server there, or pass SGLangClient a longer timeout"
+    with pytest.raises(sm.ExchangeError, match=silent):
+        SGLangClient(f"http://127.0.0.1:{free_port()}").start_weight_update()
+
+
+def test_a_server_without_the_plugin_goes_on(tmp_path: Path) -> None:
+    """Also in the session that an update left open."""
+    folder = checkpoints.save(fields("llama"), tmp_path / "engine")
+    with started(folder, plugin=False) as engine, serving(engine) as url:
+        client = SGLangClient(url)
+        for _ in range(2):
+            with pytest.raises(sm.ExchangeError, match=r"has no plugin of shardmath; install"):
+                client.init_weight_transfer_engine(inform().tell(0, ""))
+            client.start_weight_update()
+        assert engine.ask("compare", folder) == [([], 0)] * TP
+
+
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mixtral", "qwen3_moe"])
 def test_sglang_s_models_have_what_was_sent(model: str, tmp_path: Path) -> None:
-    """Fused projections and stacked experts, each where SGLang's own loader puts it, three times in a row."""
+    """Fused projections and stacked experts, each where SGLang's own loader puts it, three times in a row.
+
+    Even if SGLang converts experts after loading: trainer_init does not convert them again.
+    """
     # SGLang has experts in every layer, whatever the configuration says.
     given = fields(model, **{"mlp_only_layers": []} if model == "qwen3_moe" else {})
     folders = [checkpoints.save(given, tmp_path / str(seed), seed) for seed in range(2)]
     with started(folders[0]) as engine, serving(engine) as url:
+        if kind := CONVERTED.get(model):
+            engine.ask("convert", kind)
         (different, flushes), _ = engine.ask("compare", folders[1])
         assert different and not flushes
         trained = load(folders[1])
-        client = SGLangClient(url, TP)
+        client = SGLangClient(url)
         trainer = smv.Trainer.trainer_init(inform(), client=client, source=trained)
         assert engine.ask("compare", folders[0]) == [([], 0)] * TP
         for update, seed in enumerate((1, 0, 1), 1):
@@ -195,7 +239,7 @@ def test_a_rank_that_fails_in_an_update_ends_no_process(tmp_path: Path) -> None:
     """All ranks answer with an error, and a new connection sends all weights again."""
     folders = [checkpoints.save(fields("llama"), tmp_path / str(seed), seed) for seed in range(2)]
     with started(folders[0]) as engine, serving(engine) as url:
-        client = SGLangClient(url, TP)
+        client = SGLangClient(url)
         trained = load(folders[1])
         trainer = smv.Trainer.trainer_init(inform(), client=client, source=trained)
         engine.ask("fail", 1, "no memory left")
@@ -214,7 +258,7 @@ def test_what_does_not_fit_is_an_error_and_the_engine_goes_on(tmp_path: Path) ->
     folder = checkpoints.save(fields("llama"), tmp_path / "engine")
     wider = checkpoints.save(fields("llama", intermediate_size=64), tmp_path / "wider", seed=1)
     with started(folder) as engine, serving(engine) as url:
-        client = SGLangClient(url, TP)
+        client = SGLangClient(url)
         with pytest.raises(sm.ExchangeError, match=r"gate_proj|up_proj|down_proj"):
             smv.Trainer.trainer_init(inform(), client=client, source=load(wider))
         client.start_weight_update()
@@ -224,7 +268,22 @@ def test_what_does_not_fit_is_an_error_and_the_engine_goes_on(tmp_path: Path) ->
         with pytest.raises(sm.ExchangeError, match=r"float32, but .* is bfloat16"):
             smv.Trainer.trainer_init(inform(dtype="float32"), client=client, source=load(folder))
         assert engine.ask("compare", folder) == [([], 0)] * TP
-        # Of SGLang's own formats, the hook lets each through.
-        told = {"serialized_named_tensors": [], "load_format": "other"}
-        with pytest.raises(AssertionError):
-            assert engine.ask("post", "update_weights_from_tensor", json.dumps(told))[0][0]
+        for kind, word in SPOILED.items():
+            engine.ask("spoil", kind, False)
+            with pytest.raises(sm.ExchangeError, match=word):
+                client.init_weight_transfer_engine(inform().tell(0, ""))
+            engine.ask("spoil", kind, True)
+        for workers in (1, 3):
+            with pytest.raises(
+                sm.ExchangeError, match=rf"workers={workers} for engine 0, which has 2 ranks"
+            ):
+                client.init_weight_transfer_engine(inform(workers).tell(0, ""))
+        assert engine.ask("compare", folder) == [([], 0)] * TP
+
+
+def test_sglang_s_own_formats_are_let_through(tmp_path: Path) -> None:
+    folders = [checkpoints.save(fields("llama"), tmp_path / str(seed), seed) for seed in range(2)]
+    with started(folders[0]) as engine:
+        for update, (load_format, seed) in enumerate(((None, 1), ("direct", 0)), 1):
+            assert engine.ask("send", load_format, folders[seed]) == [True] * TP
+            assert engine.ask("compare", folders[seed]) == [([], update)] * TP

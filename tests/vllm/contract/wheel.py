@@ -24,7 +24,9 @@ LOST = ("connection broken", "Connection aborted", "Max retries exceeded", "Read
 
 
 def fetch_or_skip(package: str = "vllm", version: str = VERSION) -> Path:
-    """The folder with the files, which pip downloads once (336 MB). Skips the test if pip reaches no index."""
+    """The folder with a package's files, which pip downloads once (336 MB for vLLM). Skips the test if pip reaches no
+    index.
+    """
     to = FOLDER.with_name(f"{package}-{version}")
     if to.exists():
         return to
