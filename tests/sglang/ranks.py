@@ -28,6 +28,7 @@ VERSION = "0.5.23"
 ENTRY = EntryPoint("shardmath", "shardmath_sglang.plugin:register", "sglang.srt.plugins")
 ABSENT = ("IPython", "gguf", "orjson", "triton")
 """What SGLang imports and does not call here, besides what the tool stands in for."""
+FLASHINFER = ("flashinfer", "flashinfer.fused_moe", "flashinfer.fused_moe.core")
 TOOL = Path(__file__).parents[2] / "tools/sglang_storage.py"
 
 
@@ -158,7 +159,6 @@ class Engine:
         """Have SGLang's own code convert the weights of experts after each loading, as it does on some GPUs: "swiglu"
         permutes their rows again each time, and "blocks" packs them into another shape, which it undoes for an update.
         """
-        import flashinfer.fused_moe.core as flashinfer
         from sglang.srt.environ import envs
         from sglang.srt.layers.quantization import unquant
 
@@ -176,9 +176,12 @@ class Engine:
             method.get_moe_runner_backend = lambda *_: triton
         else:
             unquant._TRTLLM_BF16_BLOCK_K = width = 8
-            flashinfer.convert_to_block_layout = lambda tile, _: tile.unflatten(
-                1, (-1, width)
-            ).transpose(0, 1)
+            core = SimpleNamespace(
+                convert_to_block_layout=lambda tile, _: tile.unflatten(1, (-1, width)).transpose(
+                    0, 1
+                )
+            )
+            sys.modules |= dict.fromkeys(FLASHINFER, core)
             method._trtllm_bf16_row_permutation = lambda *given: torch.arange(len(given[-1])).flip(
                 0
             )
@@ -208,7 +211,6 @@ class Engine:
     def send(self, load_format: str | None, folder: Path) -> bool:
         """Whether SGLang's own updater takes a checkpoint, in a format of its own."""
         from sglang.srt.managers import io_struct
-        from sglang.srt.utils import MultiprocessingSerializer
 
         from tests.vllm import checkpoints
 
@@ -217,12 +219,13 @@ class Engine:
             model = self.build()
             self.load(model, folder)
             pairs = [(name, each.data) for name, each in model.named_parameters()]
-        entry = MultiprocessingSerializer.serialize(pairs)
         given = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=[entry, entry], load_format=load_format
+            serialized_named_tensors=[], load_format=load_format
         )
         self.manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector="target"))
-        answer = self.manager.update_weights_from_tensor(given)
+        # SGLang serializes tensors of GPUs only.
+        with mock.patch.object(self.manager.tp_worker, "deserialize_own_rank", return_value=pairs):
+            answer = self.manager.update_weights_from_tensor(given)
         self.manager.end_weight_update(io_struct.EndWeightUpdateReqInput())
         return bool(answer.success)
 
