@@ -138,6 +138,8 @@ shared_experts.down_proj.*    = shared_experts.down_proj.*      : h (tp/alike n)
 shared_expert.gate_up_proj.*  = shared_expert.[gate up]_proj.*  : (tp/alike (gate + up)) h
 shared_expert.down_proj.*     = shared_expert.down_proj.*       : h (tp/alike n)
 shared_expert_gate.*          = shared_expert_gate.*
+shared_mlp.gate_up_proj.*     = shared_mlp.[gate up]_proj.*     : (tp (gate + up)) h
+shared_mlp.down_proj.*        = shared_mlp.down_proj.*          : h (tp n)
 fc1_latent_proj.*             = fc1_latent_proj.*
 fc2_latent_proj.*             = fc2_latent_proj.*
 gate.*                        = gate.*
@@ -266,6 +268,19 @@ k_norm.*                      = k_norm.* : (tp/rep n) h
 OWN["cohere2"] = OWN["cohere"]
 """Rows of a kind of model that precede the rows of all kinds: norms over all heads, cut like heads."""
 
+OWN_VLLM = {
+    "glm": """
+[model.layers.{l}.mlp. = model.layers.{l}.mlp.]
+gate_up_proj.*                = [gate up]_proj.* : (gate + up | tp n) h
+""",
+    "minicpm3": """
+[model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
+q_a_proj.*                    = q_a_proj.*
+kv_a_proj_with_mqa.*          = kv_a_proj_with_mqa.*
+""",
+}
+"""The same for only vLLM, which runs glm by the modules of transformers, and so cuts gate and up as one."""
+
 INTERLEAVES = ("gptoss",)
 BY_HEADS = ("qwen3next",)
 OWN_BY_KIND = {plain(kind): text for kind, text in OWN.items()}
@@ -335,7 +350,8 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
     experts = own_experts.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
     if form.whole:
         experts = experts.replace("^tile", WHOLE)
-    text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
+    own = OWN_BY_KIND.get(kind, "") + OWN_VLLM.get(kind, "")
+    text = f"{own}[{native} = {logical}]{NORMS}{mixers}"
     if form.scales:
         text += _write_scales(mixers) + MIXER_SCALES
     return text + write_modules(native, logical, ATTENTION, MLP + experts, scales=form.scales)
