@@ -189,6 +189,10 @@ router.*                  = gate.*
 shared_expert....         = shared_experts....
 ...                       = ...
 """,
+    "afmoe": """
+[model.layers.{l}.mlp. = model.layers.{l}.mlp.]
+router.gate.*             = gate.*
+""",
     "ernie4_5_moe": """
 [model.layers.{l}.mlp. = model.layers.{l}.mlp.]
 moe_statics.e_score_correction_bias = gate.e_score_correction_bias

@@ -66,6 +66,7 @@ c_proj.*           = c_proj.*          : h (tp n)
 fused_qkv_a_proj.* = [q_a_proj kv_a_proj_with_mqa].* : (q_a_proj + kv_a_proj_with_mqa) h
 kv_a_proj_with_mqa.* = kv_a_proj_with_mqa.*
 q_proj.*           = q_proj.*          : (tp n) h
+gate_proj.*        = gate_proj.*       : (tp n) h
 q_b_proj.*         = q_b_proj.*        : (tp n) h
 kv_b_proj.*        = kv_b_proj.*       : (tp n) h
 q_a_layernorm.*    = q_a_layernorm.*
@@ -144,6 +145,7 @@ fc1_latent_proj.*             = fc1_latent_proj.*
 fc2_latent_proj.*             = fc2_latent_proj.*
 gate.*                        = gate.*
 gate.e_score_correction_bias  = gate.e_score_correction_bias
+expert_bias                   = expert_bias
 """
 
 EXPERTS = """
@@ -182,6 +184,7 @@ pre_feedforward_layernorm.*   = pre_feedforward_layernorm.*
 post_feedforward_layernorm.*  = post_feedforward_layernorm.*
 post_self_attn_layernorm.*    = post_self_attn_layernorm.*
 post_mlp_layernorm.*          = post_mlp_layernorm.*
+pre_mlp_layernorm.*           = pre_mlp_layernorm.*
 attention_layernorm.*         = attention_layernorm.*
 feedforward_layernorm.*       = feedforward_layernorm.*
 ln_attn.*                     = ln_attn.*
