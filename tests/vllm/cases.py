@@ -41,6 +41,7 @@ MODELS: dict[str, Mapping[str, Any]] = {
     "olmo2": {},
     "starcoder2": {"tie_word_embeddings": True},
     "glm4": {"head_dim": 8, "pad_token_id": 0},
+    "glm": {"head_dim": 8, "pad_token_id": 0},
     "gpt2": {
         "num_key_value_heads": None,
         "n_layer": 2,
@@ -75,6 +76,7 @@ MODELS: dict[str, Mapping[str, Any]] = {
         "topk_group": 1,
         "use_qk_norm": True,
     },
+    "granitemoe": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "gpt_oss": {
         "head_dim": 8,
         "num_key_value_heads": 8,

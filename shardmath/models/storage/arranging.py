@@ -9,6 +9,7 @@
 
 Source: FlashInfer 0.6, `fused_moe/core.py`; vLLM 0.33.0, `flashinfer_utils.py`.
 
+>>> import numpy as np
 >>> arrange("paired_blocks", np.arange(32).reshape(1, 32, 1).repeat(64, 2))[0, :10, 0].tolist()
 [0, 2, 4, 6, 8, 10, 12, 14, 16, 18]
 """

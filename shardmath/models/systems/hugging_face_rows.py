@@ -66,7 +66,10 @@ output_linear.*           = down_proj.*
 [model.layers.{{l}}.block_sparse_moe. = model.layers.{{l}}.mlp.]
 input_linear.weight       = experts.{{e}}.[gate up]_proj.weight : e (gate + up) h
 output_linear.weight      = experts.{{e}}.down_proj.weight      : e ...
+experts.gate_up_proj      = experts.{{e}}.[gate up]_proj.weight : e (gate + up) h
+experts.down_proj         = experts.{{e}}.down_proj.weight      : e ...
 router.layer.weight       = gate.weight
+router.weight             = gate.weight
 ...                       = ...
 """
 SHARED_EXPERT = """
@@ -155,6 +158,7 @@ ROWS = {
     "minimax_m2": SPARSE,
     "granitemoe": GRANITE,
     "granitemoeshared": GRANITE,
+    "granitemoe_swa": GRANITE,
     "granitemoehybrid": GRANITE,
     "qwen2_moe": SHARED_EXPERT,
     "qwen3_next": f"""
@@ -184,6 +188,10 @@ experts.down_proj         = experts.{e}.down_proj.weight.T      : e ...
 router.*                  = gate.*
 shared_expert....         = shared_experts....
 ...                       = ...
+""",
+    "afmoe": """
+[model.layers.{l}.mlp. = model.layers.{l}.mlp.]
+router.gate.*             = gate.*
 """,
     "ernie4_5_moe": """
 [model.layers.{l}.mlp. = model.layers.{l}.mlp.]

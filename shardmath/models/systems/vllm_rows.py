@@ -66,6 +66,7 @@ c_proj.*           = c_proj.*          : h (tp n)
 fused_qkv_a_proj.* = [q_a_proj kv_a_proj_with_mqa].* : (q_a_proj + kv_a_proj_with_mqa) h
 kv_a_proj_with_mqa.* = kv_a_proj_with_mqa.*
 q_proj.*           = q_proj.*          : (tp n) h
+gate_proj.*        = gate_proj.*       : (tp n) h
 q_b_proj.*         = q_b_proj.*        : (tp n) h
 kv_b_proj.*        = kv_b_proj.*       : (tp n) h
 q_a_layernorm.*    = q_a_layernorm.*
@@ -138,10 +139,13 @@ shared_experts.down_proj.*    = shared_experts.down_proj.*      : h (tp/alike n)
 shared_expert.gate_up_proj.*  = shared_expert.[gate up]_proj.*  : (tp/alike (gate + up)) h
 shared_expert.down_proj.*     = shared_expert.down_proj.*       : h (tp/alike n)
 shared_expert_gate.*          = shared_expert_gate.*
+shared_mlp.gate_up_proj.*     = shared_mlp.[gate up]_proj.*     : (tp (gate + up)) h
+shared_mlp.down_proj.*        = shared_mlp.down_proj.*          : h (tp n)
 fc1_latent_proj.*             = fc1_latent_proj.*
 fc2_latent_proj.*             = fc2_latent_proj.*
 gate.*                        = gate.*
 gate.e_score_correction_bias  = gate.e_score_correction_bias
+expert_bias                   = expert_bias
 """
 
 EXPERTS = """
@@ -180,6 +184,7 @@ pre_feedforward_layernorm.*   = pre_feedforward_layernorm.*
 post_feedforward_layernorm.*  = post_feedforward_layernorm.*
 post_self_attn_layernorm.*    = post_self_attn_layernorm.*
 post_mlp_layernorm.*          = post_mlp_layernorm.*
+pre_mlp_layernorm.*           = pre_mlp_layernorm.*
 attention_layernorm.*         = attention_layernorm.*
 feedforward_layernorm.*       = feedforward_layernorm.*
 ln_attn.*                     = ln_attn.*
@@ -266,6 +271,19 @@ k_norm.*                      = k_norm.* : (tp/rep n) h
 OWN["cohere2"] = OWN["cohere"]
 """Rows of a kind of model that precede the rows of all kinds: norms over all heads, cut like heads."""
 
+OWN_VLLM = {
+    "glm": """
+[model.layers.{l}.mlp. = model.layers.{l}.mlp.]
+gate_up_proj.*                = [gate up]_proj.* : (gate + up | tp n) h
+""",
+    "minicpm3": """
+[model.layers.{l}.self_attn. = model.layers.{l}.self_attn.]
+q_a_proj.*                    = q_a_proj.*
+kv_a_proj_with_mqa.*          = kv_a_proj_with_mqa.*
+""",
+}
+"""The same for only vLLM, which runs glm by the modules of transformers, and so cuts gate and up as one."""
+
 INTERLEAVES = ("gptoss",)
 BY_HEADS = ("qwen3next",)
 OWN_BY_KIND = {plain(kind): text for kind, text in OWN.items()}
@@ -335,7 +353,8 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
     experts = own_experts.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
     if form.whole:
         experts = experts.replace("^tile", WHOLE)
-    text = f"{OWN_BY_KIND.get(kind, '')}[{native} = {logical}]{NORMS}{mixers}"
+    own = OWN_BY_KIND.get(kind, "") + OWN_VLLM.get(kind, "")
+    text = f"{own}[{native} = {logical}]{NORMS}{mixers}"
     if form.scales:
         text += _write_scales(mixers) + MIXER_SCALES
     return text + write_modules(native, logical, ATTENTION, MLP + experts, scales=form.scales)

@@ -194,7 +194,8 @@ def test_what_does_not_fit(fails: Fails) -> None:
         lay({"model.experts": "colwise", "model.norm": "colwise", "head": "rowwise"}),
         LayoutError,
         "rules match no parameter and no module of the model: model.norm, head; "
-        "write names that it has, or list these rules in unused=",
+        "write names that it has, or list these rules in unused=; unused=['*'] is for a model's own plan, whose "
+        "rules for other sizes of the model may match nothing",
     )
     fails(
         lay({"model.experts": "local_colwise"}),

@@ -355,6 +355,15 @@ def test_norms_of_all_heads_are_cut_in_minimax_and_whole_in_olmoe(
     assert [array.shape for array in held.values()] == shapes
 
 
+def test_glm_cuts_gate_and_up_as_one_tensor() -> None:
+    """As vLLM runs it by the modules of transformers: the first of two ranks has all of gate."""
+    shapes = {f"{LAYER}mlp.{name}_proj.weight": (8, 4) for name in ("gate", "up")}
+    arrays = number(shapes)
+    for rank, name in enumerate(shapes):
+        (held,) = store({**DENSE, "model_type": "glm"}, arrays, rank, tp=2).values()
+        assert np.array_equal(held, arrays[name])
+
+
 def test_llama4_stores_even_rows_of_a_head_first() -> None:
     """Rule 21: with heads of four rows, from the checkpoint to a rank."""
     config = {**DENSE, "model_type": "llama4_text", "head_dim": 4, "num_attention_heads": 2}
