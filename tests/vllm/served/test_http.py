@@ -131,7 +131,7 @@ def run_readme(checkpoint: Path, url: str, folder: Path) -> None:
     for variable in variables:
         name, _, value = variable.partition("=")
         assert os.environ[name] == value
-    server, trainer = map(shlex.split, others)
+    server, trainer = (shlex.split(line, comments=True) for line in others)
     assert server == ["VLLM_SERVER_DEV_MODE=1", *command("CHECKPOINT")]
     assert trainer == ["torchrun", *TORCHRUN, "train.py", "CHECKPOINT"]
     printed = run_trainer("train.py", text, checkpoint, url, folder)
