@@ -47,6 +47,9 @@ def fetch_or_skip(package: str = "vllm", version: str = VERSION) -> Path:
         with zipfile.ZipFile(wheel) as archive:
             kept = [name for name in archive.namelist() if name.endswith(".py")]
             archive.extractall(unpacked, [*kept, f"{package}-{version}.dist-info/METADATA"])
+            # SGLang looks for folders of sources beside its files when it is imported.
+            for name in archive.namelist():
+                Path(unpacked, name).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.replace(unpacked, to)
         except OSError:
