@@ -116,7 +116,7 @@ print(*(name for name in found if name.startswith("shardmath")))
         ),
         (
             "import shardmath_torch as smt; smt.Refit",
-            169,
+            171,
             ("shardmath.buffers", "shardmath.display.pictures", "shardmath_torch.checkpoints"),
         ),
     ],

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,14 @@ from shardmath.base.errors import FormatError
 from shardmath.base.moved import former_attributes
 from shardmath.base.text import plural, shown
 from shardmath.layouts.layout import Layout
-from shardmath.proofs.sizes.lengths import Lengths
 from shardmath.values.formats.blocks import Blocks, Index, Sliced, label, read_shape
 from shardmath.values.formats.elements import describe_type
 from shardmath.values.formats.floats import Codes, Float, Floats, decode, encode
-from shardmath.values.formats.legal import find_uncut
 from shardmath.values.formats.scales import lay_blocks, pad_parts
 from shardmath.values.formats.windows import Window, make_window
+
+if TYPE_CHECKING:
+    from shardmath.proofs.sizes.lengths import Lengths
 
 __all__ = ["Array", "Format", "Part", "read_array", "read_choice", "read_flag"]
 
@@ -217,6 +218,9 @@ class Format(ABC):
         >>> print(f"{n}; {k}")
         n = 1, and every n with n mod 256 = 0 or 255; every n
         """
+        # Only this method needs proofs for all sizes.
+        from shardmath.values.formats.legal import find_uncut
+
         blocks = [part.blocks.per_dimension(layout.ndim) for part in self.parts]
         multiples = (1,) * (layout.ndim - 1) + (self.per_element,)
         out = []
