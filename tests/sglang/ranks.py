@@ -28,7 +28,6 @@ VERSION = "0.5.23"
 ENTRY = EntryPoint("shardmath", "shardmath_sglang.plugin:register", "sglang.srt.plugins")
 ABSENT = ("IPython", "gguf", "orjson", "triton")
 """What SGLang imports and does not call here, besides what the tool stands in for."""
-FLASHINFER = ("flashinfer", "flashinfer.fused_moe", "flashinfer.fused_moe.core")
 TOOL = Path(__file__).parents[2] / "tools/sglang_storage.py"
 
 
@@ -93,7 +92,6 @@ class Engine:
         self.files = files
         self.model = self.build()
         self.flushes = 0
-        self.is_converted = False
         rank = get_parallel().tp_rank
         updater = WeightUpdater(
             tp_rank=rank,
@@ -155,47 +153,6 @@ class Engine:
         is_failing = why and get_parallel().tp_rank == rank
         worker.post_load_weights = failing if is_failing else post_load_weights
 
-    def convert(self, kind: str) -> None:
-        """Have SGLang's own code convert the weights of experts after each loading, as it does on some GPUs: "swiglu"
-        permutes their rows again each time, and "blocks" packs them into another shape, which it undoes for an update.
-        """
-        from sglang.srt.environ import envs
-        from sglang.srt.layers.quantization import unquant
-
-        none = SimpleNamespace(is_none=lambda: True, is_mori=lambda: False)
-        unquant.get_moe_a2a_backend = lambda: none
-        method = unquant.UnquantizedFusedMoEMethod
-        if kind == "swiglu":
-            envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.set(True)
-            unquant._is_cuda = True
-            lora = SimpleNamespace(enable_lora=False, lora_paths=None)
-            unquant.get_lora = lambda: lora
-            run = SimpleNamespace(moe=SimpleNamespace(enable_eplb=False))
-            unquant.get_exec = lambda: run
-            triton = SimpleNamespace(is_triton=lambda: True)
-            method.get_moe_runner_backend = lambda *_: triton
-        else:
-            unquant._TRTLLM_BF16_BLOCK_K = width = 8
-            core = SimpleNamespace(
-                convert_to_block_layout=lambda tile, _: tile.unflatten(1, (-1, width)).transpose(
-                    0, 1
-                )
-            )
-            sys.modules |= dict.fromkeys(FLASHINFER, core)
-            method._trtllm_bf16_row_permutation = lambda *given: torch.arange(len(given[-1])).flip(
-                0
-            )
-            method.use_flashinfer_trtllm_moe = property(lambda _: True, lambda *_: None)
-        self.is_converted = True
-        self.finish(self.model)
-
-    def finish(self, model: Any) -> None:
-        """What SGLang does once a model is loaded."""
-        from sglang.srt.model_loader.loader import DefaultModelLoader
-
-        if self.is_converted:
-            DefaultModelLoader.postprocess_weights(model, torch.device("cpu"))
-
     def spoil(self, kind: str, undo: bool) -> None:
         """Have the engine be of a kind that cannot be refitted, or no longer."""
         from sglang.srt.model_executor.model_runner_components import weight_updater
@@ -251,7 +208,6 @@ class Engine:
         """
         expected = self.build()
         self.load(expected, folder)
-        self.finish(expected)
         running = dict(self.model.named_parameters())
         different = [
             name for name, each in expected.named_parameters() if not each.equal(running[name])

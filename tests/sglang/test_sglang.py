@@ -36,8 +36,6 @@ SERVER, STORE = "http://127.0.0.1:30000", "127.0.0.1:29600"
 TP = 2
 TIMEOUT_S = 60.0
 START_S = 120.0
-CONVERTED = {"mixtral": "blocks", "qwen3_moe": "swiglu"}
-"""How the engine of a model converts experts after loading them."""
 SPOILED = {
     "quantized": "model is quantized; start the engine on unquantized weights",
     "cache": "--weight-cache-mode attach",
@@ -212,16 +210,11 @@ def test_a_server_without_the_plugin_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["llama", "qwen3", "mixtral", "qwen3_moe"])
 def test_sglang_s_models_have_what_was_sent(model: str, tmp_path: Path) -> None:
-    """Fused projections and stacked experts, each where SGLang's own loader puts it, three times in a row.
-
-    Even if SGLang converts experts after loading: trainer_init does not convert them again.
-    """
+    """Fused projections and stacked experts, each where SGLang's own loader puts it, three times in a row."""
     # SGLang has experts in every layer, whatever the configuration says.
     given = fields(model, **{"mlp_only_layers": []} if model == "qwen3_moe" else {})
     folders = [checkpoints.save(given, tmp_path / str(seed), seed) for seed in range(2)]
     with started(folders[0]) as engine, serving(engine) as url:
-        if kind := CONVERTED.get(model):
-            engine.ask("convert", kind)
         (different, flushes), _ = engine.ask("compare", folders[1])
         assert different and not flushes
         trained = load(folders[1])
