@@ -4,8 +4,7 @@
    captured graphs have, what arrives where the loader would write it.
 2. Every element of a tensor is written, except for the padding of vocabularies, or none of it, if `own` names it.
 3. Quantized models are not taken: what runs is not what the loader writes.
-4. Some layers keep weights in other shapes than their loader's, and SGLang restores these for an update. They are
-   restored while a rank joins as well, and no other layer is touched.
+4. Experts that SGLang packs into other shapes after loading are not taken either: their loader cannot be recorded.
 5. SGLang computes some tensors from others, as for latent attention, at the end of `load_weights`. An update has the
    model compute them again.
 """
@@ -14,8 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,11 +22,7 @@ import torch
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
     _unsupported_derived_weight_cache_error,
 )
-from sglang.srt.model_loader.loader import (
-    DefaultModelLoader,
-    device_loading_context,
-    post_load_weights,
-)
+from sglang.srt.model_loader.loader import post_load_weights
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor, nn
 
@@ -74,8 +68,11 @@ def join(updater: Any, said: str) -> None:
         raise StoreError(why)
     if getattr(model, "quant_config", None) is not None:
         raise StoreError("the engine's model is quantized; start the engine on unquantized weights")
-    with _as_loaded(model, torch.device(updater.device)):
-        _join(model, Joining(**json.loads(said)))
+    packed = _find_packed(model)
+    if packed is not None:
+        what = f"{packed!r} keeps experts in the blocks of FlashInfer's trtllm kernels"
+        raise StoreError(f"{what}; start the engine with --moe-runner-backend triton")
+    _join(model, Joining(**json.loads(said)))
 
 
 def receive(updater: Any, said: str) -> None:
@@ -83,20 +80,13 @@ def receive(updater: Any, said: str) -> None:
     _receive(updater.get_model(), Updating(**json.loads(said)))
 
 
-@contextmanager
-def _as_loaded(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """A model whose weights have the shapes that its loader writes, and then again those that run."""
-    before = {name: each.shape for name, each in model.named_parameters()}
-    DefaultModelLoader.restore_weights_before_loading(model, device)
-    after = model.named_parameters()
-    restored = {name.rpartition(".")[0] for name, each in after if each.shape != before[name]}
-    try:
-        yield
-    finally:
-        for name in restored:
-            module: Any = model.get_submodule(name)
-            with device_loading_context(module, device):
-                module.quant_method.process_weights_after_loading(module)
+def _find_packed(model: nn.Module) -> str | None:
+    """The name of a module whose weights SGLang keeps in another shape than its loader writes, or None."""
+    for name, module in model.named_modules():
+        # FlashInfer's blocks: the only such shapes that SGLang has of weights that are not quantized.
+        if getattr(getattr(module, "quant_method", None), "use_flashinfer_trtllm_moe", False):
+            return str(name)
+    return None
 
 
 @as_main()

@@ -161,6 +161,11 @@ class Engine:
         shared = SimpleNamespace(weight_cache_mode="off" if undo else "attach")
         if kind == "cache":
             weight_updater.get_model = get_model if undo else lambda: shared
+        elif kind == "packed":
+            method = next(
+                m.quant_method for m in self.model.modules() if hasattr(m, "quant_method")
+            )
+            method.use_flashinfer_trtllm_moe = not undo
         else:
             attribute = {"quantized": "quant_config", "derived": "_derived_weight_cache_error"}
             setattr(self.model, attribute[kind], None if undo else "cannot be renewed")

@@ -40,6 +40,7 @@ SPOILED = {
     "quantized": "model is quantized; start the engine on unquantized weights",
     "cache": "--weight-cache-mode attach",
     "derived": "cannot be renewed",
+    "packed": "keeps experts in the blocks of FlashInfer's trtllm kernels; start the engine with",
 }
 """Kinds of engines that cannot be refitted, and what each says."""
 
