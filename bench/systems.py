@@ -209,7 +209,7 @@ class Vllm(_Checkpoint):
         return 1 if tile is None or finer is None else tile[0] // finer[0]
 
     def _refine_shapes(self, layout: _Json, shapes: Shapes) -> Shapes:
-        """The shapes, with those of experts' scales as they are repeated."""
+        """The shapes; experts' scales have the shapes in which vLLM repeats them."""
         times = self._find_refined(layout)
         return {
             name: (tuple(n * times for n in shape), dtype)

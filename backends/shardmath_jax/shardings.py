@@ -79,7 +79,7 @@ def from_sharding(
 def _find_layout(
     sharding: Sharding, sizes: tuple[int, ...], held: Mapping[int, list[sm.Runs]], dtype: str
 ) -> sm.Layout:
-    """The layout in which each rank has what it holds. Raises LayoutError if no single layout has that."""
+    """The layout in which each rank has its ranges in `held`. Raises LayoutError if no single layout has them."""
     found = sm.from_holdings(sizes, held, dtype=dtype)
     if isinstance(found, tuple):
         what = f"no single layout has what the devices of {sharding} hold"
