@@ -9,7 +9,8 @@
    slots that fall are the **tail**.
 4. In the same way, bytes that a holder hands to a rank of its node (`mates`) make the others wait for the first slot.
    So one slot before the head, the **rise**, is as light as handing is fast.
-5. Weights are computed from integers, so that they are the same on every machine.
+5. Weights are computed from integers, and the choice between them from sums that are rounded once, so that every
+   machine finds the same.
 
 >>> _weigh(rise=0, head=2, tail=3, rate=RATE // 2)
 (1048576, 1048576, 524288, 262144, 131072)
@@ -77,7 +78,8 @@ def find_taper(where: Topology, loads: Loads, limit: int) -> Taper | None:
         for by_lag in seconds:
             by_round = _fill_rounds(share, by_lag)
             latency = where.latency_s * int(np.count_nonzero(by_round))
-            time += float(by_round.sum()) + latency
+            # numpy's sum depends on the processor, and all ranks have to choose the same taper.
+            time += math.fsum(by_round.tolist()) + latency
         found.append(Taper(time, weights))
     return min(found, default=None)
 
