@@ -134,7 +134,7 @@ def _verify(argv: Sequence[str]) -> int:
 
 def _prove(argv: Sequence[str]) -> int:
     """Decide for all sizes whether ranks hold each element once, or whether a move brings each element exactly once.
-    The exit status is 0 if this is proved, 1 if it is false at some size, and 3 if it was only tested."""
+    The exit status is 0 if this is proved, 1 for a counterexample or an error, and 3 if it was only tested."""
     parser = make_parser("prove", _prove.__doc__)
     parser.add_argument("mesh", help='axes and sizes: "dp=4 tp=2"')
     parser.add_argument("layout", help='notation: "(tp dp n) h"')

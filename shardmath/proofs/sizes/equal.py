@@ -23,6 +23,7 @@ from shardmath.proofs.sizes.family import (
 )
 from shardmath.proofs.sizes.settling import Growth
 from shardmath.proofs.sizes.verdict import Counterexample, Decided
+from shardmath.proofs.sizes.whole import doubt_losses
 
 __all__ = ["decide_equal", "find_other_ranks", "pair_cells"]
 
@@ -86,7 +87,8 @@ def decide_equal(
     if size is not None:
         return Decided(name, "one", size), _find_other(name, size, families, pairs)
     one, other = families
-    if one.stages == other.stages and (pairs.first == pairs.second).all():
+    # Built-in cuts divide every length; of custom placements, whether they do is checked below.
+    if one.stages == other.stages and not one.is_custom and (pairs.first == pairs.second).all():
         return Decided(name, "every", 0), None
     growth, why = _join_growth(one, other)
     if one.is_counted and other.is_counted:
@@ -101,7 +103,7 @@ def decide_equal(
         found = _find_other(name, n, families, pairs)
         if found is not None:
             return decided, found
-    return decided, None
+    return doubt_losses(decided, {"the first layout": one, "the second layout": other}), None
 
 
 def _count_pairs(families: list[Family], pairs: Compared) -> int:

@@ -1,7 +1,7 @@
 """Every size: laws of layouts, decided for all sizes of their dimensions by finitely many.
 
 A layout is an example: each of its dimensions may have any length n. What ranks hold is a product over dimensions, so
-each dimension is decided alone, by the code that plans and moves use (`cells`, `cut_lengths`), at lengths 0, 1, 2, ...
+each dimension is decided alone, by the code that plans and moves use (`cells`, `divide_lengths`), at lengths 0, 1, 2, ...
 How many of them decide for all is computed from the cuts (`settling`); the first that breaks the law is the smallest
 counterexample. A dimension whose text or table gives sizes has one length, and is decided there.
 
@@ -38,8 +38,9 @@ def prove(layout: Layout, dst: Layout | None = None) -> Verdict:
     placement is proved if it declares `period(parts)`, and tested otherwise, as docs/every-size.md says. If a placement
     declares `overlaps`, several coordinates may hold an element.
 
-    Raises LayoutError for other values, and if a dimension can have no size that both layouts allow, and PlanError if
-    no plan between the layouts exists at any size, because dtypes or reductions differ.
+    Raises LayoutError for other values, and if a dimension can have no size that both layouts allow; PlanError if no
+    plan between the layouts exists at any size, because dtypes or reductions differ; and PlacementError if a custom
+    placement's `period` raises, or returns something other than a positive integer.
     """
     instance(layout, Layout, "prove is about layouts", LayoutError)
     if dst is None:
@@ -82,7 +83,7 @@ def prove_equivalent(a: Layout, b: Layout) -> Verdict:
     `sm.equivalent` decides it for the sizes of the layouts.
 
     Sizes are examples, as in `prove`. Raises LayoutError for other values, and if a dimension can have no size that
-    both layouts allow.
+    both layouts allow, and PlacementError for a wrong `period`, as in `prove`.
     """
     for layout in (a, b):
         instance(layout, Layout, "prove_equivalent compares two layouts", LayoutError)

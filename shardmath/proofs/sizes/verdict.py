@@ -68,11 +68,12 @@ class Verdict:
         if found is not None:
             at = f"{found.name} = {found.size}" if found.name else "every size"
             return f"false at {at}: {found.text}"
-        reasons = [dim.why for dim in self.dims if dim.why]
+        notes = [f"if {dim.why}" for dim in self.dims if dim.why and dim.how != "tested"]
         tested = self._list("tested", "{0.name} < {0.lengths}")
         if tested:
-            return f"not proved, but tested for {tested}: {self.law}; {'; '.join(reasons)}"
-        notes = [f"if {reason}" for reason in reasons]
+            reasons = [dim.why for dim in self.dims if dim.how == "tested"]
+            words = "; ".join([*reasons, *notes])
+            return f"not proved, but tested for {tested}: {self.law}; {words}"
         run = self._list("definition", "{0.name} < {0.lengths}")
         if run:
             notes.insert(0, f"by the definition of its cuts, which was run for {run}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from shardmath.proofs.sizes.family import (
 )
 from shardmath.proofs.sizes.verdict import Counterexample, Decided
 
-__all__ = ["decide_arrives", "decide_whole", "find_missing"]
+__all__ = ["decide_arrives", "decide_whole", "doubt_losses", "find_missing"]
 
 
 def decide_whole(name: str, family: Family) -> tuple[Decided, Counterexample | None]:
@@ -41,13 +41,22 @@ def decide_arrives(name: str, src: Family, dst: Family) -> tuple[Decided, Counte
     if not src.is_custom and not dst.is_custom:
         return _decide_cuts(name, [src, dst])
     decided, found = _decide_custom(name, [src, dst])
-    if found is None and src.is_custom and decided.how == "every":
-        _, lost = _decide_custom(name, [src])
-        # Of parts that are not everything, nothing follows for the lengths that were not tried.
-        if lost is not None:
-            why = f"the source does not hold all elements at {name} = {lost.size}"
-            decided = Decided(name, "tested", decided.lengths, why)
+    if found is None:
+        decided = doubt_losses(decided, {"the source": src, "the destination": dst})
     return decided, found
+
+
+def doubt_losses(decided: Decided, families: Mapping[str, Family]) -> Decided:
+    """Return `decided`, or that the law was only tested if a custom placement of `families` (in words -> Family) does
+    not hold all elements: nothing keeps ranges with gaps between them apart at lengths that were not tried."""
+    for words, family in families.items():
+        if decided.how != "every" or not family.is_custom:
+            continue
+        _, lost = _decide_custom(decided.name, [family])
+        if lost is not None:
+            why = f"{words} does not hold all elements at {decided.name} = {lost.size}"
+            return Decided(decided.name, "tested", decided.lengths, why)
+    return decided
 
 
 def _decide_custom(name: str, families: list[Family]) -> tuple[Decided, Counterexample | None]:

@@ -31,7 +31,8 @@ def find_uncut(dim: Dimension, blocks: Iterable[int | None], multiple: int, what
     """
     sizes = {block or 1 for block in blocks} - {1}
     family = read_family(dim)
-    if not (sizes and family.stages):
+    is_undivided = family.size is None and not family.stages
+    if not sizes or is_undivided:
         return Lengths.of([n == 0 for n in range(multiple)], settled=0, period=multiple)
     if family.growth is None or not family.is_counted:
         why = family.why or "it has listed sizes, blocks, padding or a table"

@@ -302,6 +302,67 @@ def test_ranges_that_change_places_prove_nothing() -> None:
     assert verdict.counterexample is not None and verdict.counterexample.size == 72
 
 
+@dataclass(frozen=True)
+class Meet:
+    """Linear from the second period on: two ranges with a gap, which closes after five periods, and then they overlap.
+
+    At 2,400 positions they are no parts any more.
+    """
+
+    dim: int = 0
+
+    def split(self, n: int, parts: int) -> tuple[sm.Runs, ...]:
+        if n < 400:
+            return from_ranges([(0, n)]), sm.Runs()
+        return from_ranges([(0, 99 * (n // 400))]), from_ranges([(399, n)])
+
+    def period(self, parts: int) -> int:
+        return 400
+
+
+@dataclass(frozen=True)
+class Meet2(Meet):
+    pass
+
+
+def test_gaps_that_close_prove_nothing() -> None:
+    halves = sm.Layout((8,), sm.Mesh(tp=2), "(tp n)")
+    meeting = sm.Layout((0,), sm.Mesh(tp=2), {"tp": Meet()})
+    again = sm.Layout((0,), sm.Mesh(tp=2), {"tp": Meet2()})
+    with pytest.raises(sm.PlacementError):
+        sm.Layout((2400,), sm.Mesh(tp=2), {"tp": Meet()})
+    moved = sm.prove(halves, meeting)
+    assert not moved.proved
+    assert str(moved).endswith("the destination does not hold all elements at n = 400")
+    assert not sm.prove_equivalent(meeting, again).proved
+    assert not sm.prove_equivalent(meeting, meeting).proved
+    assert sm.prove(meeting).counterexample == ("n", 400, "no rank holds element 99", None)
+
+
+def test_reasons_are_those_of_the_dimensions_that_were_tested() -> None:
+    mesh = sm.Mesh(tp=4, dp=4)
+    layout = sm.Layout((0, 0), mesh, {"tp": Deal(dim=0), "dp": Silent(dim=1)})
+    assert str(sm.prove(layout)).startswith(
+        "not proved, but tested for h < 256: ranks hold each element once, up to copies; "
+        "Silent(dim=1) declares no period(parts); if borders of Deal("
+    )
+
+
+@pytest.mark.parametrize("spec", ["(tp dp n)", "(dp~ tp n)", "(2 dp n | tp n)", "(3 tp~ n | dp n)"])
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 2), (3, 4)])
+def test_one_rank_and_all_ranks_are_cut_alike(spec: str, sizes: tuple[int, int]) -> None:
+    """`Field.runs` and `divide_lengths` at all deciding lengths: by the theorem, they are equal at all lengths."""
+    stages = sm.Layout((8,), sm.Mesh(dp=sizes[0], tp=sizes[1]), spec).dims[0].fields[0].stages
+    lengths = np.arange(grow(stages).deciding)
+    starts, counts = divide_lengths(stages, lengths)
+    for n in lengths.tolist():
+        dim = at(stages, n)
+        for number, coords in enumerate(list_coordinates(dim.axes)):
+            pieces = zip(starts[n, number].tolist(), counts[n, number].tolist(), strict=True)
+            ranges = [(start, start + size) for start, size in pieces]
+            assert from_ranges(ranges) == dim.fields[0].runs(coords)
+
+
 def test_every_declaration_is_named() -> None:
     one, other = Deal(declared=4), Deal(declared=8)
     for verdict in (
@@ -484,3 +545,11 @@ def test_numbers_that_share_a_byte_are_not_cut() -> None:
     fused = sm.Layout((8, 32), sm.Mesh(tp=2), "([4 4] tp n) k")
     with pytest.raises(sm.errors.FormatError, match=r"dimension 0 of .* not all sizes can be"):
         sm.formats.FP8Blocks().legal_sizes(fused)
+
+
+@pytest.mark.parametrize("text", ["(n)=<0:4> k", "(4: n + 256: tp n) k", "(128: n + 128: tp n) k"])
+def test_sizes_of_windows_and_fields_are_not_decided(text: str) -> None:
+    n = 260 if "4:" in text and "+" in text else 256
+    layout = sm.Layout((n, 256), sm.Mesh(tp=2), text)
+    with pytest.raises(sm.errors.FormatError, match="not all sizes can be decided"):
+        sm.formats.FP8Blocks().legal_sizes(layout)
