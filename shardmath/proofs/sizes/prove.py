@@ -1,9 +1,9 @@
 """Every size: laws of layouts, decided for all sizes of their dimensions by finitely many.
 
 A layout is an example: each of its dimensions may have any length n. What ranks hold is a product over dimensions, so
-each dimension is decided alone, by the code that plans and moves use (`cells`, `divide_lengths`), at lengths 0, 1, 2, ...
-How many of them decide for all is computed from the cuts (`settling`); the first that breaks the law is the smallest
-counterexample. A dimension whose text or table gives sizes has one length, and is decided there.
+each dimension is decided alone, by the code that plans and moves use (`cells`, `divide_lengths`), at lengths 0, 1, 2
+and so on. How many of them decide for all is computed from the cuts (`settling`); the first that breaks the law is the
+smallest counterexample. A dimension whose text or table gives sizes has one length, and is decided there.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.layouts.algebra.mesh import Mesh
