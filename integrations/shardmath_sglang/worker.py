@@ -122,27 +122,32 @@ def _record(model: nn.Module, told: Told) -> sm.storage.Recorded:
 
 def _check(recorded: sm.storage.Recorded, own: Iterable[str], model: nn.Module) -> None:
     """Raise StoreError for tensors that an update would leave as they are, or that arrive in another dtype."""
+    kept = tuple(own)
     faults = []
     for native in recorded.natives:
-        module = model.get_submodule(native.label.rpartition(".")[0])
-        # Their loader fills up the last rank's rows.
-        is_padded = hasattr(module, "org_vocab_size") and native.written
-        is_own = not native.written and matches(native.label, tuple(own))
-        if native.unwritten and not is_padded and not is_own:
+        if native.unwritten and not _is_expected(native.label, native.written, kept, model):
             count = f"{native.unwritten} of {math.prod(native.shape)} elements"
             faults.append(f"no tensor of the trainer's is written to {count} of {native.label!r}")
-        for name in {piece.tensor for piece in native.pieces}:
-            served = recorded.shapes[name][1]
-            if served != native.dtype:
-                faults.append(
-                    f"{name!r} arrives as {served}, but {native.label!r} is {native.dtype}"
-                )
+        served = {piece.tensor: recorded.shapes[piece.tensor][1] for piece in native.pieces}
+        faults += [
+            f"{name!r} arrives as {dtype}, but {native.label!r} is {native.dtype}"
+            for name, dtype in served.items()
+            if dtype != native.dtype
+        ]
     if faults:
         listed = "\n".join(faults[:SHOWN])
         what = f"{plural(faults, 'tensor')} of the engine's would be left, or get another dtype"
         raise StoreError(
             f"{what}\n{listed}\nstart trainer and engine from one checkpoint; dtype= of TrainerInfo casts"
         )
+
+
+def _is_expected(label: str, written: int, own: tuple[str, ...], model: nn.Module) -> bool:
+    """Whether an update may leave elements of this tensor of the engine as they are, if it writes `written` others."""
+    if not written:
+        return matches(label, own)
+    # Their loader fills up the last rank's rows of a vocabulary.
+    return hasattr(model.get_submodule(label.rpartition(".")[0]), "org_vocab_size")
 
 
 @as_main()

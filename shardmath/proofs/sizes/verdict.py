@@ -71,8 +71,7 @@ class Verdict:
         notes = [f"if {dim.why}" for dim in self.dims if dim.why and dim.how != "tested"]
         tested = self._list("tested", "{0.name} < {0.lengths}")
         if tested:
-            reasons = [dim.why for dim in self.dims if dim.how == "tested"]
-            words = "; ".join([*reasons, *notes])
+            words = "; ".join([*self._list_reasons(), *notes])
             return f"not proved, but tested for {tested}: {self.law}; {words}"
         run = self._list("definition", "{0.name} < {0.lengths}")
         if run:
@@ -81,6 +80,10 @@ class Verdict:
         if deciding:
             notes.insert(0, f"{deciding} decide")
         return "; ".join([f"proved for {self._word_scope()}: {self.law}", *notes])
+
+    def _list_reasons(self) -> list[str]:
+        """Why dimensions were only tested."""
+        return [dim.why for dim in self.dims if dim.how == "tested"]
 
     def _word_scope(self) -> str:
         """All sizes for which the law is proved, in words."""

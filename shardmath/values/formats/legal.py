@@ -18,6 +18,7 @@ from shardmath.base.errors import FormatError
 from shardmath.layouts.algebra.dimension import Dimension, divide_lengths
 from shardmath.proofs.sizes.family import MOST_PAIRS, MOST_PARTS, Family, list_blocks, read_family
 from shardmath.proofs.sizes.lengths import Lengths
+from shardmath.proofs.sizes.settling import Growth
 from shardmath.values.formats.scales import find_bad_cut
 
 __all__ = ["find_uncut"]
@@ -34,16 +35,22 @@ def find_uncut(dim: Dimension, blocks: Iterable[int | None], multiple: int, what
     is_undivided = family.size is None and not family.stages
     if not sizes or is_undivided:
         return Lengths.of([n == 0 for n in range(multiple)], settled=0, period=multiple)
-    if family.growth is None or not family.is_counted:
-        why = family.why or "it has listed sizes, blocks, padding or a table"
-        raise FormatError(f"{what}: not all sizes can be decided: {why}; try the shapes you have")
+    growth = _find_growth(family, what)
     # Every border moves by the same number in each period, so its place in a block repeats after this many periods.
-    settled = family.growth.settled
-    period = math.lcm(family.growth.period * math.lcm(*sizes), multiple)
+    settled = growth.settled
+    period = math.lcm(growth.period * math.lcm(*sizes), multiple)
     members = _try_lengths(family, settled + period, sizes, what)
     for n in range(len(members)):
         members[n] &= n % multiple == 0
     return Lengths.of(members, settled=settled, period=period)
+
+
+def _find_growth(family: Family, what: str) -> Growth:
+    """Return how the borders move as the dimension grows. Raises FormatError if that is not known for all lengths."""
+    if family.growth is None or not family.is_counted:
+        why = family.why or "it has listed sizes, blocks, padding or a table"
+        raise FormatError(f"{what}: not all sizes can be decided: {why}; try the shapes you have")
+    return family.growth
 
 
 def _try_lengths(family: Family, lengths: int, sizes: set[int], what: str) -> list[bool]:
