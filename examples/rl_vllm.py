@@ -27,6 +27,7 @@ TRAINERS, STEPS = 2, 20
 ANSWERS, LENGTH = 64, 16
 PROMPT, RATE = [1, 2, 3, 4], 3e-3
 MEETING, ENGINE = "127.0.0.1:29610", "127.0.0.1:29611"
+DTYPE = "float32"  # With "bfloat16", vLLM 0.32 sometimes fails on CPUs with AMX.
 
 CONFIG = LlamaConfig(
     vocab_size=64,
@@ -47,7 +48,7 @@ def main(rank: int, folder: str, steps: int) -> None:
         fully_shard(layer)
     fully_shard(policy)
     optimizer = torch.optim.Adam(policy.parameters(), RATE)
-    info = TrainerInfo(ENGINE, TRAINERS, workers=1, dtype="bfloat16", rank=rank)
+    info = TrainerInfo(ENGINE, TRAINERS, workers=1, dtype=DTYPE, rank=rank)
     trainer = Trainer.trainer_init(info, client=LLMClient(llm) if llm else [], source=policy)
     for step in range(steps):
         trainer.send_weights()
@@ -74,7 +75,7 @@ def start_engine(folder: str) -> Any:
     return vllm.LLM(
         folder,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=DTYPE,
         enforce_eager=True,
         max_model_len=64,
         weight_transfer_config={"backend": "shardmath"},

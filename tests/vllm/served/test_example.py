@@ -16,32 +16,14 @@ STEP = re.compile(r"^step \d+: reward (\S+), engine and trainer (\S+) apart$", r
 PLACE = re.compile(r"127\.0\.0\.1:\d+")
 STEPS = 8
 LONGEST = 120
-TRIES = 4
-DIED = "Fatal Python error: Illegal instruction", "in cpu_attention_with_kv_cache"
-CLOSE = 0.02
-"""Of log probabilities, on the average: what bfloat16 makes of them in the engine, and no more."""
+CLOSE = 1e-4
+"""Of log probabilities in float32, on the average."""
 
 
-def run_again(words: list[str], env: dict[str, str], folder: Path) -> str:
-    """What the program prints, which runs again if vLLM's attention died of an illegal instruction.
-
-    On CPUs with AMX, that of vLLM 0.32 does so at times, in one of three runs of a model that is never refitted.
-    """
-    for attempt in range(TRIES):
-        log = folder / f"log {attempt}"
-        try:
-            return run(words, env, log, timeout=250)
-        except AssertionError:
-            text = log.read_text()
-            if attempt == TRIES - 1 or not all(told in text for told in DIED):
-                raise
-    raise AssertionError("a try returns or raises")
-
-
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 def test_the_reward_rises(tmp_path: Path) -> None:
     text = (ROOT / "examples/rl_vllm.py").read_text()
-    assert len(text.splitlines()) < LONGEST
+    assert len(text.splitlines()) <= LONGEST
     program = tmp_path / "rl_vllm.py"
     program.write_text(PLACE.sub(lambda _: f"127.0.0.1:{free_port()}", text))
     path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
@@ -50,7 +32,7 @@ def test_the_reward_rises(tmp_path: Path) -> None:
         "PYTHONFAULTHANDLER": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
-    printed = run_again([str(program), str(STEPS)], env, tmp_path)
+    printed = run([str(program), str(STEPS)], env, tmp_path / "log", timeout=250)
     steps = STEP.findall(printed)
     rewards = [float(reward) for reward, _ in steps]
     assert len(rewards) == STEPS
