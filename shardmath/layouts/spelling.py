@@ -15,7 +15,9 @@ True
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, SupportsIndex, TypeAlias, cast
@@ -363,9 +365,11 @@ def _find_position(order: list[_Axes], factor: int, placement: Spec, mesh: Mesh)
             return position
         product *= n
     sizes = [f"{'*'.join(axes)}={n}" for axes, n in zip(order, parts, strict=True)]
-    named = " ".join(sizes) or "none"
+    named = f"the placements after it split its dimension over {' '.join(sizes)}"
+    possible = sorted({1, *itertools.accumulate(parts, operator.mul)})
     raise PlacementError(
-        f"reading='order': no order of splits gives {placement} its split factor {factor}: "
-        f"the axes right of it on its dimension are {named}; "
+        f"reading='order': no order of splits gives {placement}: "
+        f"{named if sizes else 'no placement after it splits its dimension'}, "
+        f"so its split_factor can only be {' or '.join(map(str, possible))}; "
         f"use reading='placement', which applies the splits as written"
     )

@@ -94,10 +94,11 @@ def _read_stage(reader: LayoutReader, words: list[WrittenDigit]) -> Stage:
     free = [word for word in words if word.free]
     if len(free) > 1:
         first, second, *_ = free
+        axes = f"a mesh axis ({join_names(reader.axes)}) or " if reader.axes else ""
         reader.fail(
-            f"{first.free!r} and {second.free!r} are both free names",
+            f"{first.free!r} and {second.free!r} are both free names: neither is a mesh axis",
             second.at,
-            f"write a mesh axis ({join_names(reader.axes)}) or an integer instead of one",
+            f"replace one of the two names by {axes}an integer",
         )
     if not free:
         return tuple(_make_cut(reader, word) for word in words)

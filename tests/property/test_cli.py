@@ -62,7 +62,7 @@ def test_errors_of_ours_are_one_status(capsys: pytest.CaptureFixture[str]) -> No
     assert cli.main(["show", "tp=2", "9", "(ep n)"]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(
-        "error: 'ep' and 'n' are both free names\n    (ep n)\n        ^\n"
+        "error: 'ep' and 'n' are both free names: neither is a mesh axis\n    (ep n)\n        ^\n"
     )
 
 

@@ -311,15 +311,15 @@ ADD_FREE = "add a free name, or make the length"
             (8,),
             "(n n)",
             "n)",
-            "'n' and 'n' are both free names",
-            "write a mesh axis (dp, tp) or an integer instead of one",
+            "'n' and 'n' are both free names: neither is a mesh axis",
+            "replace one of the two names by a mesh axis (dp, tp) or an integer",
         ),
         (
             (8,),
             "(ep n)",
             "n)",
-            "'ep' and 'n' are both free names",
-            "write a mesh axis (dp, tp) or an integer instead of one",
+            "'ep' and 'n' are both free names: neither is a mesh axis",
+            "replace one of the two names by a mesh axis (dp, tp) or an integer",
         ),
         (
             (8,),
@@ -540,6 +540,11 @@ def test_errors_point_at_their_place(
     column = len(text) - len(at.rstrip("$")) if at.endswith("$") else text.index(at)
     assert (error.what, error.text, error.position, error.fix) == (what, text, column, fix)
     assert str(error) == f"{what}\n    {text}\n    {' ' * column}^\n{fix}"
+
+
+def test_on_one_rank_two_free_names_are_not_answered_with_a_mesh_axis() -> None:
+    with pytest.raises(NotationError, match=r"replace one of the two names by an integer$"):
+        Layout((8,), Mesh(), "(n m)")
 
 
 def test_rules_that_are_there_are_listed() -> None:

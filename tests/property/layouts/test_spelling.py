@@ -284,8 +284,9 @@ class Strange:
             PlacementError,
             (
                 "reading='order': no order of splits gives StridedShard(dim=0, "
-                "split_factor=3) its split factor 3: the axes right of it on its dimension "
-                "are tp=2; use reading='placement', which applies the splits as written"
+                "split_factor=3): the placements after it split its dimension over tp=2, so its "
+                "split_factor can only be 1 or 2; use reading='placement', which applies the "
+                "splits as written"
             ),
         ),
         (
@@ -293,8 +294,24 @@ class Strange:
             PlacementError,
             (
                 "reading='order': no order of splits gives StridedShard(dim=0, "
-                "split_factor=2) its split factor 2: the axes right of it on its dimension "
-                "are none; use reading='placement', which applies the splits as written"
+                "split_factor=2): no placement after it splits its dimension, so its "
+                "split_factor can only be 1; use reading='placement', which applies the splits "
+                "as written"
+            ),
+        ),
+        (
+            lambda: Layout(
+                (9,),
+                Mesh(dp=2, tp=2, ep=3),
+                (StridedShard(0, 2), StridedShard(0, 3), Shard(0)),
+                reading="order",
+            ),
+            PlacementError,
+            (
+                "reading='order': no order of splits gives StridedShard(dim=0, "
+                "split_factor=2): the placements after it split its dimension over ep=3 tp=2, "
+                "so its split_factor can only be 1 or 3 or 6; use reading='placement', which "
+                "applies the splits as written"
             ),
         ),
         (

@@ -231,7 +231,7 @@ def test_text_that_is_no_side(text: str, at: str, what: str) -> None:
         (
             "tp=2: column (tp dp n) ...",
             "n)",
-            ["'dp' and 'n' are both free names", "mesh axis (tp)"],
+            ["'dp' and 'n' are both free names: neither", "mesh axis (tp)"],
         ),
         ("tp=2: vocab ...; * (tp n", "", ["expected ')'"]),
         ("ep=2 tp=2", "ep", ["axis 'ep' has no default", "write rules after ':'"]),
