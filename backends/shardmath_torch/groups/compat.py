@@ -62,6 +62,7 @@ __all__ = [
     "hold_nothing",
     "in_backward",
     "is_alone",
+    "is_flattened",
     "is_inherited",
     "is_there",
     "local_of",
@@ -458,3 +459,8 @@ def storage_start(tensor: Tensor) -> int | None:
     """Return the offset of a fake tensor's storage in the checkpoint file that it was loaded from; None if unknown. For
     fake tensors, torch.load records this offset instead of reading the data."""
     return tensor.untyped_storage()._checkpoint_offset
+
+
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether this is a flat parameter of FSDP1 (FullyShardedDataParallel), or one that FSDP1 keeps in a flat one."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))

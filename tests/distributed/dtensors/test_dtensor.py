@@ -507,3 +507,11 @@ def test_bad_input(pool: Pool, what: str, kind: str, said: str) -> None:
     """An error on every rank, before anything is sent."""
     for found in pool.run(work.wrong, what):
         assert found[0] == kind and said in found[1], found
+
+
+def test_fsdp1(pool: Pool) -> None:
+    """Its parameters are plain tensors: each rank's shard would be taken for the whole parameter."""
+    for found in pool.run(work.under_fsdp1):
+        for kind, said in found:
+            assert kind == "LayoutError" and "is under FSDP1" in said, said
+            assert "fully_shard" in said

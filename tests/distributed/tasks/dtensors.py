@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import (
     Partial,
@@ -743,3 +745,16 @@ def mesh_of_other_groups(rank: int) -> str:
         dist.new_group(ranks)
     rows = DTensor.from_local(torch.ones(2, 4), line, [Shard(0)])
     return str(caught(lambda: smt.redistribute(rows, [Shard(1)])))
+
+
+def under_fsdp1(rank: int) -> list[Any]:
+    """What `layout_of` says of a module with a unit of FSDP1, with and without its original parameters, and of what is
+    inside the unit."""
+    out = []
+    for original in (True, False):
+        unit = FullyShardedDataParallel(
+            nn.Linear(16, 16), device_id=torch.device(DEVICE), use_orig_params=original
+        )
+        for module in (nn.Sequential(nn.Linear(2, 2), unit), unit.module):
+            out.append(caught(lambda module=module: smt.layout_of(module)))
+    return out

@@ -47,9 +47,9 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
     CheckpointableTensor and what spmd_types has typed do, are that part, and then the call is
     collective over the default group. It is collective over the ranks of the DTensors' meshes if
     placements have two readings that differ. Raises LayoutError, naming the parameter, for a local
-    shape that fits no reading, for a lazy module that has not run yet, and for a parameter that is
-    divided along a mesh dimension whose ranks do not ascend: there torch's collectives, and FSDP2,
-    have another order of parts.
+    shape that fits no reading, for a lazy module that has not run yet, for a module under FSDP1,
+    and for a parameter that is divided along a mesh dimension whose ranks do not ascend: there
+    torch's collectives, and FSDP2, have another order of parts.
     """
     return lay_out(module, mesh)
 
@@ -99,7 +99,8 @@ def _check_ascending(name: str, dtensor: DTensor) -> None:
 
 
 def _list_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters under all their names. Raises LayoutError for a lazy one, and for a value that is not a module."""
+    """The parameters under all their names. Raises LayoutError for one that is lazy or under FSDP1, and for a value
+    that is not a module."""
     if not isinstance(module, nn.Module):
         raise LayoutError(
             f"{type(module).__name__} is not a torch.nn.Module; pass the module with the parameters"
@@ -108,6 +109,11 @@ def _list_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     for name, parameter in parameters.items():
         if is_lazy(parameter):
             raise LayoutError(f"parameter {name!r} {SHAPELESS}")
+        if compat.is_flattened(parameter):
+            raise LayoutError(
+                f"parameter {name!r} is under FSDP1 (FullyShardedDataParallel), which joins parameters and shards "
+                f"them together; use FSDP2 (torch.distributed.fsdp.fully_shard)"
+            )
     return parameters
 
 
