@@ -2,9 +2,11 @@
 
 1. Sizes are those of Megatron-Core's and vLLM's arguments. Copies of an engine are engines of their own that store the
    same; data parallelism inside an engine (`dp`) cuts experts.
-2. A mapping that was published has the words of its publication, in which EP and DP may overlap TP.
+2. A mapping that was published has the words of its publication, in which EP and DP may overlap TP. miles measured
+   engines of SGLang; here they are vLLM's, of the same sizes.
 
-Source: NeMo-RL pull requests 2413 and 2971; vLLM's blog of 2026-08-22; miles, `p2p-weight-transfer.md`.
+Source: NeMo-RL pull requests 2413 and 2971; vLLM's blog of 2026-08-22; miles, `p2p-weight-transfer.md`, and the layers
+of stages in its scripts.
 
 >>> row = find_rows(model="qwen3-4b")[2]
 >>> print(row.mapping)
@@ -67,6 +69,7 @@ NEMO = "NeMo-RL #2413"
 NEMO_PYTHON = "NeMo-RL #2971"
 RDT = "vLLM sharded_rdt"
 MILES = "miles P2P"
+MILES_NCCL = "miles NCCL"
 
 SMALL = "qwen3-4b"
 SMALL_FP8 = "qwen3-4b-fp8"
@@ -159,7 +162,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         LARGE,
-        Trainer(64, tp=4, pp=8, ep=8, ends=(11, 11)),
+        Trainer(64, tp=4, pp=4, cp=2, ep=16, ends=(24, 22)),
         Engine(tp=32, ep=True, copies=2),
         3.16,
         MILES,
@@ -205,6 +208,29 @@ ROWS: tuple[Row, ...] = (
         2.90,
         NEMO_PYTHON,
         "EP8 DP2 -> TP2 DP8",
+    ),
+    # Tiles of 64 x 64, since 32 ranks cut 18432 rows at multiples of 576.
+    Row(
+        "kimi-k2-fp8",
+        Trainer(256, tp=8, pp=8, cp=4, ep=32, ends=(8, 5)),
+        Engine(tp=32, ep=True, copies=8),
+        7.23,
+        MILES,
+    ),
+    Row(
+        "glm-4.7-flash",
+        Trainer(8, tp=4, ep=8),
+        Engine(tp=4, ep=True, copies=2),
+        2.51,
+        MILES_NCCL,
+    ),
+    Row(MIDDLE, Trainer(16, tp=4, ep=8), Engine(tp=8, ep=True, copies=2), 2.16, MILES),
+    Row(
+        "glm-4.5-air",
+        Trainer(32, pp=4, ep=8, ends=(12, 10)),
+        Engine(tp=8, ep=True, copies=4),
+        2.64,
+        MILES,
     ),
 )
 

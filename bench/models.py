@@ -97,6 +97,16 @@ def _deepseek(layers: int, dense: int, heads: int, experts: int) -> dict[str, An
     }
 
 
+def _glm_experts(layers: int, dense: int, count: int, ffn: int) -> dict[str, Any]:
+    """Fields of GLM's layers, of which the first are dense: routed experts, and one that is shared and as large."""
+    return {
+        **_experts(count, ffn),
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+        "moe_shared_expert_intermediate_size": ffn,
+        "moe_router_enable_expert_bias": True,
+    }
+
+
 def _nemotron(pattern: str, hidden: int, heads: int, experts: dict[str, Any]) -> dict[str, Any]:
     """A hybrid of Mamba, attention and experts that are not gated."""
     return {
@@ -172,18 +182,28 @@ MODELS: dict[str, Model] = {
             12288,
             add_qkv_bias=True,
             qk_layernorm=True,
-            moe_layer_freq=[0] * 3 + [1] * 89,
-            moe_shared_expert_intermediate_size=1536,
-            moe_router_enable_expert_bias=True,
-            **_experts(160, 1536),
+            **_glm_experts(92, 3, 160, 1536),
         ),
         151552,
+    ),
+    "glm-4.5-air": Model(
+        "glm4_moe",
+        _dense(46, 4096, 96, 8, 10944, add_qkv_bias=True, **_glm_experts(46, 1, 128, 1408)),
+        151552,
+    ),
+    "glm-4.7-flash": Model(
+        "glm4_moe_lite",
+        _dense(47, 2048, 20, 20, 10240, **_glm_experts(47, 1, 64, 1536))
+        | LATENT
+        | {"q_lora_rank": 768, "qk_head_dim": 192, "v_head_dim": 256},
+        154880,
     ),
 }
 
 
 for _name in ("qwen3-4b", "qwen3-30b-a3b"):
     MODELS[f"{_name}-fp8"] = MODELS[_name]._replace(tiles=FP8Blocks())
+MODELS["kimi-k2-fp8"] = MODELS["kimi-k2"]._replace(tiles=FP8Blocks((64, 64)))
 
 QUANTIZED = "*_proj*.weight"
 """Linear layers, `kv_a_proj_with_mqa` too. Embedding, head and router stay as they are."""

@@ -8,8 +8,8 @@ The proof reads what `for_rank` expands: the lines (bytes with equal holders), a
 2. **Once**: end to end, the streams to each rank that asks for a block are the block's content, and
    no stream goes to another rank.
 3. **In hand**: a stream of the first leg leaves a holder, or a rank that a holder hands the same bytes one
-   slot earlier, for this stream alone. A relayed stream repeats a stream of an
-   earlier leg that arrived at its sender: same root and same bytes, so cut at the same places,
+   slot earlier, for this stream alone. No other such stream of its line has its root. A relayed stream repeats
+   a stream of an earlier leg that arrived at its sender: same root and same bytes, so cut at the same places,
    each slice at least one slot later. It is not added on top of another addend.
 4. Streams begin and end where pieces may be cut.
 5. No rank has more in flight in a round than the program's limits allow.
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints, Offsets, join, lengths, ranges
+from shardmath.base.arrays import Bools, Ints, Offsets, join, lengths, number_alike, ranges
 from shardmath.base.errors import PlanError
 from shardmath.layouts.holdings import label
 from shardmath.plans.balance import make_grid, measure_lines
@@ -42,7 +42,7 @@ from shardmath.plans.programs.loads import count_messages, sum_pairs, sum_round_
 from shardmath.plans.programs.program import Program
 from shardmath.plans.programs.scheduling import MOST_ROUNDS, MOST_SLOTS
 from shardmath.plans.programs.streams import list_bundles
-from shardmath.plans.programs.tapers import HEAVIEST
+from shardmath.plans.programs.tapers import HEAVIEST, HEAVIEST_SUM
 from shardmath.plans.stretches import list_all_receivers, row_at
 from shardmath.plans.units import is_legal_cut
 from shardmath.proofs.plan_proof import prove
@@ -110,10 +110,10 @@ def _check_numbers(prog: Program) -> None:
     positive = all(type(n) is int and n > 0 for n in counts)
     _require(positive, prog, f"counts {counts} are not all positive integers")
     weights = prog.weights
-    # Sums of weights, times the bytes of a stream, stay far below the largest integer of 64 bits.
     is_small = all(type(n) is int and 0 < n <= HEAVIEST for n in weights)
-    fit = len(weights) in (0, prog.slots)
-    _require(is_small and fit, prog, f"its weights are not one integer up to {HEAVIEST} per slot")
+    fit = is_small and len(weights) in (0, prog.slots) and sum(weights) < HEAVIEST_SUM
+    limits = f"up to {HEAVIEST} per slot, with a sum below {HEAVIEST_SUM}"
+    _require(fit, prog, f"its weights are not one integer {limits}")
     ranks = max(1, len(prog.ranks))
     # `schedule` doubles the turns until there are at least 2 * ranks per leg (see `turn_of`).
     most_turns = 4 * count_legs(prog.legs) * ranks
@@ -337,6 +337,11 @@ def _check_in_hand(
     has_come = _have_come(inbox, streams, begin, lags)
     what = "are relayed by a rank that does not have them yet"
     _require_none(prog, streams, is_relayed & ~has_come, what)
+    # All streams of one root are cut as one of them, so only what repeats the same bytes may have it.
+    first = _take(streams, ~is_relayed)
+    _, alike = number_alike((demands.blocks.owners_of(first.block), first.root))
+    again = np.bincount(alike)[alike] > 1
+    _require_none(prog, first, again, "have the root of other bytes")
 
 
 def _is_held(demands: Demands, lines: Ints, streams: Streams) -> Bools:

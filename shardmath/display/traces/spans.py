@@ -151,8 +151,9 @@ def name_step(step: Step) -> str:
 
 def describe_message(message: Message) -> dict[str, object]:
     """Return a dict of details of `message`, to show with its span: "bytes", "pieces" (the number of slices sent),
-    "round" (text that numbers the group of messages sent at the same time), and "leg" (1 if the source sends the
-    message, 2 or more if a rank relays it)."""
+    "round" (text that numbers the group of messages sent at the same time), and "leg" (1 if a rank sends what it holds
+    at the source, 2 or 3 if it relays what it received, 4 if it hands bytes to a rank of its node to send, 5 if it
+    sends what it was handed)."""
     return {
         "bytes": message.payload,
         "pieces": len(message.pieces),

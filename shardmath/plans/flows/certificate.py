@@ -55,7 +55,7 @@ class Certificate:
 
     def explain(self) -> str:
         """Return sentences that say what the bound is, which ranks force it, and how long the plan takes; and what it
-        would take without relays, stage by stage, and after a gather, as other systems do it."""
+        would take without relays, and stage by stage, as other systems do it."""
         w = self.witness
         if w is None:
             return "Nothing has to move."

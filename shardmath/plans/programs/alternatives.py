@@ -4,7 +4,8 @@
 2. Without relays: every rank is sent its own copy, all at once.
 3. Stage by stage: a pipeline stage is the tensors on the ranks of one mesh, or of meshes with common ranks. One stage
    is sent while the others wait, so the time is at least the sum of the bounds of stages on their own ranks' links.
-4. After a gather: every rank that needs a part of a tensor takes in the whole.
+4. A gather of whole tensors is not listed. Most engines' nodes together need whole tensors in any case, so that
+   between nodes whole tensors take no longer: they take memory, and time inside nodes.
 
 >>> from shardmath.layouts.layout import Layout
 >>> from shardmath.layouts.algebra.mesh import Mesh
@@ -16,13 +17,11 @@
 ...     print(what, f"{seconds * 1e6:.0f} us")
 Without relays, each rank is sent its own copy in 94 us
 Its 2 stages, one after the other, take at least 104 us
-Whole tensors, as after a gather, take at least 178 us
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
+import itertools
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -51,31 +50,35 @@ def list_alternatives(
     if len(stages) > 1:
         times = (_find_stage_bound(stage, topology) for stage in stages)
         found.append((f"Its {len(stages)} stages, one after the other, take at least", sum(times)))
-    gathered = _time_gathered(plan, topology)
-    found.append(("Whole tensors, as after a gather, take at least", gathered))
     return tuple(found)
 
 
 def _divide_by_stage(plan: Plan, blocks: Iterable[Block]) -> list[list[Block]]:
     """The blocks of each stage."""
-    meshes = (
-        tuple(rank for layout in windows for rank in layout.mesh.ranks)
-        for windows in dict.fromkeys(plan.src.values())
-    )
-    stages = _join(meshes)
-    divided: dict[frozenset[int], list[Block]] = {}
+    # Tens of thousands of tensors have few layouts, and these are on fewer meshes.
+    sides = dict.fromkeys(plan.src.values())
+    meshes = {tuple(layout.mesh.ranks for layout in windows) for windows in sides}
+    stages = _join(tuple(itertools.chain(*ranks)) for ranks in meshes)
+    divided: dict[int, list[Block]] = {}
     for block in blocks:
-        stage = stages[block.holders[0]]
+        # Ranks of one stage have the same set object.
+        stage = id(stages[block.holders[0]])
         divided.setdefault(stage, []).append(block)
     return list(divided.values())
 
 
-def _join(groups: Iterable[Ranks]) -> dict[int, frozenset[int]]:
+def _join(groups: Iterable[Ranks]) -> dict[int, set[int]]:
     """By rank of these groups, all ranks that groups with common ranks connect with it."""
-    joined: dict[int, frozenset[int]] = {}
+    joined: dict[int, set[int]] = {}
     for group in groups:
-        merged = frozenset(group).union(*(joined.get(rank, ()) for rank in group))
-        joined.update(dict.fromkeys(merged, merged))
+        known = [joined[rank] for rank in group if rank in joined]
+        merged = max(known, key=len, default=set())
+        for rank in group:
+            other = joined.get(rank, {rank})
+            # Smaller sets are added to the largest, so that few ranks get another set, and few times.
+            if other is not merged:
+                merged |= other
+                joined.update(dict.fromkeys(other, merged))
     return joined
 
 
@@ -84,23 +87,3 @@ def _find_stage_bound(stage: list[Block], topology: Topology) -> float:
     ranks = {rank for block in stage for rank in (*block.holders, *block.receivers)}
     seconds, _ = find_bound(stage, ranks, topology)
     return seconds
-
-
-def _time_gathered(plan: Plan, topology: Topology) -> float:
-    """The seconds in which ranks can take in the whole of each tensor of which they need a part."""
-    nbytes: Counter[int] = Counter()
-    # Tens of thousands of tensors have few layouts.
-    tensors = Counter(plan.dst.values())
-    for windows, count in tensors.items():
-        layout = windows[0]
-        whole = math.prod(layout.shape) * layout.itemsize * count
-        ranks = {rank for window in windows for rank in window.mesh.ranks}
-        nbytes.update(dict.fromkeys(ranks, whole))
-    sources = {topology.node(rank) for rank in plan.src_ranks}
-    seconds = 0.0
-    for rank, total in nbytes.items():
-        rate = topology.inter_bytes_per_s
-        if topology.node(rank) in sources:
-            rate += topology.intra_bytes_per_s
-        seconds = max(seconds, total / rate)
-    return seconds + topology.latency_s

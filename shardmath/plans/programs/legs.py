@@ -29,6 +29,7 @@ __all__ = [
     "Legs",
     "Mates",
     "Nodes",
+    "RELAYING",
     "Streams",
     "bundle",
     "count_lags",
@@ -73,6 +74,9 @@ HANDING = 4
 HANDED = 5
 """The leg in which mates send the bytes that they were handed."""
 
+RELAYING = (2, 3)
+"""The legs in which ranks send what they received: to other nodes, then inside nodes."""
+
 LAGS = np.array([0, 0, 1, 2, -1, 0])
 """By leg, from 1 on: how many slots later than the first leg it sends a slice."""
 
@@ -95,7 +99,7 @@ def count_legs(legs: Legs) -> int:
 
 def find_relayed(leg: Ints) -> Bools:
     """Return whether the sender in each hop `leg` reads from its destination tensors, in which the bytes arrived."""
-    return (leg > 1) & (leg < HANDING)
+    return np.isin(leg, RELAYING)
 
 
 def find_passed_on(leg: Ints) -> Bools:

@@ -81,7 +81,9 @@ def sum_pairs(prog: Program) -> Pairs:
     ranks = np.array(prog.ranks, np.int64)
     count = len(ranks)
     phases = _count_phases(prog)
-    shape = phases, count_legs(prog.legs), count, count, count
+    # Without mates, no message is for a rank beyond its receiver.
+    beyond_count = 1 if prog.legs.mates is None else count
+    shape = phases, count_legs(prog.legs), count, count, beyond_count
     code, nbytes = _sum_lines(prog, ranks, shape)
     phase, leg, sender, receiver, beyond = np.unravel_index(code, shape)
     senders = ranks[sender]

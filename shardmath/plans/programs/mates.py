@@ -70,7 +70,12 @@ def choose_mates(
     target = max(find_least_sent(sent, together), taken_in)
     if find_least_sent(sent, holders) <= target * NEEDED:
         return None
-    shed = shed_to_target(sent, [0] * len(sent), holders, target)
+    # Lines that all ranks of their nodes hold have no mates, so only others can be shed.
+    least = [
+        nbytes if held == ranks else 0
+        for nbytes, held, ranks in zip(sent, holders, together, strict=True)
+    ]
+    shed = shed_to_target(sent, least, holders, target)
     return _divide_shed(sent, shed, holders, together, per_node)
 
 
@@ -105,7 +110,7 @@ def _divide_shed(
     per_node: int,
 ) -> MateShares | None:
     """The shares of mates in the bytes that lines shed, so that no rank sends much more than others."""
-    lines = [line for line, nbytes in enumerate(shed) if nbytes and holders[line] != together[line]]
+    lines = [line for line, nbytes in enumerate(shed) if nbytes]
     if not lines:
         return None
     mates = [tuple(sorted(set(together[line]).difference(holders[line]))) for line in lines]
@@ -114,11 +119,11 @@ def _divide_shed(
     lengths = [*busy.values(), *(shed[line] for line in lines)]
     senders = [*zip(busy), *mates]
     parts = shares(lengths, senders)[len(busy) :]
-    rows = _list_shares(lines, mates, parts, holders, per_node)
+    rows = _list_fed_shares(lines, mates, parts, holders, per_node)
     return MateShares(*np.array(rows, np.int64).reshape(-1, 4).T)
 
 
-def _list_shares(
+def _list_fed_shares(
     lines: list[int],
     mates: list[Ranks],
     parts: list[list[int]],

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeAlias
 
 from shardmath.base.text import plural
 from shardmath.layouts.algebra.box import Box, from_slices
-from shardmath.plans.programs.legs import HANDED, HANDING
+from shardmath.plans.programs.legs import HANDED, HANDING, RELAYING
 from shardmath.plans.transfers import Transfer
 
 __all__ = [
@@ -81,7 +81,7 @@ class Message(NamedTuple):
     @property
     def relayed(self) -> bool:
         """Whether the sender only relays the message: it reads the pieces from its destination tensors."""
-        return 1 < self.leg < HANDING
+        return self.leg in RELAYING
 
     @property
     def is_handing(self) -> bool:

@@ -228,8 +228,8 @@ class _Undivided(NamedTuple):
     @property
     def by_rank(self) -> Ints:
         """The bytes that each rank sends plus the bytes that it receives in each phase, over all hops, as an array
-        (phase, rank). Phase p has the bytes of partial value number p of each sum."""
-        # Axes: phase, hop, rank, link; a link has the bytes of one direction.
+        (phase, rank). Phase p has the bytes of partial value number p of each sum; all other bytes are in phase 0."""
+        # Axes: phase, lag, rank, link; a link has the bytes of one direction.
         total: Ints = self.loads.sum(axis=(1, 3))
         return total
 
@@ -286,7 +286,7 @@ def _choose_slots(topology: Topology, loads: Loads) -> tuple[float, int]:
 
 
 def _has_relays(loads: Loads) -> bool:
-    """Whether any bytes are relayed: axis 1 is the leg, and all legs but the first relay."""
+    """Whether any bytes move in a slot after their first: they are relayed, or mates send them. Axis 1 is the lag."""
     return bool(loads[:, 1:].any())
 
 

@@ -156,7 +156,7 @@ def _pick_straight(legs: Legs, entries: _Entries) -> Straight:
 
 
 MOST_KEPT = 1 << 20
-"""Most streams that are cached with the legs of a program, 56 bytes each."""
+"""Most streams that are cached with the legs of a program, 64 bytes each."""
 
 
 def list_streams(legs: Legs, line: int) -> Streams:

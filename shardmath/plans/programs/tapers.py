@@ -7,8 +7,9 @@
    end, and a few slots suffice until that costs less than a latency.
 3. If the first slot would exceed `max_inflight_bytes`, several slots of the same weight come first: a **head**. The
    slots that fall are the **tail**.
-4. In the same way, bytes that a holder hands to a rank of its node (`mates`) make the others wait for the first slot.
-   So one slot before the head, the **rise**, is as light as handing is fast.
+4. In the same way, if the slowest hop is not the first one, it waits until hops before it have brought the first slot:
+   holders hand bytes to ranks of their node (`mates`), or bytes take longer to relay than to receive. So the slot
+   before the head, the **rise**, is as much lighter as those hops are faster.
 5. Weights are computed from integers, and the choice between them from sums that are rounded once, so that every
    machine finds the same.
 
@@ -29,12 +30,15 @@ from shardmath.base.arrays import Ints
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.programs.loads import Loads, time_links
 
-__all__ = ["HEAVIEST", "Taper", "find_taper"]
+__all__ = ["HEAVIEST", "HEAVIEST_SUM", "Taper", "find_taper"]
 
 Floats: TypeAlias = NDArray[np.float64]
 
 HEAVIEST = 1 << 20
-"""The weight of the first slot. Weights are integers, so that lighter slots are rounded to a millionth of it."""
+"""The weight of the slots of a head. Weights are integers, so that lighter slots are rounded to a millionth of it."""
+
+HEAVIEST_SUM = 1 << 31
+"""Sums of the weights of a program are less, so that the product of two such sums fits in 64 bits."""
 
 RATE = 1 << 16
 """Rates are integers too: at rate r, a slot is r / RATE times as heavy as the slot before."""
@@ -121,10 +125,10 @@ def _list_tapers(
     for tail in TAILS:
         lighter = sum(_weigh(rise, 1, tail, rate)) / HEAVIEST - 1
         # The most that a rank has in flight is between these, so one of these heads has room.
-        heads = {math.ceil(most * MARGIN / limit - lighter) for most in (alone, together)}
+        heads = {max(1, math.ceil(most * MARGIN / limit - lighter)) for most in (alone, together)}
         for head in sorted(heads):
             if head <= LONGEST_HEAD:
-                yield _weigh(rise, max(head, 1), tail, rate)
+                yield _weigh(rise, head, tail, rate)
 
 
 def _find_rates(seconds: list[Floats]) -> tuple[int, int]:

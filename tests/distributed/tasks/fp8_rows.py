@@ -62,7 +62,7 @@ ROWS = (
     Row("experts", Trainer(4, ep=4), Engine(tp=2, copies=2)),
     Row("latent", Trainer(4, tp=2, pp=2, ep=2), Engine(tp=2, copies=2)),
 )
-"""The eight rows of the table with as many ranks as there are workers, and DeepSeek's attention."""
+"""Rows of the table with as many ranks as there are workers, and DeepSeek's attention."""
 
 Arrays = dict[str, Any]
 

@@ -79,6 +79,18 @@ def test_no_mates_of_a_node_of_one_rank() -> None:
     assert with_mates(pipeline((9, 1)), nodes_of(2)) is not None
 
 
+def test_only_lines_that_have_mates_are_shed() -> None:
+    """On nodes of two ranks, a line that both ranks hold has none; what rank 2 has too much of, rank 3 sends."""
+    wide = Mesh(x=16, ranks=range(4, 20))
+    src, dst = {}, {}
+    for name, held in {"b": (0, 1), "c": (0, 1, 2), "d": (3,)}.items():
+        shape = (16, 1) if name == "d" else (384, MIB)
+        src[name] = Layout(shape, Mesh(a=len(held), ranks=held), "n h", dtype="int8")
+        dst[name] = Layout(shape, wide, "(x n) h", dtype="int8")
+    sent = sent_far(schedule(plan(src, dst), topology=Topology(ranks_per_node=2)))
+    assert [sent[rank] // MIB for rank in range(4)] == [192] * 4
+
+
 @given(stages(), topologies())
 def test_no_rank_sends_more_than_before(p: Plan, where: Topology) -> None:
     """The fullest rank sends less over its links to other nodes, but for the rows at which lines are cut."""

@@ -319,6 +319,9 @@ def passing_on() -> Program:
     return dataclasses.replace(prog, slots=1, weights=())
 
 
+WEIGHTS = f"its weights are not one integer up to {HEAVIEST} per slot, with a sum below {1 << 31}"
+
+
 @pytest.mark.parametrize(
     ("new", "message"),
     [
@@ -327,12 +330,13 @@ def passing_on() -> Program:
         ({"slots": 4097}, "4097 slots and 1 turns are more than 4096 and 36"),
         (
             {"slots": 2, "weights": (1, 0)},
-            f"its weights are not one integer up to {HEAVIEST} per slot",
+            WEIGHTS,
         ),
         (
             {"slots": 2, "weights": (HEAVIEST + 1, 1)},
-            f"its weights are not one integer up to {HEAVIEST} per slot",
+            WEIGHTS,
         ),
+        ({"slots": 2048, "weights": (HEAVIEST,) * 2048}, WEIGHTS),
         ({"turns": 37}, "1 slots and 37 turns are more than 4096 and 36"),
         ({"max_inflight_bytes": 63}, "a rank has 64 bytes in flight in a round, 63 are allowed"),
         ({"max_ops_per_group": 1}, "a rank has 3 messages in flight in a round, 1 are allowed"),
@@ -410,7 +414,7 @@ def having_streams(prog: Program, line: int, other: Streams) -> Iterator[None]:
         ("leg", (2, 1, 2, 2), f"{A} {LATE}"),
         ("leg", (1, 1, 2, 1), f"{D} leave a rank that does not hold them"),
         ("root", (0, 1, 1, 1), f"{C} {LATE}"),
-        ("root", (0, 0, 0, 0), None),
+        ("root", (0, 0, 0, 0), f"{A} have the root of other bytes"),
         ("root", (0, 1, 0, 0), f"{D} {LATE}"),
     ],
 )
@@ -585,6 +589,22 @@ def test_streams_of_mates(leg: int, column: str, message: str) -> None:
     with (
         having_streams(prog, line, made._replace(**{column: new})),
         pytest.raises(PlanError, match=message),
+    ):
+        prove_program(prog)
+
+
+def test_bytes_from_a_mate_have_a_root_of_their_own() -> None:
+    """All streams of one root are cut as one of them is."""
+    prog = PROGRAMS["mates"]
+    line = next(
+        i for i in range(len(prog.legs.lines.holders)) if 5 in list_streams(prog.legs, i).leg
+    )
+    made = list_streams(prog.legs, line)
+    held, handed = (made.root[made.leg == leg][0] for leg in (1, 5))
+    new = np.where(made.root == handed, held, made.root)
+    with (
+        having_streams(prog, line, made._replace(root=new)),
+        pytest.raises(PlanError, match="have the root of other bytes"),
     ):
         prove_program(prog)
 
