@@ -139,8 +139,14 @@ def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[
     counts = [stage.count("decoder") for stage in stages] or _count_evenly(config, pp, vpp)
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
     # Without a layout they are in the last chunk, which may have no other layers.
-    chunks = [i // pp for i, stage in enumerate(stages) if "mtp" in stage]
-    chunk = chunks[0] if chunks else vpp - 1
+    chunk = vpp - 1
+    for i, stage in enumerate(stages):
+        if "mtp" in stage:
+            chunk, number = divmod(i, pp)
+            if number != pp - 1:
+                what = f"the layout {stage_layout!r} has layers that predict further tokens on stage"
+                why = f"{number} of {pp}, which no row describes"
+                raise StoreError(f"{what} {why}; put them on the last stage")
     further = tuple(Spot({"pp": pp - 1}, chunk, m) for m in range(config.mtp))
     return {"l": layers, "m": further}
 
@@ -149,9 +155,9 @@ def _find_experts(config: MegatronConfig, spec: str) -> str:
     """The form in which routed experts are stored."""
     if not config.get("moe_grouped_gemm"):
         return "sequential"
-    if config.get("moe_single_grouped_weight"):
-        return "stacked"
     if spec == "te":
+        if config.get("moe_single_grouped_weight"):
+            return "stacked"
         return "legacy" if config.get("moe_use_legacy_grouped_gemm") else "grouped"
     # From 0.17 on, Megatron's own modules of experts are not grouped, whatever the configuration says.
     return "sequential" if SINCE_0_17 in config.fields else "legacy"
@@ -209,13 +215,20 @@ def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | No
 
 
 def _read_layout(stage_layout: object) -> list[list[str]]:
-    """The names of the layers in each virtual stage of a layout of stages, which is text or lists of names."""
+    """The names of the layers in each virtual stage of a layout of stages: text, lists of names or of LayerType, or
+    the PipelineParallelLayerLayout that a TransformerConfig makes of these."""
+    stage_layout = getattr(stage_layout, "input_data", stage_layout)
     if not isinstance(stage_layout, str):
-        return [[str(name) for name in stage] for stage in _flatten(stage_layout)]
+        return [[_name_layer(layer) for layer in stage] for stage in _flatten(stage_layout)]
     text = stage_layout.replace(",", "").replace(" ", "")
     while REPEAT.search(text):
         text = REPEAT.sub(_repeat, text)
     return [[LETTERS.get(letter, letter) for letter in stage] for stage in text.split("|")]
+
+
+def _name_layer(layer: object) -> str:
+    """The name of a layer in a list, which is a LayerType or a name in any case."""
+    return str(getattr(layer, "name", layer)).strip().lower()
 
 
 def _repeat(match: re.Match[str]) -> str:

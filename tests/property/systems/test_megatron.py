@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import pytest
@@ -69,6 +70,11 @@ def list_stored(config: dict[str, Any], rank: int = 0, **more: Any) -> dict[str,
         ("local", {}, "weight2"),
         ("local", LATER, "local_experts.3.linear_fc2.weight"),
         ("te", {**LATER, "moe_single_grouped_weight": True}, "linear_fc2.weight"),
+        (
+            "local",
+            {**LATER, "moe_single_grouped_weight": True},
+            "local_experts.3.linear_fc2.weight",
+        ),
     ],
 )
 def test_the_configuration_decides_how_experts_are_grouped(
@@ -101,6 +107,67 @@ def test_further_layers_have_the_chunk_that_the_layout_says() -> None:
     stored = list_stored(SPARSE | layout, 1, pp=2, vpp=2)
     assert "1.mtp.layers.0.hnorm.weight" in stored
     assert "0.decoder.final_layernorm.weight" in stored
+
+
+def test_further_layers_before_the_last_stage_are_refused() -> None:
+    """Megatron-Core builds them there, beside other layers or alone."""
+    layout = {"pipeline_model_parallel_layout": "Et|t|m|L", "mtp_num_layers": 1}
+    with pytest.raises(StoreError, match="on stage 2 of 4, which no row describes"):
+        megatron(SPARSE | layout, ranks=range(4), pp=4, vocab=8)
+
+
+class LayerType(enum.Enum):
+    """Megatron-Core's words for layers."""
+
+    embedding = 1
+    loss = 2
+    decoder = 4
+    mtp = 5
+
+
+class PipelineParallelLayerLayout:
+    """What a TransformerConfig makes of a layout that it is given."""
+
+    def __init__(self, given: object) -> None:
+        self.input_data = given
+
+
+TOKENS = [LayerType.embedding, LayerType.decoder]
+ENDING = [LayerType.mtp, LayerType.loss]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PipelineParallelLayerLayout("Et|t|mL"),
+        PipelineParallelLayerLayout([TOKENS, [LayerType.decoder], ENDING]),
+        [["embedding", " Decoder"], ["DECODER"], ["mtp", "Loss"]],
+    ],
+    ids=["text", "types", "names"],
+)
+def test_a_layout_is_read_as_a_configuration_has_it(layout: object) -> None:
+    text = {"pipeline_model_parallel_layout": "Et|t|mL", "mtp_num_layers": 1}
+    given = text | {"pipeline_model_parallel_layout": layout}
+    for rank in range(3):
+        assert list_stored(SPARSE | given, rank, pp=3) == list_stored(SPARSE | text, rank, pp=3)
+
+
+@pytest.mark.parametrize("pattern", [None, "*E/*-/*-"])
+def test_a_layer_that_predicts_all_further_tokens_is_stored_once(pattern: str | None) -> None:
+    """`MultiTokenPredictionBlock` of 0.17 and later makes one layer."""
+    config = SPARSE | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+    if pattern is not None:
+        config["is_hybrid_model"] = True
+    stored = list_stored(config, pattern=pattern)
+    layers = {name.split(".")[3] for name in stored if name.startswith("0.mtp.layers.")}
+    assert layers == {"0"}
+
+
+@pytest.mark.parametrize("pattern", ["M/*-", "M*-/*-"])
+def test_a_pattern_has_as_many_layers_as_the_configuration(pattern: str) -> None:
+    count = len(pattern.split("/")[0])
+    with pytest.raises(StoreError, match=f"has {count} layers before any '/', and num_layers is 2"):
+        logical_shapes(SPARSE, vocab=8, pattern=pattern)
 
 
 def test_a_hybrid_model_predicts_a_token_by_several_layers() -> None:
