@@ -144,7 +144,9 @@ def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[
         if "mtp" in stage:
             chunk, number = divmod(i, pp)
             if number != pp - 1:
-                what = f"the layout {stage_layout!r} has layers that predict further tokens on stage"
+                what = (
+                    f"the layout {stage_layout!r} has layers that predict further tokens on stage"
+                )
                 why = f"{number} of {pp}, which no row describes"
                 raise StoreError(f"{what} {why}; put them on the last stage")
     further = tuple(Spot({"pp": pp - 1}, chunk, m) for m in range(config.mtp))
