@@ -255,7 +255,11 @@ def _cuts_tiles(config: Config, parts: int) -> bool:
 
 def _has_whole_tiles(config: Config, parts: int, backend: _Backend) -> bool:
     """Whether parts of experts are made of whole tiles, so that the last ranks have fewer, and padding."""
-    return parts > 1 and not backend.refines and _cuts_tiles(config, parts)
+    if parts == 1 or backend.refines or not _cuts_tiles(config, parts):
+        return False
+    # As in `pad_tp_shard_to_weight_blocks`: vLLM cannot load other experts, and binding them raises.
+    rows, columns = config.tile or (1, 1)
+    return rows == columns and config.expert_ffn % rows == 0 and config.hidden % rows == 0
 
 
 def _list_tile_numbers(config: Config, parts: int, backend: str) -> dict[str, int]:
@@ -267,7 +271,8 @@ def _list_tile_numbers(config: Config, parts: int, backend: str) -> dict[str, in
     return {
         "tile_rows": rows,
         "tile_columns": columns,
-        "expert_tile": finer[0],
+        "expert_tile_rows": finer[0],
+        "expert_tile_columns": finer[1],
         "whole": parts * tiles * rows,
         "whole_scales": parts * tiles,
     }
