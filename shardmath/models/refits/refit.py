@@ -313,7 +313,7 @@ def _check_tiles(
     making = {**rules, **imply(declared, tensors, rules)}
     check_scales({name: bound}, tensors, making)
     check_places({name: bound}, tensors, making)
-    check_shapes(name, declared, tensors, rules)
+    check_shapes(name, declared, bound, tensors, rules)
 
 
 def _read_shapes(given: Shapes | Vocabulary) -> Vocabulary:

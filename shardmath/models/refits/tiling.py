@@ -59,31 +59,34 @@ def imply(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> dict[
     """
     if not isinstance(side, Stored) or "tile_rows" not in side.numbers:
         return {}
-    makers = _list_quantizers(side.numbers)
+    formats = _list_formats(side.numbers)
     implied: dict[str, Transform] = {}
     fitting: dict[object, Transform | None] = {}
     for name, shape, scales in _list_sent(of, rules):
         # Layers and experts have few shapes.
         key = shape, scales
         if key not in fitting:
-            fits = (made for made in makers.values() if made.format.scale_shape(shape) == scales)
-            fitting[key] = next(fits, None)
+            fits = (one for one in formats.values() if one.scale_shape(shape) == scales)
+            fitting[key] = next(map(Quantize, fits), None)
         rule = fitting[key]
         if rule is not None:
             implied[name] = rule
     return implied
 
 
-def check_shapes(engine: str, side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> None:
+def check_shapes(
+    engine: str, side: object, stored: KnownSide, of: Vocabulary, rules: Mapping[str, Transform]
+) -> None:
     """Raise StoreError if the scales that `side`, called `engine`, is sent as they are belong to tiles of another size
-    than its numbers give. `of` has the tensors' shapes and dtypes; the transforms `rules` make other scales."""
+    than its numbers give. `stored` is the side bound to `of`, the tensors' shapes and dtypes; the transforms `rules`
+    make other scales."""
     if not isinstance(side, Stored) or "tile_rows" not in side.numbers:
         return
-    makers = _list_quantizers(side.numbers)
+    formats = _list_formats(side.numbers)
     for name, shape, scales in _list_sent(of, rules):
-        tile = makers[EXPERT.search(name) is not None].format
+        tile = formats[EXPERT.search(name) is not None]
         needed = tile.scale_shape(shape)
-        if scales != needed:
+        if scales != needed and name + SUFFIX in stored.layouts:
             rows, columns = tile.block
             what = f"{engine}: {name + SUFFIX!r} is {scales}, but the engine stores {needed}"
             why = f"a scale per {rows} x {columns} elements of {name!r}, which is {shape}"
@@ -104,12 +107,12 @@ def _list_sent(
             yield name, shape, scales[0]
 
 
-def _list_quantizers(numbers: Mapping[str, int]) -> dict[bool, Quantize]:
-    """The transforms that make a scale per tile of all weights (False), and of experts (True)."""
+def _list_formats(numbers: Mapping[str, int]) -> dict[bool, FP8Blocks]:
+    """The formats with a scale per tile of all weights (False), and of experts (True)."""
     tile = numbers["tile_rows"], numbers["tile_columns"]
     rows, columns = numbers.get("expert_tile_rows"), numbers.get("expert_tile_columns")
     expert_tile = tile if rows is None or columns is None else (rows, columns)
-    return {False: Quantize(FP8Blocks(tile)), True: Quantize(FP8Blocks(expert_tile))}
+    return {False: FP8Blocks(tile), True: FP8Blocks(expert_tile)}
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:
