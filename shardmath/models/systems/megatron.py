@@ -133,24 +133,27 @@ def _rename(text: str, config: MegatronConfig) -> str:
 
 
 def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
-    """The spot of each layer. Layers that predict further tokens are numbered from 0, on the last stage."""
+    """The spot of each layer. Layers that predict further tokens are numbered from 0."""
     stage_layout = config.get("pipeline_model_parallel_layout")
     stages = [] if stage_layout is None else _read_layout(stage_layout)
     counts = [stage.count("decoder") for stage in stages] or _count_evenly(config, pp, vpp)
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
-    # Without a layout they are in the last chunk, which may have no other layers.
-    chunk = vpp - 1
-    for i, stage in enumerate(stages):
-        if "mtp" in stage:
-            chunk, number = divmod(i, pp)
-            if number != pp - 1:
-                what = (
-                    f"the layout {stage_layout!r} has layers that predict further tokens on stage"
-                )
-                why = f"{number} of {pp}, which no row describes"
-                raise StoreError(f"{what} {why}; put them on the last stage")
-    further = tuple(Spot({"pp": pp - 1}, chunk, m) for m in range(config.mtp))
+    stage, chunk = _find_further(stages, pp, vpp)
+    further = tuple(Spot({"pp": stage}, chunk, m) for m in range(config.mtp))
     return {"l": layers, "m": further}
+
+
+def _find_further(stages: list[list[str]], pp: int, vpp: int) -> tuple[int, int]:
+    """The stage and the chunk of layers that predict further tokens: the last ones, unless the layout has others."""
+    found = [position for position, stage in enumerate(stages) if "mtp" in stage]
+    if not found:
+        return pp - 1, vpp - 1
+    chunk, stage = divmod(found[0], pp)
+    if chunk > 0 and stage == 0:
+        what = f"the layout has layers that predict further tokens in chunk {chunk} of stage 0"
+        why = "which has the embedding in chunk 0, and no row describes a second copy there"
+        raise StoreError(f"{what}, {why}; put them on another stage")
+    return stage, chunk
 
 
 def _find_experts(config: MegatronConfig, spec: str) -> str:

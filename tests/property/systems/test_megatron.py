@@ -55,10 +55,10 @@ LATER = {"mtp_use_repeated_layer": False}
 
 def list_stored(config: dict[str, Any], rank: int = 0, **more: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of what a rank stores, by name, of all chunks."""
-    pattern = more.pop("pattern", None)
+    given = {name: more.pop(name) for name in ("pattern", "tied") if name in more}
     sizes = {name: more.get(name, 1) for name in ("tp", "pp")}
     side = megatron(config, ranks=range(sizes["tp"] * sizes["pp"]), vocab=8, **more)
-    bound = bind(side, logical_shapes(config, vocab=8, pattern=pattern))
+    bound = bind(side, logical_shapes(config, vocab=8, **given))
     return {f"{chunk}.{name}": shape for (chunk, name), shape in bound.natives(rank).items()}
 
 
@@ -109,11 +109,44 @@ def test_further_layers_have_the_chunk_that_the_layout_says() -> None:
     assert "0.decoder.final_layernorm.weight" in stored
 
 
-def test_further_layers_before_the_last_stage_are_refused() -> None:
-    """Megatron-Core builds them there, beside other layers or alone."""
+WORDS = "0.embedding.word_embeddings.weight"
+HEAD = "0.output_layer.weight"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("text", "further"), [("Et|t|m|L", 2), ("Et|tm|L", 1), ("Ettm|L", 0), ("Et|t|mL", 2)]
+)
+def test_further_layers_have_the_stage_that_the_layout_says(
+    text: str, further: int, tied: bool
+) -> None:
+    """`GPTModel` builds the embedding there too, and the head on the last stage: as a copy of a tied embedding, unless
+    the last stage has the embedding, from which it then computes logits."""
+    pp = text.count("|") + 1
+    config = SPARSE | {"pipeline_model_parallel_layout": text, "mtp_num_layers": 1}
+    stages = [list_stored(config, rank, tied=tied, pp=pp) for rank in range(pp)]
+    assert _find("0.mtp.layers.0.eh_proj.weight", stages) == [further]
+    assert _find(WORDS, stages) == sorted({0, further})
+    assert _find(HEAD, stages) == ([] if tied and further == pp - 1 else [pp - 1])
+
+
+def _find(name: str, stages: list[dict[str, tuple[int, ...]]]) -> list[int]:
+    """The stages that store a tensor of this name."""
+    return [number for number, stage in enumerate(stages) if name in stage]
+
+
+def test_three_copies_of_an_embedding_are_one_tensor() -> None:
+    config = SPARSE | {"pipeline_model_parallel_layout": "Et|t|m|L", "mtp_num_layers": 1}
+    side = megatron(config, ranks=range(8), tp=2, pp=4, vocab=8)
+    bound = bind(side, logical_shapes(config, vocab=8, tied=True))
+    mesh = bound.layouts["model.embed_tokens.weight"].mesh
+    assert (mesh.axis_size("copy"), mesh.ranks) == (3, (0, 1, 4, 5, 6, 7))
+
+
+def test_further_layers_in_a_later_chunk_of_the_first_stage_are_refused() -> None:
     layout = {"pipeline_model_parallel_layout": "Et|t|m|L", "mtp_num_layers": 1}
-    with pytest.raises(StoreError, match="on stage 2 of 4, which no row describes"):
-        megatron(SPARSE | layout, ranks=range(4), pp=4, vocab=8)
+    with pytest.raises(StoreError, match="in chunk 1 of stage 0, which has the embedding"):
+        megatron(SPARSE | layout, ranks=range(2), pp=2, vpp=2, vocab=8)
 
 
 class LayerType(enum.Enum):
