@@ -43,9 +43,11 @@ SCALES = re.compile(r"\.experts\.\d+\..*_scale_inv$")
 
 
 class System(Protocol):
-    """How a model of one system is declared; `reshapes` where a tensor is declared in another shape than it is laid."""
+    """How a model of one system is declared; `reshapes` where a tensor is declared in another shape than it is laid;
+    `own` are names of tensors that the system makes and never fills, as a user names them in `prepare(own=)`."""
 
     reshapes: bool
+    own: tuple[str, ...]
 
     def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
         """The reference bound to its logical tensors."""
@@ -72,6 +74,9 @@ class Megatron:
         self.config = {**_list_fields(version), **model["config"]}
         if self.pattern and "/" in self.pattern:
             self.config["mtp_num_layers"] = self.pattern.count("/")
+        # Where a last stage has the tied embedding to predict further tokens, logits are computed from that copy.
+        has_unread = model["tied"] and self.config.get("mtp_num_layers")
+        self.own: tuple[str, ...] = ("output_layer.weight",) if has_unread else ()
 
     def reference(self, ref: Mapping[str, tuple[int, ...]]) -> Bound:
         """What one rank stores."""
@@ -119,6 +124,7 @@ class _Checkpoint:
     """A model whose reference is a Hugging Face checkpoint."""
 
     reshapes = False
+    own: tuple[str, ...] = ()
 
     def __init__(self, model: _Json) -> None:
         kind = _name_kind(model["hf"])

@@ -43,7 +43,13 @@ from shardmath.models.refits.coverage import Native, find_faults, show_native
 from shardmath.models.refits.pairing import group_tensors, list_held, pair
 from shardmath.models.refits.plain import PlainSide
 from shardmath.models.refits.sharing import share
-from shardmath.models.refits.tiling import check_places, check_scales, explain_cut, imply
+from shardmath.models.refits.tiling import (
+    check_places,
+    check_scales,
+    check_shapes,
+    explain_cut,
+    imply,
+)
 from shardmath.models.storage.binding import Bound, bind
 from shardmath.models.storage.stored import KnownSide, Shapes, Slot, Stored, Vocabulary
 from shardmath.plans.membership.leaving import without
@@ -302,10 +308,12 @@ def _check_tiles(
     tensors: Vocabulary,
     rules: Mapping[str, Transform],
 ) -> None:
-    """Raise StoreError if a rank of the engine has values without their scale, or begins one inside a tile."""
+    """Raise StoreError if a rank of the engine has values without their scale, or begins one inside a tile, or if
+    scales belong to tiles of another size."""
     making = {**rules, **imply(declared, tensors, rules)}
     check_scales({name: bound}, tensors, making)
     check_places({name: bound}, tensors, making)
+    check_shapes(name, declared, bound, tensors, rules)
 
 
 def _read_shapes(given: Shapes | Vocabulary) -> Vocabulary:

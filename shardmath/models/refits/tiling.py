@@ -6,7 +6,7 @@
    values without their scale, which is an error. Data may be cut anywhere if each rank has all scales of its values.
 3. In a fused tensor every part begins with a tile, where its scales begin: readers of it do not know the parts.
 4. A rule that makes scales says how large their tiles are. If scales are sent as they are, the numbers of the engine's
-   declaration say it (`imply`), as `vllm` gives them.
+   declaration say it (`imply`), as `vllm` gives them. Scales of other tiles are an error (`check_shapes`).
 
 >>> from shardmath.layouts.algebra.mesh import Mesh
 >>> from shardmath.values.formats.fp8 import FP8Blocks
@@ -23,7 +23,8 @@ divide the dimension at multiples of 128"
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 
 from shardmath.base.errors import PlanError, StoreError
 from shardmath.layouts.layout import Layout
@@ -36,10 +37,13 @@ from shardmath.values.transforms.components import Companion, Component, Transfo
 from shardmath.values.transforms.quantizing import Quantize
 from shardmath.values.transforms.wires import lay
 
-__all__ = ["check_places", "check_scales", "explain_cut", "imply"]
+__all__ = ["check_places", "check_scales", "check_shapes", "explain_cut", "imply"]
 
 SUFFIX = "_scale_inv"
 """What the names of scales add to the names of their tensors."""
+EXPERT = re.compile(r"\.experts\.\d+\.")
+MATRIX = 2
+"""Dimensions of a tensor with tiles."""
 
 
 def imply(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> dict[str, Transform]:
@@ -47,8 +51,7 @@ def imply(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> dict[
     `rules`. `of` has the tensors' shapes and dtypes. There are none if the side's numbers give no size of tiles.
 
     >>> from shardmath.layouts.algebra.mesh import Mesh
-    >>> numbers = {"tile_rows": 128, "tile_columns": 128, "expert_tile": 64}
-    >>> side = Stored((), (Mesh(),), numbers=numbers)
+    >>> side = Stored((), (Mesh(),), numbers={"tile_rows": 128, "tile_columns": 128})
     >>> of = Vocabulary({"w": ((256, 256), "float8_e4m3fn"), "w_scale_inv": ((2, 2), "float32")})
     >>> imply(side, of, {})
     {'w': Quantize(format=FP8Blocks(block=(128, 128), power_of_two=False, data='e4m3'), at='source',
@@ -56,41 +59,60 @@ def imply(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> dict[
     """
     if not isinstance(side, Stored) or "tile_rows" not in side.numbers:
         return {}
-    try:
-        ruled = choose(rules, list(of.shapes)) if rules else {}
-    except PlanError:  # raised again where the rules are applied
-        return {}
-    made = _list_quantizers(side.numbers)
+    formats = _list_formats(side.numbers)
     implied: dict[str, Transform] = {}
     fitting: dict[object, Transform | None] = {}
-    for name, (shape, _) in of.shapes.items():
-        scales = of.shapes.get(name + SUFFIX)
-        if scales is None or name in ruled:
-            continue
+    for name, shape, scales in _list_sent(of, rules):
         # Layers and experts have few shapes.
-        key = shape, scales[0]
+        key = shape, scales
         if key not in fitting:
-            fitting[key] = _find_fitting(made, *key)
+            fits = (one for one in formats.values() if one.scale_shape(shape) == scales)
+            fitting[key] = next(map(Quantize, fits), None)
         rule = fitting[key]
         if rule is not None:
             implied[name] = rule
     return implied
 
 
-def _list_quantizers(numbers: Mapping[str, int]) -> list[Quantize]:
-    """The transforms that make a scale per tile of all weights, and of experts."""
-    sizes = [(numbers["tile_rows"], numbers["tile_columns"])]
-    if "expert_tile" in numbers:
-        sizes.append((numbers["expert_tile"], numbers["expert_tile"]))
-    return [Quantize(FP8Blocks(size)) for size in sizes]
+def check_shapes(
+    engine: str, side: object, stored: KnownSide, of: Vocabulary, rules: Mapping[str, Transform]
+) -> None:
+    """Raise StoreError if the scales that `side`, called `engine`, is sent as they are belong to tiles of another size
+    than its numbers give. `stored` is the side bound to `of`, the tensors' shapes and dtypes; the transforms `rules`
+    make other scales."""
+    if not isinstance(side, Stored) or "tile_rows" not in side.numbers:
+        return
+    formats = _list_formats(side.numbers)
+    for name, shape, scales in _list_sent(of, rules):
+        tile = formats[EXPERT.search(name) is not None]
+        needed = tile.scale_shape(shape)
+        if scales != needed and name + SUFFIX in stored.layouts:
+            rows, columns = tile.block
+            what = f"{engine}: {name + SUFFIX!r} is {scales}, but the engine stores {needed}"
+            why = f"a scale per {rows} x {columns} elements of {name!r}, which is {shape}"
+            raise StoreError(f"{what}, {why}; give scales of tiles of this size")
 
 
-def _find_fitting(
-    made: Sequence[Quantize], shape: tuple[int, ...], scales: tuple[int, ...]
-) -> Quantize | None:
-    """The first transform that makes scales of this shape for a matrix; None if there is none."""
-    fits = (one for one in made if len(shape) == 2 and one.format.scale_shape(shape) == scales)
-    return next(fits, None)
+def _list_sent(
+    of: Vocabulary, rules: Mapping[str, Transform]
+) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """(name, shape, shape of the scales) of each matrix whose scales are sent as they are."""
+    try:
+        ruled = choose(rules, list(of.shapes)) if rules else {}
+    except PlanError:  # raised again where the rules are applied
+        return
+    for name, (shape, _) in of.shapes.items():
+        scales = of.shapes.get(name + SUFFIX)
+        if scales is not None and name not in ruled and len(shape) == MATRIX:
+            yield name, shape, scales[0]
+
+
+def _list_formats(numbers: Mapping[str, int]) -> dict[bool, FP8Blocks]:
+    """The formats with a scale per tile of all weights (False), and of experts (True)."""
+    tile = numbers["tile_rows"], numbers["tile_columns"]
+    rows, columns = numbers.get("expert_tile_rows"), numbers.get("expert_tile_columns")
+    expert_tile = tile if rows is None or columns is None else (rows, columns)
+    return {False: FP8Blocks(tile), True: FP8Blocks(expert_tile)}
 
 
 def explain_cut(side: object, of: Vocabulary, rules: Mapping[str, Transform]) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from shardmath.base.arguments import known
 from shardmath.base.errors import StoreError
 
 __all__ = ["ARRANGEMENTS", "arrange"]
@@ -27,6 +28,8 @@ __all__ = ["ARRANGEMENTS", "arrange"]
 ARRANGEMENTS = ("blocks", "paired_blocks")
 """The names of the arrangements."""
 ROWS, STEP = 32, 4
+DIMENSIONS = 3
+"""Of a stack of matrices."""
 COLUMNS = 64
 """128 bytes of bfloat16."""
 
@@ -34,8 +37,15 @@ COLUMNS = 64
 def arrange(name: str, array: NDArray[Any]) -> NDArray[Any]:
     """Return the cells of `array`, a stack of matrices, in the order that the arrangement `name` gives them.
 
-    Raises StoreError if 32 does not divide the number of rows, or 64 the number of columns.
+    Raises StoreError for an unknown name, for an array that is not a stack of matrices, and if 32 does not divide the
+    number of rows, or 64 the number of columns.
     """
+    if known(name, ARRANGEMENTS) is None:
+        listed = ", ".join(ARRANGEMENTS)
+        raise StoreError(f"{name!r} is not an arrangement; use one of {listed}")
+    if array.ndim != DIMENSIONS:
+        what = f"{name}(...) arranges a stack of matrices, and the stored tensor is {array.shape}"
+        raise StoreError(f"{what}; stack tensors along an index, as in e (tp n) h")
     count, rows, columns = array.shape
     if rows % ROWS or columns % COLUMNS:
         what = f"{name}(...) arranges {rows} x {columns} cells in blocks of {ROWS} x {COLUMNS}"

@@ -372,12 +372,16 @@ class _Binder:
 
 
 def _pile_copies(one: Layout, other: Layout) -> Layout:
-    """The layout of two copies on different ranks. Raises StoreError if the copies are laid out differently."""
-    if one.dims != other.dims or one.mesh.shape != other.mesh.shape:
+    """The layout of two copies on different ranks; `one` may be that of several already. Raises StoreError if the
+    copies are laid out differently."""
+    copies = one.mesh.shape.get("copy", 1)
+    meshes = [one.mesh, other.mesh]
+    if one.mesh.shape == {"copy": copies, **other.mesh.shape}:
+        meshes = [*(one.mesh.select(copy=copy) for copy in range(copies)), other.mesh]
+    if one.dims != other.dims or meshes[0].shape != other.mesh.shape:
         what = f"a tensor has layout '{one}', and its copy, by the row with 'also', '{other}'"
         raise StoreError(f"{what}; divide both by the same axes in the same way")
-    mesh = pile([one.mesh, other.mesh])
-    return intern(one.shape, one.dtype, mesh, one.dims, ())
+    return intern(one.shape, one.dtype, pile(meshes), one.dims, ())
 
 
 # Two logical tensors in the same cells

@@ -39,7 +39,7 @@ from shardmath.base.errors import NotationError
 from shardmath.base.memo import memo
 from shardmath.models.storage import names
 from shardmath.models.storage.names import Name, PatternPart
-from shardmath.models.storage.structure import Structure, read_dims
+from shardmath.models.storage.structure import Structure, list_words, read_dims
 
 __all__ = ["AxisPlace", "Row", "parse", "show"]
 
@@ -343,9 +343,23 @@ def _check_spread(row: Row, line: str) -> None:
             )
 
 
+def _check_components(row: Row, line: str) -> None:
+    """Raise NotationError for a component that is twice in the logical name, or twice in the structure."""
+    components = row.logical.components
+    words = [word.name for word in list_words(row.dims or ())]
+    written = {f"the logical name {row.logical}": components, "the structure": words}
+    for where, listed in written.items():
+        twice = next((name for name in components if listed.count(name) > 1), None)
+        if twice is not None:
+            at = max(line.rfind(twice), 0)
+            what = f"component {twice!r} is twice in {where}"
+            raise NotationError(what, line, at, "write each component once")
+
+
 def _check(row: Row, line: str) -> None:
     """Raise NotationError if the names of the row do not fit each other."""
     _check_numbers(row, line)
+    _check_components(row, line)
     _check_spread(row, line)
     logical = {index.name for index in row.logical.indices}
     for index in row.native.indices:

@@ -133,25 +133,36 @@ def _rename(text: str, config: MegatronConfig) -> str:
 
 
 def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
-    """The spot of each layer. Layers that predict further tokens are numbered from 0, on the last stage."""
+    """The spot of each layer. Layers that predict further tokens are numbered from 0."""
     stage_layout = config.get("pipeline_model_parallel_layout")
     stages = [] if stage_layout is None else _read_layout(stage_layout)
     counts = [stage.count("decoder") for stage in stages] or _count_evenly(config, pp, vpp)
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
-    # Without a layout they are in the last chunk, which may have no other layers.
-    chunks = [i // pp for i, stage in enumerate(stages) if "mtp" in stage]
-    chunk = chunks[0] if chunks else vpp - 1
-    further = tuple(Spot({"pp": pp - 1}, chunk, m) for m in range(config.mtp))
+    stage, chunk = _find_further(stages, pp, vpp)
+    further = tuple(Spot({"pp": stage}, chunk, m) for m in range(config.mtp))
     return {"l": layers, "m": further}
+
+
+def _find_further(stages: list[list[str]], pp: int, vpp: int) -> tuple[int, int]:
+    """The stage and the chunk of layers that predict further tokens: the last ones, unless the layout has others."""
+    found = [position for position, stage in enumerate(stages) if "mtp" in stage]
+    if not found:
+        return pp - 1, vpp - 1
+    chunk, stage = divmod(found[0], pp)
+    if chunk > 0 and stage == 0:
+        what = f"the layout has layers that predict further tokens in chunk {chunk} of stage 0"
+        why = "which has the embedding in chunk 0, and no row describes a second copy there"
+        raise StoreError(f"{what}, {why}; put them on another stage")
+    return stage, chunk
 
 
 def _find_experts(config: MegatronConfig, spec: str) -> str:
     """The form in which routed experts are stored."""
     if not config.get("moe_grouped_gemm"):
         return "sequential"
-    if config.get("moe_single_grouped_weight"):
-        return "stacked"
     if spec == "te":
+        if config.get("moe_single_grouped_weight"):
+            return "stacked"
         return "legacy" if config.get("moe_use_legacy_grouped_gemm") else "grouped"
     # From 0.17 on, Megatron's own modules of experts are not grouped, whatever the configuration says.
     return "sequential" if SINCE_0_17 in config.fields else "legacy"
@@ -209,13 +220,20 @@ def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | No
 
 
 def _read_layout(stage_layout: object) -> list[list[str]]:
-    """The names of the layers in each virtual stage of a layout of stages, which is text or lists of names."""
+    """The names of the layers in each virtual stage of a layout of stages: text, lists of names or of LayerType, or
+    the PipelineParallelLayerLayout that a TransformerConfig makes of these."""
+    stage_layout = getattr(stage_layout, "input_data", stage_layout)
     if not isinstance(stage_layout, str):
-        return [[str(name) for name in stage] for stage in _flatten(stage_layout)]
+        return [[_name_layer(layer) for layer in stage] for stage in _flatten(stage_layout)]
     text = stage_layout.replace(",", "").replace(" ", "")
     while REPEAT.search(text):
         text = REPEAT.sub(_repeat, text)
     return [[LETTERS.get(letter, letter) for letter in stage] for stage in text.split("|")]
+
+
+def _name_layer(layer: object) -> str:
+    """The name of a layer in a list, which is a LayerType or a name in any case."""
+    return str(getattr(layer, "name", layer)).strip().lower()
 
 
 def _repeat(match: re.Match[str]) -> str:

@@ -24,11 +24,11 @@ ENDS = """
 embedding.word_embeddings.weight @pp=0          = model.embed_tokens.weight : (tp n=vocab) h
 embedding.position_embeddings.weight @pp=0      = model.position_embeddings.weight
 output_layer.weight @pp=-1                      = lm_head.weight            : (tp n=vocab) h
-also embedding.word_embeddings.weight @pp=-1    = model.embed_tokens.weight ? /mtp.0.enorm.weight : (tp n=vocab) h
-also embedding.word_embeddings.weight @pp=-1 = model.embed_tokens.weight ? /mtp.0.layers.0.enorm.weight : (tp n=vocab) h
+also embedding.word_embeddings.weight @m=-1     = model.embed_tokens.weight ? /mtp.0.enorm.weight : (tp n=vocab) h
+also embedding.word_embeddings.weight @m=-1  = model.embed_tokens.weight ? /mtp.0.layers.0.enorm.weight : (tp n=vocab) h
 also output_layer.weight @pp=-1                 = model.embed_tokens.weight ! /lm_head.weight     : (tp n=vocab) h
 decoder.final_layernorm.* @pp=-1              = model.norm.*
-[mtp.layers.{m}. = mtp.{m}.] @pp=-1
+[mtp.layers.{m}. = mtp.{m}.]
 enorm.*                                         = enorm.*
 hnorm.*                                         = hnorm.*
 eh_proj.*                                       = eh_proj.* : (tp n) h
@@ -38,12 +38,13 @@ hnorm.*                                         = layers.{i}.hnorm.*
 eh_proj.*                                       = layers.{i}.eh_proj.* : (tp n) h
 final_layernorm.*                               = layers.{i}.norm.*
 """
-"""A hybrid model predicts each further token by several layers {i}: the first has the projection, the last the norm."""
+"""A hybrid model predicts each further token by several layers {i}: the first has the projection, the last the norm.
+The stage of layers {m} has a copy of the embedding, from which it also computes logits, if it is the last stage."""
 
 HEADS = """
 [decoder.layers.{l}. = model.layers.{l}.]
-[mtp.layers.{m}.transformer_layer. = mtp.{m}.] @pp=-1
-[mtp.layers.{m}.transformer_layer.layers.{i}. = mtp.{m}.layers.{i}.] @pp=-1
+[mtp.layers.{m}.transformer_layer. = mtp.{m}.]
+[mtp.layers.{m}.transformer_layer.layers.{i}. = mtp.{m}.layers.{i}.]
 """
 
 LAYERS = """
@@ -145,11 +146,11 @@ Legacy experts are declared flat, (h, e n), and multiplied as the stack that the
 
 UNKNOWN = """
 [decoder.layers.{l}.self_attention. = model.layers.{l}.self_attn.]
-[mtp.layers.{m}.transformer_layer.self_attention. = mtp.{m}.self_attn.] @pp=-1
-[mtp.layers.{m}.transformer_layer.layers.{i}.self_attention. = mtp.{m}.layers.{i}.self_attn.] @pp=-1
+[mtp.layers.{m}.transformer_layer.self_attention. = mtp.{m}.self_attn.]
+[mtp.layers.{m}.transformer_layer.layers.{i}.self_attention. = mtp.{m}.layers.{i}.self_attn.]
 ...                                    = ...
 [decoder.layers.{l}. = model.layers.{l}.]
-[mtp.layers.{m}.transformer_layer. = mtp.{m}.] @pp=-1
+[mtp.layers.{m}.transformer_layer. = mtp.{m}.]
 ...                                    = ...
 [ = ]
 ...                                    = ...

@@ -107,8 +107,14 @@ class MegatronConfig:
 
     @property
     def mtp(self) -> int:
-        """The number of layers that predict further tokens."""
-        return int(self.get("mtp_num_layers", 0))
+        """The number of stored layers that predict further tokens; one that is used repeatedly is stored once."""
+        layers = int(self.get("mtp_num_layers", 0))
+        return min(1, layers) if self.repeats_mtp else layers
+
+    @property
+    def repeats_mtp(self) -> bool:
+        """Whether one layer predicts all further tokens."""
+        return bool(self.get(SINCE_0_17))
 
 
 def logical_shapes(
@@ -124,7 +130,7 @@ def logical_shapes(
     vocabulary size `vocab`. `tied` omits the output layer, `positions` is the number of learned positions, and
     `pattern` has one letter per layer of a hybrid model.
 
-    Raises StoreError for a letter that does not stand for a module.
+    Raises StoreError for a letter that does not stand for a module, and for a pattern of another number of layers.
     """
     return {
         name: (shape, dtype) for name, shape in _list_all(config, vocab, tied, positions, pattern)
@@ -141,6 +147,9 @@ def _list_all(
     if positions:
         yield "model.position_embeddings.weight", (positions, h)
     main, *_ = (pattern or "").replace("|", "").split("/")
+    if main and len(main) != config.layers:
+        what = f"pattern={pattern!r} has {len(main)} layers before any '/', and num_layers is {config.layers}"
+        raise StoreError(f"{what}; give one letter per layer")
     for layer in range(config.layers):
         modules = main[layer] if main else _choose_modules(config, layer)
         for name, shape in _list_layer(config, modules):
@@ -154,6 +163,8 @@ def _list_all(
 def _list_further(config: MegatronConfig, pattern: str) -> Iterator[tuple[str, Shape]]:
     """The tensors that predict further tokens: by the pattern's layers, or as the last layer of the model."""
     main, *further = pattern.split("/")
+    if config.repeats_mtp:
+        further = further[:1]
     listed = _list_hybrid_mtp
     if not further:
         listed = _list_mtp

@@ -25,13 +25,12 @@ from shardmath.models.systems.vllm_names import rename
 from shardmath.models.systems.vllm_rows import (
     ATTENTION,
     EXPERTS,
-    GATED,
-    INTERLEAVES,
     MLP,
     NORMS,
     OWN_BY_KIND,
     UNKNOWN,
     rename_rows,
+    write_experts,
     write_modules,
     write_unknown,
 )
@@ -111,8 +110,7 @@ def _write_experts(kind: str) -> str:
     """The rows of routed experts."""
     # vLLM's rows under SGLang's names: without its inner module, and with w13_weight_bias instead of w13_bias.
     text = EXPERTS.replace("experts.routed_experts.", "experts.").replace("_bias ", "_weight_bias ")
-    gated = GATED["interleaved" if kind in INTERLEAVES else "parts"]
-    return text.replace("DEAL", "ep e").replace("GATED", gated)
+    return write_experts(text, kind, "ep e")
 
 
 def _rename(kind: str, name: str) -> str:

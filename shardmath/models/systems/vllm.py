@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardmath.base.arguments import known
 from shardmath.base.errors import StoreError
@@ -31,7 +31,7 @@ from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.models.storage.stored import Spot, Stored, replicates
 from shardmath.models.systems.config import DRAFTS_ALONE, Config
 from shardmath.models.systems.placing import divide_layers, place_layers
-from shardmath.models.systems.vllm_rows import VLLMForm, draft_table, table
+from shardmath.models.systems.vllm_rows import INTERLEAVES, VLLMForm, draft_table, table
 
 __all__ = ["expert_tile", "vllm"]
 
@@ -46,14 +46,55 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
     )
 
 PLACEMENTS = ("linear", "round_robin")
-TILES = {"flashinfer_trtllm": 128}
-"""The multiple to which rows and columns of a rank's part of an expert are padded, by MoE backend."""
-SWAPS = ("flashinfer_cutlass",)
-"""MoE backends that put up before gate once weights are loaded."""
+
+
+class _Backend(NamedTuple):
+    """What a backend of experts does to their storage.
+
+    The multiple to which rows and columns of a rank's part of an expert are padded; the order of gate and up once
+    weights are processed, "" if no row describes it; whether the backend `refines` FP8 tiles, which it reads in any
+    size. Others get whole tiles of FP8 experts.
+    """
+
+    tile: int = 1
+    processed: str = ""
+    refines: bool = False
+
+
+BACKENDS = {
+    "triton": _Backend(processed="parts", refines=True),
+    "batched_triton": _Backend(processed="parts", refines=True),
+    "flashinfer_cutlass": _Backend(processed="swapped"),
+    "flashinfer_trtllm": _Backend(tile=128, processed="blocked"),
+    "cpu": _Backend(refines=True),
+    **dict.fromkeys(
+        (
+            "aiter",
+            "aiter_mega_moe",
+            "aiter_triton_mxfp4_bf16",
+            "b12x",
+            "cutlass",
+            "deep_gemm",
+            "deep_gemm_mega_moe",
+            "emulation",
+            "flashinfer_b12x",
+            "flashinfer_cutedsl",
+            "flashinfer_moe_ep_cutedsl",
+            "flashinfer_moe_ep_mega_deep_gemm",
+            "flydsl",
+            "hpc",
+            "humming",
+            "marlin",
+            "rdna3",
+            "triton_unfused",
+            "xpu",
+        ),
+        _Backend(),
+    ),
+}
+"""Backends of experts: those of vLLM's option `--moe-backend`, and those of CPUs and Intel's GPUs."""
 UNREPEATED = ("gptoss",)
 """Kinds of model that vLLM does not load on more ranks than key heads."""
-REFINING = ("triton", "batched_triton", "cpu")
-"""MoE backends that read tiles of any size; others get whole tiles of FP8 experts."""
 SMALLEST_TILE = 32
 """The smallest tile into which vLLM cuts the tiles of FP8 experts."""
 VOCAB_MULTIPLE = 64
@@ -89,13 +130,14 @@ def vllm(
     fields = Config(config)
     meshes = _make_meshes(ranks, tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
-    gated = _choose_gated(fields, backend, processed)
+    of_backend = _find_backend(backend)
+    gated = _choose_gated(fields, backend) if processed else "parts"
     parts = 1 if ep else tp * dp
-    whole = _has_whole_tiles(fields, parts, backend)
+    whole = _has_whole_tiles(fields, parts, of_backend)
     form = VLLMForm(deal, gated, fields.tile is not None, replicates(unknown), whole)
     make = draft_table if draft else table
     layers = _place_layers(fields, pp, stages)
-    experts = _list_expert_numbers(fields, parts, redundant, backend)
+    experts = _list_expert_numbers(fields, parts, redundant, of_backend.tile)
     # If vLLM divides tokens over ranks, it does not divide shared experts: all tp ranks hold them alike.
     has_whole_shared = ep and dp > 1 and fields.kind in WHOLE_SHARED
     numbers = {**_list_numbers(fields, tp), **experts, "alike": tp if has_whole_shared else 1}
@@ -104,19 +146,32 @@ def vllm(
     return Stored(make(fields.kind, form), meshes, layers, numbers)
 
 
-def _choose_gated(config: Config, backend: str, processed: bool) -> str:
-    """The order of gate and up in an expert: "parts", "swapped" for up first, or "blocked" for blocks with up first.
-    Raises StoreError if rows cannot describe it."""
-    if not processed:
-        return "parts"
-    if backend not in TILES:
-        return "swapped" if backend in SWAPS else "parts"
-    if config.tile is not None:
+def _find_backend(backend: str) -> _Backend:
+    """What the backend of this name does. Raises StoreError for an unknown name."""
+    chosen = known(backend, tuple(BACKENDS))
+    if chosen is None:
+        listed = ", ".join(BACKENDS)
+        raise StoreError(f"backend={backend!r} is not a backend of experts; use one of {listed}")
+    return BACKENDS[chosen]
+
+
+def _choose_gated(config: Config, backend: str) -> str:
+    """The order of gate and up in an expert whose weights are processed: "parts", "swapped" for up first, or "blocked"
+    for blocks with up first. Raises StoreError if rows cannot describe it."""
+    gated = _find_backend(backend).processed
+    what = ""
+    if not gated:
+        what = "experts"
+    elif gated == "blocked" and config.tile is not None:
+        what = "FP8 experts"
+    elif gated != "parts" and config.kind in INTERLEAVES:
+        what = "experts that store gate and up row by row in turn"
+    if what:
         raise StoreError(
-            f"backend={backend!r} arranges processed FP8 experts in a way that no row describes; "
+            f"backend={backend!r} arranges processed {what} in a way that no row describes; "
             f"pass processed=False, and refit before weights are processed"
         )
-    return "blocked"
+    return gated
 
 
 def _make_meshes(ranks: Iterable[int], tp: int, pp: int, dp: int, ep: bool) -> tuple[Mesh, Mesh]:
@@ -156,13 +211,12 @@ def _place_layers(
     return {"l": layers, "m": further}
 
 
-def _list_expert_numbers(
-    config: Config, parts: int, redundant: int, backend: str
-) -> dict[str, int]:
-    """The values of the numbers in experts' rows, for experts cut into this number of parts."""
+def _list_expert_numbers(config: Config, parts: int, redundant: int, tile: int) -> dict[str, int]:
+    """The values of the numbers in experts' rows, for experts cut into this number of parts, each padded to a multiple
+    of `tile`."""
     return {
         "slots": config.experts + redundant,
-        "tile": TILES.get(backend, 1),
+        "tile": tile,
         # So wide that the first part has all of a bias, and the other parts are padding.
         "wide": config.hidden * parts,
         "own_ffn": config.ffn // parts,
@@ -174,7 +228,7 @@ def expert_tile(
 ) -> tuple[int, int] | None:
     """Return the rows and columns of the tiles for which a vLLM engine stores a scale of its routed experts, given a
     model's Hugging Face `config` and the arguments of `vllm`; None for a model without such scales. The tiles are
-    smaller than the checkpoint's if ranks would cut these.
+    smaller than the checkpoint's if ranks would cut these. Raises StoreError for an unknown backend.
 
     >>> config = {"hidden_size": 512, "moe_intermediate_size": 384}
     >>> config["quantization_config"] = {"weight_block_size": [128, 128]}
@@ -184,7 +238,8 @@ def expert_tile(
     fields = Config(config)
     parts = 1 if ep else tp * dp
     tile = fields.tile
-    if tile is None or backend not in REFINING or not _cuts_tiles(fields, parts):
+    refines = _find_backend(backend).refines
+    if tile is None or not refines or not _cuts_tiles(fields, parts):
         return tile
     # As `refine_fp8_moe_block_shape` does; it repeats the scales of larger tiles, which changes no value.
     size = math.gcd(*tile, fields.expert_ffn // parts, fields.hidden)
@@ -198,9 +253,13 @@ def _cuts_tiles(config: Config, parts: int) -> bool:
     return own % rows > 0 or (parts > 1 and own % columns > 0)
 
 
-def _has_whole_tiles(config: Config, parts: int, backend: str) -> bool:
+def _has_whole_tiles(config: Config, parts: int, backend: _Backend) -> bool:
     """Whether parts of experts are made of whole tiles, so that the last ranks have fewer, and padding."""
-    return parts > 1 and backend not in REFINING and _cuts_tiles(config, parts)
+    if parts == 1 or backend.refines or not _cuts_tiles(config, parts):
+        return False
+    # As in `pad_tp_shard_to_weight_blocks`: vLLM cannot load other experts, and binding them raises.
+    rows, columns = config.tile or (1, 1)
+    return rows == columns and config.expert_ffn % rows == 0 and config.hidden % rows == 0
 
 
 def _list_tile_numbers(config: Config, parts: int, backend: str) -> dict[str, int]:
@@ -212,7 +271,8 @@ def _list_tile_numbers(config: Config, parts: int, backend: str) -> dict[str, in
     return {
         "tile_rows": rows,
         "tile_columns": columns,
-        "expert_tile": finer[0],
+        "expert_tile_rows": finer[0],
+        "expert_tile_columns": finer[1],
         "whole": parts * tiles * rows,
         "whole_scales": parts * tiles,
     }

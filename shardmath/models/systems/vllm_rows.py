@@ -31,7 +31,6 @@ from shardmath.models.systems.vllm_names import everywhere, rename
 __all__ = [
     "ATTENTION",
     "EXPERTS",
-    "GATED",
     "INTERLEAVES",
     "MLP",
     "NORMS",
@@ -41,6 +40,7 @@ __all__ = [
     "draft_table",
     "rename_rows",
     "table",
+    "write_experts",
     "write_modules",
     "write_unknown",
 ]
@@ -155,16 +155,19 @@ experts.routed_experts.w2_weight  = experts.{e}.down_proj.weight      : (DEAL) h
 experts.routed_experts.w13_bias   = experts.{e}.[gate up]_proj.bias   : (DEAL) GATED
 experts.routed_experts.w13_bias   = experts.{e}.up_proj.bias          : (DEAL) (etp n^tile)
 experts.routed_experts.w2_bias    = experts.{e}.down_proj.bias        : (DEAL) (etp n=wide)
-experts.routed_experts.w13_weight = experts.{e}.[w1 w3].weight        : (DEAL) (etp (w1^tile + w3^tile)) h
+experts.routed_experts.w13_weight = experts.{e}.[w1 w3].weight        : (DEAL) GATED_W h
 experts.routed_experts.w2_weight  = experts.{e}.w2.weight             : (DEAL) h (etp n^tile)
 """
-"""DEAL stands for the division of experts among ranks, GATED for the order of gate and up in an expert. One rank has
-the output bias, the others zeros: `wide` is such a multiple of the output that the first part is all of it."""
+"""DEAL stands for the division of experts among ranks, GATED for the order of gate and up in an expert, GATED_W for the
+same order of w1 and w3. One rank has the output bias, the others zeros: `wide` is such a multiple of the output that
+the first part is all of it."""
 
 BLOCKED = """
 experts.routed_experts.w13_weight = paired_blocks(experts.{e}.[gate up]_proj.weight) : (DEAL) GATED h
 experts.routed_experts.w13_weight = blocks(experts.{e}.up_proj.weight)   : (DEAL) (etp n^tile) h
 experts.routed_experts.w2_weight  = blocks(experts.{e}.down_proj.weight) : (DEAL) h (etp n^tile)
+experts.routed_experts.w13_weight = paired_blocks(experts.{e}.[w1 w3].weight) : (DEAL) GATED_W h
+experts.routed_experts.w2_weight  = blocks(experts.{e}.w2.weight)        : (DEAL) h (etp n^tile)
 """
 """Rows of experts that FlashInfer's TRTLLM backend has arranged, before all others."""
 
@@ -348,9 +351,8 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
     """The rows of every layer, under these prefixes."""
     qkvz, ba = FUSINGS["heads" if kind in BY_HEADS else "parts"]
     mixers = MIXERS.replace("QKVZ", qkvz).replace("BA", ba)
-    gated = GATED["interleaved" if kind in INTERLEAVES else form.gated]
     own_experts = BLOCKED + EXPERTS if form.gated == "blocked" else EXPERTS
-    experts = own_experts.replace("DEAL", DEALS[form.deal]).replace("GATED", gated)
+    experts = write_experts(own_experts, kind, DEALS[form.deal], form.gated)
     if form.whole:
         experts = experts.replace("^tile", WHOLE)
     own = OWN_BY_KIND.get(kind, "") + OWN_VLLM.get(kind, "")
@@ -358,6 +360,14 @@ def _write_layer(native: str, logical: str, kind: str, form: VLLMForm) -> str:
     if form.scales:
         text += _write_scales(mixers) + MIXER_SCALES
     return text + write_modules(native, logical, ATTENTION, MLP + experts, scales=form.scales)
+
+
+def write_experts(text: str, kind: str, deal: str, gated: str = "parts") -> str:
+    """Return the storage rules `text` of the experts of models of type `kind`, with the division `deal` among ranks,
+    such as "ep e", and the order `gated` of gate and up."""
+    order = GATED["interleaved" if kind in INTERLEAVES else gated]
+    renamed = order.replace("gate", "w1").replace("up", "w3")
+    return text.replace("DEAL", deal).replace("GATED_W", renamed).replace("GATED", order)
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:

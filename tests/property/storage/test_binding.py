@@ -227,11 +227,11 @@ def test_experts_that_several_ranks_have() -> None:
             "in the row a = {e}.b ? /c.{e} : e n",
         ),
         (
-            "a = [b c] : (b + c) (tp b)",
+            "a = [b c] : (b) (tp c)",
             {"b": (2, 2), "c": (2, 2)},
-            "a dimension of 'a = [b c] : (b + c) (tp b)' names other components, but not 'c'; "
+            "a dimension of 'a = [b c] : (b) (tp c)' names other components, but not 'b'; "
             "write all components there, or none of them\n"
-            "in the row a = [b c] : (b + c) (tp b)",
+            "in the row a = [b c] : (b) (tp c)",
         ),
         (
             "a = {e}.b : e e n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import pytest
@@ -54,10 +55,10 @@ LATER = {"mtp_use_repeated_layer": False}
 
 def list_stored(config: dict[str, Any], rank: int = 0, **more: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of what a rank stores, by name, of all chunks."""
-    pattern = more.pop("pattern", None)
+    given = {name: more.pop(name) for name in ("pattern", "tied") if name in more}
     sizes = {name: more.get(name, 1) for name in ("tp", "pp")}
     side = megatron(config, ranks=range(sizes["tp"] * sizes["pp"]), vocab=8, **more)
-    bound = bind(side, logical_shapes(config, vocab=8, pattern=pattern))
+    bound = bind(side, logical_shapes(config, vocab=8, **given))
     return {f"{chunk}.{name}": shape for (chunk, name), shape in bound.natives(rank).items()}
 
 
@@ -69,6 +70,11 @@ def list_stored(config: dict[str, Any], rank: int = 0, **more: Any) -> dict[str,
         ("local", {}, "weight2"),
         ("local", LATER, "local_experts.3.linear_fc2.weight"),
         ("te", {**LATER, "moe_single_grouped_weight": True}, "linear_fc2.weight"),
+        (
+            "local",
+            {**LATER, "moe_single_grouped_weight": True},
+            "local_experts.3.linear_fc2.weight",
+        ),
     ],
 )
 def test_the_configuration_decides_how_experts_are_grouped(
@@ -101,6 +107,100 @@ def test_further_layers_have_the_chunk_that_the_layout_says() -> None:
     stored = list_stored(SPARSE | layout, 1, pp=2, vpp=2)
     assert "1.mtp.layers.0.hnorm.weight" in stored
     assert "0.decoder.final_layernorm.weight" in stored
+
+
+WORDS = "0.embedding.word_embeddings.weight"
+HEAD = "0.output_layer.weight"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("text", "further"), [("Et|t|m|L", 2), ("Et|tm|L", 1), ("Ettm|L", 0), ("Et|t|mL", 2)]
+)
+def test_further_layers_have_the_stage_that_the_layout_says(
+    text: str, further: int, tied: bool
+) -> None:
+    """`GPTModel` builds the embedding there too, and the head on the last stage: as a copy of a tied embedding, unless
+    the last stage has the embedding, from which it then computes logits."""
+    pp = text.count("|") + 1
+    config = SPARSE | {"pipeline_model_parallel_layout": text, "mtp_num_layers": 1}
+    stages = [list_stored(config, rank, tied=tied, pp=pp) for rank in range(pp)]
+    assert _find("0.mtp.layers.0.eh_proj.weight", stages) == [further]
+    assert _find(WORDS, stages) == sorted({0, further})
+    assert _find(HEAD, stages) == ([] if tied and further == pp - 1 else [pp - 1])
+
+
+def _find(name: str, stages: list[dict[str, tuple[int, ...]]]) -> list[int]:
+    """The stages that store a tensor of this name."""
+    return [number for number, stage in enumerate(stages) if name in stage]
+
+
+def test_three_copies_of_an_embedding_are_one_tensor() -> None:
+    config = SPARSE | {"pipeline_model_parallel_layout": "Et|t|m|L", "mtp_num_layers": 1}
+    side = megatron(config, ranks=range(8), tp=2, pp=4, vocab=8)
+    bound = bind(side, logical_shapes(config, vocab=8, tied=True))
+    mesh = bound.layouts["model.embed_tokens.weight"].mesh
+    assert (mesh.axis_size("copy"), mesh.ranks) == (3, (0, 1, 4, 5, 6, 7))
+
+
+def test_further_layers_in_a_later_chunk_of_the_first_stage_are_refused() -> None:
+    layout = {"pipeline_model_parallel_layout": "Et|t|m|L", "mtp_num_layers": 1}
+    with pytest.raises(StoreError, match="in chunk 1 of stage 0, which has the embedding"):
+        megatron(SPARSE | layout, ranks=range(2), pp=2, vpp=2, vocab=8)
+
+
+class LayerType(enum.Enum):
+    """Megatron-Core's words for layers."""
+
+    embedding = 1
+    loss = 2
+    decoder = 4
+    mtp = 5
+
+
+class PipelineParallelLayerLayout:
+    """What a TransformerConfig makes of a layout that it is given."""
+
+    def __init__(self, given: object) -> None:
+        self.input_data = given
+
+
+TOKENS = [LayerType.embedding, LayerType.decoder]
+ENDING = [LayerType.mtp, LayerType.loss]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        PipelineParallelLayerLayout("Et|t|mL"),
+        PipelineParallelLayerLayout([TOKENS, [LayerType.decoder], ENDING]),
+        [["embedding", " Decoder"], ["DECODER"], ["mtp", "Loss"]],
+    ],
+    ids=["text", "types", "names"],
+)
+def test_a_layout_is_read_as_a_configuration_has_it(layout: object) -> None:
+    text = {"pipeline_model_parallel_layout": "Et|t|mL", "mtp_num_layers": 1}
+    given = text | {"pipeline_model_parallel_layout": layout}
+    for rank in range(3):
+        assert list_stored(SPARSE | given, rank, pp=3) == list_stored(SPARSE | text, rank, pp=3)
+
+
+@pytest.mark.parametrize("pattern", [None, "*E/*-/*-"])
+def test_a_layer_that_predicts_all_further_tokens_is_stored_once(pattern: str | None) -> None:
+    """`MultiTokenPredictionBlock` of 0.17 and later makes one layer."""
+    config = SPARSE | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+    if pattern is not None:
+        config["is_hybrid_model"] = True
+    stored = list_stored(config, pattern=pattern)
+    layers = {name.split(".")[3] for name in stored if name.startswith("0.mtp.layers.")}
+    assert layers == {"0"}
+
+
+@pytest.mark.parametrize("pattern", ["M/*-", "M*-/*-"])
+def test_a_pattern_has_as_many_layers_as_the_configuration(pattern: str) -> None:
+    count = len(pattern.split("/")[0])
+    with pytest.raises(StoreError, match=f"has {count} layers before any '/', and num_layers is 2"):
+        logical_shapes(SPARSE, vocab=8, pattern=pattern)
 
 
 def test_a_hybrid_model_predicts_a_token_by_several_layers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardmath.models.storage.filling import fill, gather
 from shardmath.models.storage.stored import Stored
 from shardmath.models.systems.hugging_face import hugging_face, logical_shapes
 from shardmath.models.systems.sglang import sglang
-from shardmath.models.systems.vllm import vllm
+from shardmath.models.systems.vllm import expert_tile, vllm
 
 Fails = Callable[[Callable[[], object], type[ShardError], str], None]
 
@@ -176,6 +177,58 @@ def test_trtllm_blocks_experts_once_processed() -> None:
     assert np.array_equal(processed[f"{ROUTED}w13_weight"][0], block(paired))
     down = loaded[f"{ROUTED}w2_weight"][0]
     assert np.array_equal(processed[f"{ROUTED}w2_weight"][0], block(down))
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer_cutlass", "flashinfer_trtllm"])
+def test_experts_of_a_kind_without_own_names_are_arranged_too(backend: str) -> None:
+    """Experts w1, w2 and w3 lie as gate, down and up do."""
+    usual = number(experts(2, 128, 64, "gate", "up", "down"))
+    words = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    renamed = {
+        ".".join(words.get(part, part) for part in name.split(".")): array
+        for name, array in usual.items()
+    }
+    sizes: dict[str, Any] = {"tp": 2, "backend": backend, "processed": True}
+    wanted = store(SPARSE, usual, 1, **sizes)
+    held = store({**SPARSE, "model_type": "unheard_of"}, renamed, 1, **sizes)
+    assert held.keys() == wanted.keys()
+    assert all(np.array_equal(held[name], array) for name, array in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "what"),
+    [
+        ("qwen3_moe", "deep_gemm", "experts"),
+        ("qwen3_moe", "cpu", "experts"),
+        ("gpt_oss", "flashinfer_trtllm", "experts that store gate and up row by row in turn"),
+        ("gpt_oss", "flashinfer_cutlass", "experts that store gate and up row by row in turn"),
+    ],
+)
+def test_processed_experts_that_no_row_describes_are_refused(
+    kind: str, backend: str, what: str, fails: Fails
+) -> None:
+    config = {**SPARSE, "model_type": kind}
+    vllm(config, ranks=range(1), backend=backend)
+    fails(
+        lambda: vllm(config, ranks=range(1), backend=backend, processed=True),
+        StoreError,
+        f"backend={backend!r} arranges processed {what} in a way that no row describes; "
+        "pass processed=False, and refit before weights are processed",
+    )
+
+
+@pytest.mark.parametrize("backend", ["flashinfer-trtllm", "FLASHINFER_TRTLLM", "nonsense", None])
+def test_an_unknown_backend_is_refused(backend: Any) -> None:
+    what = f"backend={backend!r} is not a backend of experts; use one of triton, batched_triton, "
+    scaled = {**SPARSE, "quantization_config": {"weight_block_size": [128, 128]}}
+    makes: list[Callable[[], object]] = [
+        lambda: vllm(SPARSE, ranks=range(1), backend=backend),
+        lambda: expert_tile(scaled, backend=backend),
+        lambda: expert_tile(SPARSE, backend=backend),
+    ]
+    for make in makes:
+        with pytest.raises(StoreError, match=re.escape(what)):
+            make()
 
 
 def test_what_trtllm_has_blocked_is_not_read_back(fails: Fails) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -153,3 +154,59 @@ def test_other_backends_get_whole_tiles(tp: int, parts: list[int]) -> None:
             held["w2_weight"][:, :size], arrays[names[2]][:, start : start + size]
         )
         start += size
+
+
+def refit_scaled(
+    kind: str, rows: int, tile: tuple[int, int], scale: tuple[int, int], **sizes: Any
+) -> sm.Refit:
+    """A refit of one MLP in FP8 with a scale per `scale` rows and columns, into an engine with this `tile`."""
+    config = {
+        **scaled(ffn=rows),
+        "model_type": kind,
+        "num_experts": 1,
+        "num_local_experts": 1,
+        "quantization_config": {"weight_block_size": tile},
+    }
+    prefix = f"{LAYER}mlp.experts.0." if kind == "qwen3_moe" else f"{LAYER}mlp."
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+    for name in ("gate", "up", "down"):
+        shape = (256, rows) if name == "down" else (rows, 256)
+        shapes[f"{prefix}{name}_proj.weight"] = shape, "float8_e4m3fn"
+        scales = tuple(-(-n // size) for n, size in zip(shape, scale, strict=True))
+        shapes[f"{prefix}{name}_proj.weight_scale_inv"] = scales, "float32"
+    engine = vllm(config, ranks=range(1, 1 + sizes.get("tp", 1)), **sizes)
+    return sm.refit(hugging_face(config, shapes), engine, shapes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "scale", "given", "stored", "tile"),
+    [
+        ("qwen3", 256, 64, (4, 4), (2, 2), 128),
+        ("qwen3_moe", 256, 64, (4, 4), (2, 2), 128),
+        # Of 384 rows a rank has 192, and vLLM repeats scales of 128 rows for 64.
+        ("qwen3_moe", 384, 32, (12, 8), (6, 4), 64),
+    ],
+)
+def test_scales_of_other_tiles_are_refused(
+    kind: str, rows: int, scale: int, given: object, stored: object, tile: int
+) -> None:
+    refit_scaled(kind, rows, (128, 128), (tile, tile), tp=2)
+    what = f"is {given}, but the engine stores {stored}, a scale per {tile} x {tile} elements"
+    with pytest.raises(sm.StoreError, match=re.escape(what)):
+        refit_scaled(kind, rows, (128, 128), (scale, scale), tp=2)
+
+
+def test_tiles_that_are_not_square() -> None:
+    """`refine_fp8_moe_block_shape` makes squares, and `pad_tp_shard_to_weight_blocks` pads squares only."""
+    config = {**scaled(ffn=256), "quantization_config": {"weight_block_size": [128, 64]}}
+    assert expert_tile(config, tp=2) == (128, 64)
+    numbers = vllm(config, ranks=range(2), tp=2).numbers
+    assert (numbers["expert_tile_rows"], numbers["expert_tile_columns"]) == (128, 64)
+    assert expert_tile(config, tp=4) == (64, 64)
+    refit_scaled("qwen3_moe", 256, (128, 64), (128, 64), tp=2)
+    refit_scaled("qwen3_moe", 256, (128, 64), (64, 64), tp=4)
+    with pytest.raises(sm.StoreError, match=r"cuts a block of 128|equal parts"):
+        refit_scaled("qwen3_moe", 256, (128, 64), (128, 64), tp=4, backend="deep_gemm")
+    # Square ones are padded only if they divide the whole expert.
+    with pytest.raises(sm.StoreError, match="cuts a block of 128"):
+        refit_scaled("qwen3_moe", 320, (128, 128), (128, 128), tp=2, backend="deep_gemm")
