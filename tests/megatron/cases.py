@@ -116,8 +116,9 @@ def is_before(version: str) -> bool:
 class Case:
     """A model and a trainer.
 
-    `first` are the layers of the first stage, `spec` says whose modules layers are made of, `legacy` keeps all experts
-    of a rank in one tensor, `swap` is a structure of a row and what to write in its place.
+    `first` are the layers of the first stage, `layout` says what is on each stage, `spec` whose modules layers are
+    made of, `legacy` keeps all experts of a rank in one tensor, `further` tokens are predicted behind the next one,
+    all by one layer if it is `repeated`, `swap` has parts of rows and what to write in their places.
     """
 
     model: str
@@ -128,10 +129,13 @@ class Case:
     etp: int = 1
     layers: int = 2
     first: int | None = None
+    layout: str | None = None
     tied: bool = False
     order: str = "tp-cp-ep-dp-pp"
     spec: str = "local"
     legacy: bool = False
+    further: int = 0
+    repeated: bool = False
     swap: tuple[str, str] | None = None
 
     @property
@@ -150,13 +154,19 @@ class Case:
 
     @property
     def pattern(self) -> str | None:
-        """The modules of a hybrid model's layers."""
-        return "M*-" if self.model == "nemotron_h" else None
+        """The modules of a hybrid model's layers, and of those that predict further tokens."""
+        return "M*-" + "/*-" * self.further if self.model == "nemotron_h" else None
+
+    @property
+    def again(self) -> list[int]:
+        """The layers that those which predict a further token are like."""
+        return [1, 2] if self.model == "nemotron_h" else [self.layers - 1]
 
     @property
     def is_plain(self) -> bool:
         """Whether `tests/references/megatron.py` knows the model, and its layers fall to stages evenly."""
-        usual = self.order == Case.order and self.first is None and not self.legacy
+        usual = self.order == Case.order and self.first is None and self.layout is None
+        usual = usual and not self.legacy and not self.further
         return usual and self.fields["model_type"] in PLAIN
 
     def __str__(self) -> str:
@@ -167,6 +177,10 @@ class Case:
                 words.append(f"{axis}{size}")
         if self.order != Case.order:
             words.append(f"order {self.order}")
+        if self.layout is not None:
+            words.append(self.layout)
+        if self.further:
+            words.append(f"further{self.further}" + " repeated" * self.repeated)
         if self.spec != Case.spec:
             words.append(self.spec)
         return "-".join([*words, *["tied"] * self.tied, *["legacy"] * self.legacy])

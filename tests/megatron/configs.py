@@ -34,6 +34,10 @@ gelu = functools.partial(functional.gelu, approximate="tanh")
 def configure(case: Case, hf: Any) -> TransformerConfig:
     """Megatron's configuration of the case's model; `hf` is that of transformers."""
     fields = _configure_layers(case, hf) | _configure_parallel(case) | CPU
+    if case.further:
+        fields["mtp_num_layers"] = case.further
+    if case.repeated:
+        fields["mtp_use_repeated_layer"] = True
     make = TransformerConfig
     if hf.model_type == "starcoder2":
         fields |= _configure_gelu(hf)
@@ -81,6 +85,7 @@ def _configure_parallel(case: Case) -> dict[str, Any]:
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
         "num_layers_in_first_pipeline_stage": case.first,
+        "pipeline_model_parallel_layout": case.layout,
         "pipeline_dtype": torch.float32,
     }
 

@@ -16,6 +16,11 @@ TOLERANCE = 1e-5
 """Of the largest logit; all is float32, and sums are in another order."""
 TIMEOUT_S = 100.0
 
+LATER = pytest.mark.skipif(is_before("0.17"), reason="fields of Megatron-Core 0.17 and later")
+HYBRID = pytest.mark.skipif(
+    is_before("0.19"), reason="hybrid models of Megatron-Core 0.19 and later predict further tokens"
+)
+
 CASES = [
     Case("llama"),
     Case("llama", tied=True),
@@ -52,6 +57,20 @@ CASES = [
     Case("starcoder2", spec="te", tp=2),
     Case("mixtral", spec="te", tp=2, ep=2, etp=2),
     Case("deepseek_v3", spec="te", tp=2, ep=2),
+    Case("deepseek_v3", further=1),
+    Case("deepseek_v3", further=1, spec="te", tp=2, ep=2),
+    Case("deepseek_v3", further=1, pp=2, tied=True),
+    Case("llama", further=2, tp=2),
+    Case("llama", further=1, pp=2, vpp=2, layers=4),
+    Case("llama", further=1, pp=3, layout="Et|t|mL"),
+    pytest.param(Case("deepseek_v3", further=2, repeated=True, tp=2), marks=LATER),
+    pytest.param(Case("nemotron_h", further=1, layers=3, spec="te"), marks=HYBRID),
+    pytest.param(
+        Case("nemotron_h", further=2, repeated=True, layers=3, spec="te", tp=2, pp=2, first=1),
+        marks=HYBRID,
+    ),
+    Case("qwen3_next", further=1, spec="te"),
+    Case("qwen3_next", further=1, spec="te", tp=2, pp=2),
 ]
 
 QKV = "(groups (q + k + v) | tp n)"

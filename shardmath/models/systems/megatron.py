@@ -209,13 +209,20 @@ def _divide_among_stages(layers: int, pp: int, first: int | None, last: int | No
 
 
 def _read_layout(stage_layout: object) -> list[list[str]]:
-    """The names of the layers in each virtual stage of a layout of stages, which is text or lists of names."""
+    """The names of the layers in each virtual stage of a layout of stages: text, lists of names or of Megatron's
+    LayerType, or Megatron's own object, which a TransformerConfig makes of them."""
+    stage_layout = getattr(stage_layout, "input_data", stage_layout)
     if not isinstance(stage_layout, str):
-        return [[str(name) for name in stage] for stage in _flatten(stage_layout)]
+        return [[_read_name(layer) for layer in stage] for stage in _flatten(stage_layout)]
     text = stage_layout.replace(",", "").replace(" ", "")
     while REPEAT.search(text):
         text = REPEAT.sub(_repeat, text)
     return [[LETTERS.get(letter, letter) for letter in stage] for stage in text.split("|")]
+
+
+def _read_name(layer: object) -> str:
+    """The name of a layer that is given as text, or as a member of an enumeration."""
+    return str(getattr(layer, "name", layer)).strip().lower()
 
 
 def _repeat(match: re.Match[str]) -> str:

@@ -107,8 +107,9 @@ class MegatronConfig:
 
     @property
     def mtp(self) -> int:
-        """The number of layers that predict further tokens."""
-        return int(self.get("mtp_num_layers", 0))
+        """The number of layers that predict further tokens. A repeated layer, which predicts them all, counts as 1."""
+        tokens = int(self.get("mtp_num_layers", 0))
+        return min(tokens, 1) if self.get("mtp_use_repeated_layer") else tokens
 
 
 def logical_shapes(
@@ -158,6 +159,8 @@ def _list_further(config: MegatronConfig, pattern: str) -> Iterator[tuple[str, S
     if not further:
         listed = _list_mtp
         further = [main[-1:] or _choose_modules(config, config.layers - 1)] * config.mtp
+    if config.get("mtp_use_repeated_layer"):
+        further = further[:1]
     for depth, modules in enumerate(further):
         for name, shape in listed(config, modules):
             yield f"mtp.{depth}.{name}", shape

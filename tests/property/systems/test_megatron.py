@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +96,44 @@ def test_the_last_norm_is_behind_the_last_layer_if_further_layers_are_alone() ->
     assert "0.mtp.layers.0.eh_proj.weight" in stages[2]
     plain = {"pipeline_model_parallel_layout": "Et|t|L"}
     assert "0.decoder.final_layernorm.weight" in list_stored(SPARSE | plain, 2, pp=3)
+
+
+class LayerType(enum.Enum):
+    """As Megatron's."""
+
+    embedding = 1
+    loss = 2
+    decoder = 4
+    mtp = 5
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        [["embedding", "decoder"], ["Decoder "], ["mtp", "loss"]],
+        [[[LayerType.embedding, LayerType.decoder], [LayerType.decoder]], [[LayerType.mtp]]],
+        # A TransformerConfig has made an object of it.
+        SimpleNamespace(input_data="Et|t|mL"),
+        SimpleNamespace(input_data=[[LayerType.decoder], [LayerType.decoder], [LayerType.mtp]]),
+    ],
+)
+def test_a_layout_of_stages_may_be_given_in_several_ways(layout: object) -> None:
+    config = SPARSE | {"pipeline_model_parallel_layout": layout, "mtp_num_layers": 1}
+    stages = [list_stored(config, rank, pp=3) for rank in range(3)]
+    has_layer = ["0.decoder.layers.0.mlp.router.weight" in stored for stored in stages]
+    assert has_layer == [True, True, False]
+    assert "0.mtp.layers.0.eh_proj.weight" in stages[2]
+
+
+@pytest.mark.parametrize("pattern", [None, "*E/*-/*-"])
+def test_a_repeated_layer_predicts_all_further_tokens(pattern: str | None) -> None:
+    config = SPARSE | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
+    config |= {"is_hybrid_model": pattern is not None}
+    stored = list_stored(config, pattern=pattern)
+    assert "0.mtp.layers.0.hnorm.weight" in stored
+    assert not any(name.startswith("0.mtp.layers.1.") for name in stored)
+    several = list_stored(config | LATER, pattern=pattern)
+    assert "0.mtp.layers.1.hnorm.weight" in several
 
 
 def test_further_layers_have_the_chunk_that_the_layout_says() -> None:
