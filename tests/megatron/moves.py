@@ -18,10 +18,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath.models.storage.stored import Shapes
 from shardmath.models.systems.hugging_face import hugging_face
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.megatron_shapes import logical_shapes
 from shardmath.storage import Stored, parse, show
+from shardmath_vllm import read_megatron
 from tests.megatron import configs, further, trainer
 from tests.megatron.cases import VOCAB, Case, Found, is_before
 from tests.references.checkpoint import unstack
@@ -55,6 +57,7 @@ def move(rank: int, case: Case) -> Found:
     there.prepare(stored if rank == 0 else None, own, own=dead)
     there(acknowledge=True)
     strange = _list_strange(case, original, own, rank)
+    strange += sorted(_read(case, chunks, original.config).keys() ^ shapes.keys())
     tokens = torch.arange(32).mul(37).remainder(VOCAB).view(2, 16)
     logits = trainer.forward(chunks, tokens)
 
@@ -136,10 +139,21 @@ def _list_tensors(model: Any) -> dict[str, Tensor]:
 
 def _declare_checkpoint(case: Case, hf: Any, stored: dict[str, Tensor]) -> Stored:
     """How rank 0 stores it."""
+    side = hugging_face(_list_fields(case, hf), stored)
+    return replace(side, rows=parse(STARCODER)) if hf.model_type == "starcoder2" else side
+
+
+def _list_fields(case: Case, hf: Any) -> dict[str, Any]:
+    """The configuration that a checkpoint has."""
     depths = 1 if case.repeated else case.further
     fields = {"num_hidden_layers": hf.num_hidden_layers, "num_nextn_predict_layers": depths}
-    side = hugging_face({**hf.to_dict(), **fields}, stored)
-    return replace(side, rows=parse(STARCODER)) if hf.model_type == "starcoder2" else side
+    return {**hf.to_dict(), **fields}
+
+
+def _read(case: Case, chunks: list[Any], hf: Any) -> Shapes:
+    """The logical tensors that a trainer of vLLM engines finds in the model itself."""
+    fields = _list_fields(case, hf)
+    return read_megatron(chunks, fields, spec=case.spec, order=case.order).shapes
 
 
 def _declare_trainer(case: Case, config: Any) -> Stored:

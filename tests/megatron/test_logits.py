@@ -51,6 +51,11 @@ CASES = [
     Case("nemotron_h", layers=3, spec="te"),
     Case("nemotron_h", layers=3, spec="te", tp=2),
     Case("nemotron_h", layers=3, spec="te", pp=2, first=1),
+    Case("nemotron_h", layers=3, spec="te", stepwise=True),
+    Case("nemotron_h", layers=3, spec="te", stepwise=True, tp=2),
+    Case("nemotron_h-experts", layers=3, spec="te", tp=2, ep=2),
+    Case("mamba2", spec="te"),
+    Case("mamba2", spec="te", stepwise=True, pp=2),
     Case("deepseek_v3"),
     Case("deepseek_v3", tp=2, ep=2),
     Case("qwen3", spec="te", tp=2),
@@ -66,7 +71,9 @@ CASES = [
     pytest.param(Case("deepseek_v3", further=2, repeated=True, tp=2), marks=LATER),
     pytest.param(Case("nemotron_h", further=1, layers=3, spec="te"), marks=HYBRID),
     pytest.param(
-        Case("nemotron_h", further=2, repeated=True, layers=3, spec="te", tp=2, pp=2, first=1),
+        Case(
+            "nemotron_h-experts", further=2, repeated=True, layers=3, spec="te", tp=2, pp=2, first=1
+        ),
         marks=HYBRID,
     ),
     Case("qwen3_next", further=1, spec="te"),
@@ -79,6 +86,12 @@ MAMBA = "(tp (z + x + B + C + dt))"
 DELTA = "(tp (q + k + v + z + b + a))"
 GATED = "(groups (q + g + k + v) | tp n)"
 EXPERT = "mlp.experts.{e}.[gate up]_proj.* : (etp (gate + up))"
+
+
+def further_row(native: str, logical: str) -> str:
+    """The row of a norm before the projection of a layer that predicts a further token."""
+    return f"mtp.layers.{{m}}.{native}norm.* @pp=-1 = mtp.{{m}}.{logical}norm.*"
+
 
 WRONG = {
     "q and k": Case("llama", swap=(QKV, "(groups (k + q + v) | tp n)")),
@@ -97,6 +110,14 @@ WRONG = {
     ),
     "z and x": Case("nemotron_h", layers=3, spec="te", swap=(MAMBA, "(tp (x + z + B + C + dt))")),
     "B and C": Case("nemotron_h", layers=3, spec="te", swap=(MAMBA, "(tp (z + x + C + B + dt))")),
+    "embedding and hidden state": Case(
+        "deepseek_v3",
+        further=1,
+        swap=(
+            "\n".join(further_row(*pair) for pair in ("ee", "hh")),
+            "\n".join(further_row(*pair) for pair in ("eh", "he")),
+        ),
+    ),
     "b and a": Case("qwen3_next", spec="te", swap=(DELTA, "(tp (q + k + v + z + a + b))")),
 }
 """Rows that are wrong in one structure, and still cut every tensor into parts of the right shape."""

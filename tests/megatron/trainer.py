@@ -54,7 +54,7 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
         "share_embeddings_and_output_weights": case.tied,
     }
     if case.pattern is not None:
-        return _build_hybrid(config, case.pattern, fields)
+        return _build_hybrid(case, config, fields)
     at = chunk if case.vpp > 1 else None
     block = _specify(config, case.spec, at)
     model = GPTModel(
@@ -75,13 +75,15 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
     return model.eval()
 
 
-def _build_hybrid(config: TransformerConfig, pattern: str, fields: dict[str, Any]) -> Any:
+def _build_hybrid(case: Case, config: TransformerConfig, fields: dict[str, Any]) -> Any:
     """A model of Mamba layers and others, with Megatron's own list of their modules."""
-    stand_ins.replace_for_mamba()
+    stand_ins.replace_for_mamba(case.stepwise)
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
     from megatron.core.models.mamba.mamba_model import MambaModel
 
-    return MambaModel(config, mamba_stack_spec, hybrid_override_pattern=pattern, **fields).eval()
+    return MambaModel(
+        config, mamba_stack_spec, hybrid_override_pattern=case.pattern, **fields
+    ).eval()
 
 
 def _specify(config: TransformerConfig, spec: str, chunk: int | None) -> Any:
