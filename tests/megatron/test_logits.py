@@ -68,6 +68,9 @@ CASES = [
     Case("llama", further=2, tp=2),
     Case("llama", further=1, pp=2, vpp=2, layers=4),
     Case("llama", further=1, pp=3, layout="Et|t|mL"),
+    # The last stage has the head alone.
+    Case("llama", further=1, pp=3, layout="Ett|m|L"),
+    Case("llama", further=1, pp=3, vpp=2, layers=3, layout="Et|t||t|m|L"),
     pytest.param(Case("deepseek_v3", further=2, repeated=True, tp=2), marks=LATER),
     pytest.param(Case("nemotron_h", further=1, layers=3, spec="te"), marks=HYBRID),
     pytest.param(
@@ -90,7 +93,7 @@ EXPERT = "mlp.experts.{e}.[gate up]_proj.* : (etp (gate + up))"
 
 def further_row(native: str, logical: str) -> str:
     """The row of a norm before the projection of a layer that predicts a further token."""
-    return f"mtp.layers.{{m}}.{native}norm.* @pp=-1 = mtp.{{m}}.{logical}norm.*"
+    return f"mtp.layers.{{m}}.{native}norm.* @m=-1 = mtp.{{m}}.{logical}norm.*"
 
 
 WRONG = {

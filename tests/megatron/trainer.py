@@ -111,6 +111,11 @@ def _specify_further(config: TransformerConfig, spec: str, chunk: int | None, bl
     return get_gpt_mtp_block_spec(config, block, te, vp_stage=chunk)
 
 
+def _gets_further(model: Any) -> bool:
+    """Whether the stage before it has all the layers that predict further tokens."""
+    return bool(model.post_process and getattr(model.config, "mtp_standalone", False))
+
+
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """All parameters and persistent buffers, by their own names."""
     named: dict[str, Tensor] = dict(module.named_parameters())
@@ -129,8 +134,9 @@ def forward(chunks: Sequence[Any], tokens: Tensor) -> list[Tensor] | None:
     logits: list[Tensor] = []
     for model in chunks:
         if not model.pre_process:
-            # Megatron's order of dimensions: sequence, batch, hidden.
-            received = torch.empty(length, batch, model.config.hidden_size)
+            # Megatron's order of dimensions: sequence, batch, hidden. States of further tokens come after all others.
+            further = model.config.mtp_num_layers if _gets_further(model) else 0
+            received = torch.empty(length * (1 + further), batch, model.config.hidden_size)
             dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
             model.set_input_tensor(received)
         if model.post_process:

@@ -53,6 +53,9 @@ ORDER = "tp-cp-ep-dp-pp"
 REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
 """A repeated group or letter in a layout string."""
 
+FURTHER = re.compile(r".*\bmtp\..*")
+"""A row of layers that predict further tokens, or of the embedding that they use."""
+
 LETTERS = {"t": "decoder", "m": "mtp"}
 """Layers in a layout string; others are the embedding and the loss."""
 
@@ -124,8 +127,10 @@ def _rename(text: str, config: MegatronConfig) -> str:
     if config.get("is_hybrid_model"):
         text = text.replace("decoder.final_layernorm", "decoder.final_norm")
     elif config.mtp:
-        # Further layers may be alone on the last stage; the norm is behind the last other layer.
+        # Further layers may be on a stage without others, even before the last stage. The norm is behind the last other
+        # layer, and a copy of the embedding is where further layers are.
         text = text.replace("decoder.final_layernorm.* @pp=-1", "decoder.final_layernorm.* @l=-1")
+        text = FURTHER.sub(lambda row: row[0].replace("@pp=-1", "@m=-1"), text)
     for field, old, new in RENAMES:
         if field in config.fields:
             text = text.replace(old, new)
@@ -133,15 +138,16 @@ def _rename(text: str, config: MegatronConfig) -> str:
 
 
 def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
-    """The spot of each layer. Layers that predict further tokens are numbered from 0, on the last stage."""
+    """The spot of each layer. Layers that predict further tokens are numbered from 0, all on one stage, by default the
+    last one."""
     stage_layout = config.get("pipeline_model_parallel_layout")
     stages = [] if stage_layout is None else _read_layout(stage_layout)
     counts = [stage.count("decoder") for stage in stages] or _count_evenly(config, pp, vpp)
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
     # Without a layout they are in the last chunk, which may have no other layers.
-    chunks = [i // pp for i, stage in enumerate(stages) if "mtp" in stage]
-    chunk = chunks[0] if chunks else vpp - 1
-    further = tuple(Spot({"pp": pp - 1}, chunk, m) for m in range(config.mtp))
+    places = [i for i, stage in enumerate(stages) if "mtp" in stage]
+    chunk, stage = divmod(places[0] if places else vpp * pp - 1, pp)
+    further = tuple(Spot({"pp": stage}, chunk, m) for m in range(config.mtp))
     return {"l": layers, "m": further}
 
 
