@@ -85,7 +85,10 @@ def _compare(has: Tensor, wants: Tensor) -> tuple[float, float, bool]:
 
 def _list_dead(case: Case) -> list[str]:
     """What no row has, since Megatron never reads it: with tied embeddings, a stage uses its embedding as the head."""
-    return ["output_layer.weight"] if case.tied and case.further and case.pp > 1 else []
+    # A stage with the head alone reads it.
+    is_alone = case.layout is not None and case.layout.endswith("|L")
+    unread = case.tied and case.further and case.pp > 1 and not is_alone
+    return ["output_layer.weight"] if unread else []
 
 
 def _make_model(case: Case) -> Any:

@@ -70,7 +70,7 @@ CASES = [
     Case("llama", further=1, pp=3, layout="Et|t|mL"),
     # The last stage has the head alone.
     Case("llama", further=1, pp=3, layout="Ett|m|L"),
-    Case("llama", further=1, pp=3, vpp=2, layers=3, layout="Et|t||t|m|L"),
+    Case("llama", further=1, pp=3, vpp=2, layers=3, layout="Et|t||t|m|L", tied=True),
     pytest.param(Case("deepseek_v3", further=2, repeated=True, tp=2), marks=LATER),
     pytest.param(Case("nemotron_h", further=1, layers=3, spec="te"), marks=HYBRID),
     pytest.param(

@@ -33,7 +33,7 @@ from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
 from shardmath.models.storage.laying import stack_names
 from shardmath.models.storage.names import STARS, matches, split
-from shardmath.models.storage.owners import Layouts, Maker, OwnedTensor, pile
+from shardmath.models.storage.owners import Layouts, Maker, OwnedTensor, pile, shape_of_one
 from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Shapes, Slot, Stored, Vocabulary
 
@@ -372,8 +372,8 @@ class _Binder:
 
 
 def _pile_copies(one: Layout, other: Layout) -> Layout:
-    """The layout of two copies on different ranks. Raises StoreError if the copies are laid out differently."""
-    if one.dims != other.dims or one.mesh.shape != other.mesh.shape:
+    """The layout of copies on different ranks. Raises StoreError if the copies are laid out differently."""
+    if one.dims != other.dims or shape_of_one(one.mesh) != shape_of_one(other.mesh):
         what = f"a tensor has layout '{one}', and its copy, by the row with 'also', '{other}'"
         raise StoreError(f"{what}; divide both by the same axes in the same way")
     mesh = pile([one.mesh, other.mesh])

@@ -31,7 +31,10 @@ from shardmath.models.storage.rows import Row
 from shardmath.models.storage.stored import Entry, Spot, Stored, Vocabulary
 from shardmath.models.storage.structure import GroupedDim, Term, Word, list_words
 
-__all__ = ["OwnedTensor", "Layouts", "Maker", "Owner", "Owners", "pile"]
+__all__ = ["OwnedTensor", "Layouts", "Maker", "Owner", "Owners", "pile", "shape_of_one"]
+
+COPY = "copy"
+"""The axis of meshes that `pile` has joined."""
 
 
 class Owner(NamedTuple):
@@ -345,11 +348,16 @@ def _make_group(*words: Word) -> GroupedDim:
 
 
 def pile(meshes: Sequence[Mesh]) -> Mesh:
-    """Join meshes of equal shape into one mesh with a new first axis, named "copy", along which `meshes` follow each
-    other."""
+    """Join meshes of equal shape into one mesh with a new first axis, `COPY`, along which `meshes` follow each
+    other. A mesh that has this axis already counts as many as it has joined."""
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
-    shape = {"copy": len(meshes), **meshes[0].shape}
-    return Mesh(shape, ranks=ranks)
+    copies = sum(mesh.shape.get(COPY, 1) for mesh in meshes)
+    return Mesh({COPY: copies, **shape_of_one(meshes[0])}, ranks=ranks)
+
+
+def shape_of_one(mesh: Mesh) -> dict[str, int]:
+    """Return the shape of each mesh that `pile` has joined, by axis; the mesh's own shape if it has joined none."""
+    return {axis: size for axis, size in mesh.shape.items() if axis != COPY}
 
 
 class OwnedTensor(NamedTuple):

@@ -156,6 +156,11 @@ def test_further_layers_may_be_on_a_stage_before_the_head() -> None:
         [False, False],
     ]
     assert "1.output_layer.weight" in stages[2]
+    # Tied, the head is a third copy of the embedding.
+    tied = logical_shapes(config | {"num_layers": 3}, vocab=8, tied=True)
+    side = megatron(config | {"num_layers": 3}, ranks=range(3), pp=3, vpp=2, vocab=8)
+    layout = bind(side, tied).layouts["model.embed_tokens.weight"]
+    assert layout.mesh.shape["copy"] == 3 and layout.mesh.ranks == (0, 1, 2)
 
 
 def test_a_hybrid_model_predicts_a_token_by_several_layers() -> None:
