@@ -75,7 +75,7 @@ def read_megatron(
         model_config,
         vocab=vocab,
         tied=first_chunk.share_embeddings_and_output_weights,
-        pattern=getattr(first_chunk, "hybrid_override_pattern", None),
+        pattern=_find_pattern(first_chunk),
         dtype=params_dtype,
     )
     tensors = [_list_own(module) for module in modules]
@@ -84,6 +84,12 @@ def read_megatron(
     served = _serve(held_shapes, reports, dtype)
     checkpoint = declare_conversion(config, served)
     return Source(tensors, side, held_shapes, served, checkpoint, modules, dist.get_rank())
+
+
+def _find_pattern(chunk: Any) -> str | None:
+    """The pattern of a hybrid model, which has another name from Megatron-Core 0.19 on; None for other models."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return next((getattr(chunk, name) for name in names if hasattr(chunk, name)), None)
 
 
 def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:

@@ -82,6 +82,32 @@ MODELS: dict[str, Mapping[str, Any]] = {
         "n_groups": 2,
         "chunk_size": 8,
     },
+    # Experts without a gate, of latent inputs; the same router as DeepSeek-V3.
+    "nemotron_h-experts": {
+        "model_type": "nemotron_h",
+        "layers_block_type": ["linear_attention", "full_attention", "moe"],
+        "head_dim": 8,
+        "ssm_state_size": 6,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 10,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+        "moe_latent_size": 20,
+    },
+    # Mamba alone, of one group: transformers normalizes all groups together, and Megatron each on its own.
+    "mamba2": {
+        "state_size": 6,
+        "num_heads": 4,
+        "head_dim": 16,
+        "n_groups": 1,
+        "chunk_size": 8,
+    },
     # A dense layer, then experts beside shared ones; latent queries, keys and values.
     "deepseek_v3": {
         "num_key_value_heads": 8,
@@ -103,6 +129,9 @@ MODELS: dict[str, Mapping[str, Any]] = {
 """Fields beside `SIZES`, by transformers' name of the model unless `model_type` says it."""
 
 
+HYBRID = {"nemotron_h": "M*-", "nemotron_h-experts": "M*E", "mamba2": "MM"}
+"""The modules of the layers of hybrid models."""
+
 PLAIN = ("llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "nemotron_h")
 """Kinds that the plain reference knows."""
 
@@ -116,8 +145,10 @@ def is_before(version: str) -> bool:
 class Case:
     """A model and a trainer.
 
-    `first` are the layers of the first stage, `spec` says whose modules layers are made of, `legacy` keeps all experts
-    of a rank in one tensor, `swap` is a structure of a row and what to write in its place.
+    `first` are the layers of the first stage, `layout` says what is on each stage, `spec` whose modules layers are
+    made of, `legacy` keeps all experts of a rank in one tensor. `further` tokens are predicted behind the next one, all
+    by one layer if it is `repeated`; mixers of Mamba run as Megatron decodes if `stepwise`; `swap` are parts of rows
+    and what to write in their places.
     """
 
     model: str
@@ -128,10 +159,14 @@ class Case:
     etp: int = 1
     layers: int = 2
     first: int | None = None
+    layout: str | None = None
     tied: bool = False
     order: str = "tp-cp-ep-dp-pp"
     spec: str = "local"
     legacy: bool = False
+    further: int = 0
+    repeated: bool = False
+    stepwise: bool = False
     swap: tuple[str, str] | None = None
 
     @property
@@ -144,19 +179,27 @@ class Case:
         """All fields of the transformers configuration."""
         own = {"model_type": self.model, "tie_word_embeddings": self.tied}
         # Of a hybrid model, its list of layers says how many.
-        if self.pattern is None:
+        if "layers_block_type" not in MODELS[self.model]:
             own["num_hidden_layers"] = self.layers
         return {**SIZES, **own, **MODELS[self.model]}
 
     @property
     def pattern(self) -> str | None:
-        """The modules of a hybrid model's layers."""
-        return "M*-" if self.model == "nemotron_h" else None
+        """The modules of a hybrid model's layers, and of those that predict further tokens."""
+        main = HYBRID.get(self.model)
+        return main and main + f"/{main[-2:]}" * self.further
+
+    @property
+    def again(self) -> list[int]:
+        """The layers that those which predict a further token are like."""
+        return [1, 2] if self.pattern else [self.layers - 1]
 
     @property
     def is_plain(self) -> bool:
         """Whether `tests/references/megatron.py` knows the model, and its layers fall to stages evenly."""
-        usual = self.order == Case.order and self.first is None and not self.legacy
+        usual = self.order == Case.order and self.first is None and self.layout is None
+        usual = usual and not self.legacy and not self.further
+        usual = usual and "E" not in (self.pattern or "")
         return usual and self.fields["model_type"] in PLAIN
 
     def __str__(self) -> str:
@@ -167,6 +210,12 @@ class Case:
                 words.append(f"{axis}{size}")
         if self.order != Case.order:
             words.append(f"order {self.order}")
+        if self.layout is not None:
+            words.append(self.layout)
+        if self.stepwise:
+            words.append("stepwise")
+        if self.further:
+            words.append(f"further{self.further}" + " repeated" * self.repeated)
         if self.spec != Case.spec:
             words.append(self.spec)
         return "-".join([*words, *["tied"] * self.tied, *["legacy"] * self.legacy])

@@ -34,18 +34,27 @@ gelu = functools.partial(functional.gelu, approximate="tanh")
 def configure(case: Case, hf: Any) -> TransformerConfig:
     """Megatron's configuration of the case's model; `hf` is that of transformers."""
     fields = _configure_layers(case, hf) | _configure_parallel(case) | CPU
+    if case.further:
+        fields["mtp_num_layers"] = case.further
+    if case.repeated:
+        fields["mtp_use_repeated_layer"] = True
     make = TransformerConfig
     if hf.model_type == "starcoder2":
         fields |= _configure_gelu(hf)
-    if hf.model_type == "nemotron_h":
+    if case.pattern is not None:
         fields |= _configure_mamba(hf)
-    elif getattr(hf, "num_experts_per_tok", None):
+    if "E" in (case.pattern or "E") and getattr(hf, "num_experts_per_tok", None):
         fields |= _configure_experts(case, hf)
     if hf.model_type == "qwen3_next":
         fields |= _configure_linear(hf)
     if hf.model_type == "deepseek_v3":
         make = MLATransformerConfig
-        fields |= _configure_latent(hf) | _configure_sigmoid(case, hf)
+        fields |= _configure_latent(hf) | _configure_sigmoid(hf)
+        dense = hf.first_k_dense_replace
+        fields["moe_layer_freq"] = [0] * dense + [1] * (case.layers - dense)
+    if "E" in (case.pattern or ""):
+        fields |= _configure_sigmoid(hf)
+        fields["moe_latent_size"] = hf.moe_latent_size
     return make(**fields)
 
 
@@ -81,6 +90,7 @@ def _configure_parallel(case: Case) -> dict[str, Any]:
         "expert_model_parallel_size": case.ep,
         "expert_tensor_parallel_size": case.etp,
         "num_layers_in_first_pipeline_stage": case.first,
+        "pipeline_model_parallel_layout": case.layout,
         "pipeline_dtype": torch.float32,
     }
 
@@ -101,10 +111,10 @@ def _configure_mamba(hf: Any) -> dict[str, Any]:
         "is_hybrid_model": True,
         "gated_linear_unit": False,
         "activation_func": squared_relu,
-        "mamba_state_dim": hf.ssm_state_size,
-        "mamba_head_dim": hf.mamba_head_dim,
+        "mamba_state_dim": getattr(hf, "ssm_state_size", None) or hf.state_size,
+        "mamba_head_dim": getattr(hf, "mamba_head_dim", None) or hf.head_dim,
         "mamba_num_groups": hf.n_groups,
-        "mamba_num_heads": hf.mamba_num_heads,
+        "mamba_num_heads": getattr(hf, "mamba_num_heads", None) or hf.num_heads,
         # The other path is one kernel, which would cut z, x, B, C and dt apart itself.
         "use_mamba_mem_eff_path": False,
     }
@@ -127,12 +137,13 @@ def _configure_experts(case: Case, hf: Any) -> dict[str, Any]:
     }
 
 
-def _configure_sigmoid(case: Case, hf: Any) -> dict[str, Any]:
-    """DeepSeek-V3's router, and its experts beside dense layers."""
-    dense = hf.first_k_dense_replace
+def _configure_sigmoid(hf: Any) -> dict[str, Any]:
+    """DeepSeek-V3's router, and its shared experts."""
+    shared = hf.moe_intermediate_size * hf.n_shared_experts
     return {
-        "moe_layer_freq": [0] * dense + [1] * (case.layers - dense),
-        "moe_shared_expert_intermediate_size": hf.moe_intermediate_size * hf.n_shared_experts,
+        "moe_shared_expert_intermediate_size": getattr(
+            hf, "moe_shared_expert_intermediate_size", shared
+        ),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": hf.n_group,

@@ -1,67 +1,44 @@
 """A transformers model's weights move into a Megatron model, which then runs, and come back.
 
-1. Rank 0 stores the checkpoint, as transformers has it in memory (`CHECKPOINT`), and is a rank of the trainer too.
+1. Rank 0 stores the checkpoint, under the names that transformers would save, and is a rank of the trainer too.
 2. Nothing but the rows knows how either side stores a tensor. What they say is also what the plain reference says,
    whose order of components is thereby that of Megatron's logits.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 import shardmath as sm
 import shardmath_torch as smt
+from shardmath.models.storage.stored import Shapes
+from shardmath.models.systems.hugging_face import hugging_face
 from shardmath.models.systems.megatron import megatron
 from shardmath.models.systems.megatron_shapes import logical_shapes
 from shardmath.storage import Stored, parse, show
-from tests.megatron import configs, trainer
+from shardmath_vllm import read_megatron
+from tests.megatron import configs, further, trainer
 from tests.megatron.cases import VOCAB, Case, Found, is_before
 from tests.references.checkpoint import unstack
 from tests.references.megatron import Trainer, store
 
 __all__ = ["move"]
 
-CHECKPOINT = """
-[model.layers.{l}. = model.layers.{l}.]
-self_attn.q_proj.*            = self_attn.[q g]_proj.* : (heads (q + g)) h
-linear_attn.in_proj_qkvz.weight = linear_attn.[q k v z].weight : (keys (q + k + v + z)) h
-linear_attn.in_proj_ba.weight = linear_attn.[b a].weight : (keys (b + a)) h
-linear_attn.conv1d.weight     = linear_attn.conv_[q k v].weight : (q + k + v) ...
-mlp.c_fc.*                    = mlp.up_proj.*   ! mlp.gate_proj.weight
-mlp.c_proj.*                  = mlp.down_proj.* ! mlp.gate_proj.weight
-mlp.experts.gate_up_proj      = mlp.experts.{e}.[gate up]_proj.weight : e (gate + up) h
-mlp.experts.down_proj         = mlp.experts.{e}.down_proj.weight      : e h n
-mlp.shared_expert.gate_proj.weight = mlp.shared_experts.gate_proj.weight ? mlp.shared_expert_gate.weight
-mlp.shared_expert.up_proj.weight   = mlp.shared_experts.up_proj.weight   ? mlp.shared_expert_gate.weight
-mlp.shared_expert.down_proj.weight = mlp.shared_experts.down_proj.weight ? mlp.shared_expert_gate.weight
+STARCODER = """
+[model.layers.{l}.mlp. = model.layers.{l}.mlp.]
+c_fc.*   = up_proj.*
+c_proj.* = down_proj.*
 [ = ]
-... = ...
+...      = ...
 """
-"""transformers 5: experts are stacked, gate over up; Qwen3-Next's projections go by heads, of queries or of keys. All
-else has its own name."""
-
-HYBRID = """
-model.embeddings.weight       = model.embed_tokens.weight
-model.norm_f.weight           = model.norm.weight
-lm_head.weight                = lm_head.weight
-[model.layers.{l}. = model.layers.{l}.]
-norm.weight                   = input_layernorm.weight
-norm.weight                   = post_attention_layernorm.weight
-mixer.in_proj.weight          = mixer.[z x B C dt].weight : (z + x + B + C + dt) h
-mixer.conv1d.*                = mixer.conv_[x B C].*      : (x + B + C) ...
-[model.layers.{l}.mixer. = model.layers.{l}.mixer.]
-... = ...
-[model.layers.{l}.mixer. = model.layers.{l}.self_attn.]
-... = ...
-[model.layers.{l}.mixer. = model.layers.{l}.mlp.]
-... = ...
-"""
-"""Nemotron-H: a layer is one module, called mixer whatever it is."""
+"""StarCoder2: rows of `hugging_face` leave its names as they are, as vLLM does."""
 
 
 def move(rank: int, case: Case) -> Found:
@@ -69,31 +46,49 @@ def move(rank: int, case: Case) -> Found:
     original = _make_model(case)
     config = configs.configure(case, original.config)
     chunks = trainer.build(case, config, original.config)
-    checkpoint = _declare_checkpoint(original.config)
+    stored = _list_stored(original)
+    checkpoint = _declare_checkpoint(case, original.config, stored)
     trained = _declare_trainer(case, config)
     shapes = logical_shapes(config, vocab=VOCAB, tied=case.tied, pattern=case.pattern)
     own = [_list_own(case, chunk) for chunk in chunks]
-    stored = _list_stored(original)
+    dead = _list_dead(case)
 
     there = smt.Refit(sm.refit(checkpoint, trained, shapes), timeout=30.0)
-    there.prepare(stored if rank == 0 else None, own)
+    there.prepare(stored if rank == 0 else None, own, own=dead)
     there(acknowledge=True)
     strange = _list_strange(case, original, own, rank)
+    strange += sorted(_read(case, chunks, original.config).keys() ^ shapes.keys())
     tokens = torch.arange(32).mul(37).remainder(VOCAB).view(2, 16)
     logits = trainer.forward(chunks, tokens)
 
     returned = {name: torch.zeros_like(tensor) for name, tensor in stored.items()}
     back = smt.Refit(sm.refit(trained, checkpoint, shapes), timeout=30.0)
-    back.prepare(own, returned if rank == 0 else None)
+    back.prepare(own, returned if rank == 0 else None, own=dead)
     back(acknowledge=True)
     not_back = _list_changed(stored, returned) if rank == 0 else []
     if logits is None:
         return Found(None, None, None, not_back, strange)
     with torch.no_grad():
-        wanted = original(tokens).logits
-    difference = float((logits - wanted).abs().max())
-    greedy = torch.equal(logits.argmax(-1), wanted.argmax(-1))
-    return Found(difference, float(wanted.abs().max()), greedy, not_back, strange)
+        wanted = [original(tokens).logits, *further.predict(original, tokens, case.further)]
+    found = [_compare(has, wants) for has, wants in zip(logits, wanted, strict=True)]
+    differences, largest, greedy = zip(*found, strict=True)
+    return Found(max(differences), min(largest), all(greedy), not_back, strange)
+
+
+def _compare(has: Tensor, wants: Tensor) -> tuple[float, float, bool]:
+    """The greatest difference, the largest logit wanted, and whether the same tokens are the likeliest."""
+    # The last positions have no further token to predict.
+    has = has[:, : wants.shape[1]]
+    difference = float((has - wants).abs().max())
+    return difference, float(wants.abs().max()), torch.equal(has.argmax(-1), wants.argmax(-1))
+
+
+def _list_dead(case: Case) -> list[str]:
+    """What no row has, since Megatron never reads it: with tied embeddings, a stage uses its embedding as the head."""
+    # A stage with the head alone reads it.
+    is_alone = case.layout is not None and case.layout.endswith("|L")
+    unread = case.tied and case.further and case.pp > 1 and not is_alone
+    return ["output_layer.weight"] if unread else []
 
 
 def _make_model(case: Case) -> Any:
@@ -103,6 +98,8 @@ def _make_model(case: Case) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager"
     ).eval()
+    if case.further:
+        further.add_further(model, 1 if case.repeated else case.further, case.again)
     random = torch.Generator().manual_seed(1)
     for tensor in trainer.own_tensors(model).values():
         scale = tensor.shape[-1] ** -0.5 if tensor.dim() > 1 else 0.5
@@ -125,8 +122,16 @@ def _list_own(case: Case, chunk: Any) -> dict[str, Tensor]:
     return own
 
 
-def _list_stored(model: nn.Module) -> dict[str, Tensor]:
-    """What the checkpoint's rank moves: the model's own tensors."""
+def _list_stored(model: Any) -> dict[str, Tensor]:
+    """What the checkpoint's rank moves: the model's own tensors, under the names of checkpoints."""
+    stored = _list_tensors(model)
+    plain = {name: one for name, one in stored.items() if not name.startswith("further.")}
+    layers = further.list_published(stored, model.config)
+    return revert_weight_conversion(model, plain) | layers
+
+
+def _list_tensors(model: Any) -> dict[str, Tensor]:
+    """The model's own tensors."""
     stored = trainer.own_tensors(model)
     for name, module in model.named_modules():
         # Qwen3-Next keeps these weights less one, and Megatron's own norm keeps them whole: arithmetic is not moved.
@@ -135,15 +140,23 @@ def _list_stored(model: nn.Module) -> dict[str, Tensor]:
     return stored
 
 
-def _declare_checkpoint(hf: Any) -> Stored:
+def _declare_checkpoint(case: Case, hf: Any, stored: dict[str, Tensor]) -> Stored:
     """How rank 0 stores it."""
-    numbers = {
-        "heads": hf.num_attention_heads,
-        "keys": getattr(hf, "linear_num_key_heads", 1),
-    }
-    mesh = sm.Mesh(one=1, ranks=range(1))
-    table = HYBRID if hf.model_type == "nemotron_h" else CHECKPOINT
-    return Stored(parse(table), (mesh,), numbers=numbers)
+    side = hugging_face(_list_fields(case, hf), stored)
+    return replace(side, rows=parse(STARCODER)) if hf.model_type == "starcoder2" else side
+
+
+def _list_fields(case: Case, hf: Any) -> dict[str, Any]:
+    """The configuration that a checkpoint has."""
+    depths = 1 if case.repeated else case.further
+    fields = {"num_hidden_layers": hf.num_hidden_layers, "num_nextn_predict_layers": depths}
+    return {**hf.to_dict(), **fields}
+
+
+def _read(case: Case, chunks: list[Any], hf: Any) -> Shapes:
+    """The logical tensors that a trainer of vLLM engines finds in the model itself."""
+    fields = _list_fields(case, hf)
+    return read_megatron(chunks, fields, spec=case.spec, order=case.order).shapes
 
 
 def _declare_trainer(case: Case, config: Any) -> Stored:
@@ -172,7 +185,7 @@ def _list_strange(case: Case, original: Any, own: list[dict[str, Tensor]], rank:
     """The rank's tensors that are not as the plain reference fills them, but for padding, which nothing fills."""
     if not case.is_plain:
         return []
-    state = {name: tensor.detach().numpy() for name, tensor in _list_stored(original).items()}
+    state = {name: tensor.detach().numpy() for name, tensor in _list_tensors(original).items()}
     hf = original.config
     fields = {**hf.to_dict(), "num_hidden_layers": hf.num_hidden_layers}
     sizes = {"tp": case.tp, "pp": case.pp, "vpp": case.vpp, "ep": case.ep, "etp": case.etp}

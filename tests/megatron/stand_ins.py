@@ -20,7 +20,7 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import multi_latent_attention
-from megatron.core.transformer.moe import experts, moe_utils
+from megatron.core.transformer.moe import experts, moe_layer, moe_utils
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -42,7 +42,9 @@ def replace() -> None:
     # Without TransformerEngine, these two look for it all the same.
     moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False
-    for module in (provider, gpt_layer_specs, multi_latent_attention):
+    # Latent experts are between two of TransformerEngine's linear layers, whoever made the other modules.
+    moe_layer.HAVE_TE = True
+    for module in (provider, gpt_layer_specs, moe_layer, multi_latent_attention):
         te_modules.replace_in(module)
     provider.is_te_min_version = lambda version: True
     for module in (gpt_layer_specs, variants):
@@ -56,15 +58,22 @@ def replace() -> None:
     )
 
 
-def replace_for_mamba() -> None:
-    """Before Megatron's modules of Mamba are imported: they are put together for TransformerEngine only."""
+def replace_for_mamba(stepwise: bool = False) -> None:
+    """Before Megatron's modules of Mamba are imported: they are put together for TransformerEngine only.
+
+    With `stepwise`, a mixer computes as Megatron's own does when it decodes, in torch, without a stand-in of the scan.
+    """
     sys.modules[TRITON] = MagicMock()
     te_modules.replace_in(transformer_engine)
     from megatron.core.ssm import mamba_mixer
 
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer.ExtendedRMSNorm = GatedNorm
-    mamba_mixer.mamba_chunk_scan_combined = _scan
+    mamba_mixer.mamba_chunk_scan_combined = None if stepwise else _scan
+    if stepwise:
+        # Without these kernels, Megatron computes the same in torch.
+        mamba_mixer.causal_conv1d_update = mamba_mixer.selective_state_update = None
+        mamba_mixer.MambaMixer._ssm_prefill = _decode
 
 
 class GatedNorm(nn.Module):
@@ -96,6 +105,17 @@ def _multiply_groups(rows: Tensor, weights: Tensor, counts: Tensor, trans_b: boo
     """As the grouped_gemm package does: so many rows times the first matrix, so many times the next."""
     parts = rows.split(counts.tolist())
     return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
+
+
+def _decode(mixer: Any, projected: Tensor, **named: Any) -> Tensor:
+    """The mixer's output for `projected`, (l b d), one token after the other, and one sequence after the other: of
+    several, Megatron-Core 0.19 would multiply the outputs of each by the gates of all."""
+    sequences = []
+    for sequence in projected.split(1, dim=1):
+        states = [torch.zeros(1, *shape) for shape in mixer.mamba_state_shapes_per_request()]
+        tokens = [mixer._ssm_decode(token, *states) for token in sequence.split(1)]
+        sequences.append(torch.cat(tokens))
+    return torch.cat(sequences, dim=1)
 
 
 def _scan(

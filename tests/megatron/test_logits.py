@@ -16,6 +16,11 @@ TOLERANCE = 1e-5
 """Of the largest logit; all is float32, and sums are in another order."""
 TIMEOUT_S = 100.0
 
+LATER = pytest.mark.skipif(is_before("0.17"), reason="fields of Megatron-Core 0.17 and later")
+HYBRID = pytest.mark.skipif(
+    is_before("0.19"), reason="hybrid models of Megatron-Core 0.19 and later predict further tokens"
+)
+
 CASES = [
     Case("llama"),
     Case("llama", tied=True),
@@ -46,12 +51,36 @@ CASES = [
     Case("nemotron_h", layers=3, spec="te"),
     Case("nemotron_h", layers=3, spec="te", tp=2),
     Case("nemotron_h", layers=3, spec="te", pp=2, first=1),
+    Case("nemotron_h", layers=3, spec="te", stepwise=True),
+    Case("nemotron_h", layers=3, spec="te", stepwise=True, tp=2),
+    Case("nemotron_h-experts", layers=3, spec="te", tp=2, ep=2),
+    Case("mamba2", spec="te"),
+    Case("mamba2", spec="te", stepwise=True, pp=2),
     Case("deepseek_v3"),
     Case("deepseek_v3", tp=2, ep=2),
     Case("qwen3", spec="te", tp=2),
     Case("starcoder2", spec="te", tp=2),
     Case("mixtral", spec="te", tp=2, ep=2, etp=2),
     Case("deepseek_v3", spec="te", tp=2, ep=2),
+    Case("deepseek_v3", further=1),
+    Case("deepseek_v3", further=1, spec="te", tp=2, ep=2),
+    Case("deepseek_v3", further=1, pp=2, tied=True),
+    Case("llama", further=2, tp=2),
+    Case("llama", further=1, pp=2, vpp=2, layers=4),
+    Case("llama", further=1, pp=3, layout="Et|t|mL"),
+    # The last stage has the head alone.
+    Case("llama", further=1, pp=3, layout="Ett|m|L"),
+    Case("llama", further=1, pp=3, vpp=2, layers=3, layout="Et|t||t|m|L", tied=True),
+    pytest.param(Case("deepseek_v3", further=2, repeated=True, tp=2), marks=LATER),
+    pytest.param(Case("nemotron_h", further=1, layers=3, spec="te"), marks=HYBRID),
+    pytest.param(
+        Case(
+            "nemotron_h-experts", further=2, repeated=True, layers=3, spec="te", tp=2, pp=2, first=1
+        ),
+        marks=HYBRID,
+    ),
+    Case("qwen3_next", further=1, spec="te"),
+    Case("qwen3_next", further=1, spec="te", tp=2, pp=2),
 ]
 
 QKV = "(groups (q + k + v) | tp n)"
@@ -60,6 +89,12 @@ MAMBA = "(tp (z + x + B + C + dt))"
 DELTA = "(tp (q + k + v + z + b + a))"
 GATED = "(groups (q + g + k + v) | tp n)"
 EXPERT = "mlp.experts.{e}.[gate up]_proj.* : (etp (gate + up))"
+
+
+def further_row(native: str, logical: str) -> str:
+    """The row of a norm before the projection of a layer that predicts a further token."""
+    return f"mtp.layers.{{m}}.{native}norm.* @m=-1 = mtp.{{m}}.{logical}norm.*"
+
 
 WRONG = {
     "q and k": Case("llama", swap=(QKV, "(groups (k + q + v) | tp n)")),
@@ -78,6 +113,14 @@ WRONG = {
     ),
     "z and x": Case("nemotron_h", layers=3, spec="te", swap=(MAMBA, "(tp (x + z + B + C + dt))")),
     "B and C": Case("nemotron_h", layers=3, spec="te", swap=(MAMBA, "(tp (z + x + C + B + dt))")),
+    "embedding and hidden state": Case(
+        "deepseek_v3",
+        further=1,
+        swap=(
+            "\n".join(further_row(*pair) for pair in ("ee", "hh")),
+            "\n".join(further_row(*pair) for pair in ("eh", "he")),
+        ),
+    ),
     "b and a": Case("qwen3_next", spec="te", swap=(DELTA, "(tp (q + k + v + z + a + b))")),
 }
 """Rows that are wrong in one structure, and still cut every tensor into parts of the right shape."""

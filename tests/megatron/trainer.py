@@ -12,7 +12,11 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
     get_transformer_block_with_experimental_attention_variant_spec,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import experts
@@ -50,11 +54,13 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
         "share_embeddings_and_output_weights": case.tied,
     }
     if case.pattern is not None:
-        return _build_hybrid(config, case.pattern, fields)
+        return _build_hybrid(case, config, fields)
     at = chunk if case.vpp > 1 else None
+    block = _specify(config, case.spec, at)
     model = GPTModel(
         config,
-        _specify(config, case.spec, at),
+        block,
+        mtp_block_spec=_specify_further(config, case.spec, at, block) if case.further else None,
         position_embedding_type="rope",
         rotary_base=hf.rope_parameters["rope_theta"],
         rotary_percent=hf.rope_parameters.get("partial_rotary_factor", 1.0),
@@ -69,13 +75,15 @@ def _build_chunk(case: Case, config: TransformerConfig, hf: Any, chunk: int) -> 
     return model.eval()
 
 
-def _build_hybrid(config: TransformerConfig, pattern: str, fields: dict[str, Any]) -> Any:
+def _build_hybrid(case: Case, config: TransformerConfig, fields: dict[str, Any]) -> Any:
     """A model of Mamba layers and others, with Megatron's own list of their modules."""
-    stand_ins.replace_for_mamba()
+    stand_ins.replace_for_mamba(case.stepwise)
     from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
     from megatron.core.models.mamba.mamba_model import MambaModel
 
-    return MambaModel(config, mamba_stack_spec, hybrid_override_pattern=pattern, **fields).eval()
+    return MambaModel(
+        config, mamba_stack_spec, hybrid_override_pattern=case.pattern, **fields
+    ).eval()
 
 
 def _specify(config: TransformerConfig, spec: str, chunk: int | None) -> Any:
@@ -93,6 +101,21 @@ def _specify(config: TransformerConfig, spec: str, chunk: int | None) -> Any:
     return block
 
 
+def _specify_further(config: TransformerConfig, spec: str, chunk: int | None, block: Any) -> Any:
+    """The modules that predict further tokens, whose layers are like the last one of all; None on other stages."""
+    te = spec == "te"
+    if not block.layer_specs:
+        last = get_gpt_decoder_layer_specs(config, te, normalization=config.normalization)[-1]
+        last.submodules.self_attention.submodules.core_attention = te_modules.Attention
+        block = last
+    return get_gpt_mtp_block_spec(config, block, te, vp_stage=chunk)
+
+
+def _gets_further(model: Any) -> bool:
+    """Whether the stage before it has all the layers that predict further tokens."""
+    return bool(model.post_process and getattr(model.config, "mtp_standalone", False))
+
+
 def own_tensors(module: nn.Module) -> dict[str, Tensor]:
     """All parameters and persistent buffers, by their own names."""
     named: dict[str, Tensor] = dict(module.named_parameters())
@@ -102,19 +125,28 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def forward(chunks: Sequence[Any], tokens: Tensor) -> Tensor | None:
-    """Logits of the vocabulary without its padding, on ranks of the last stage; None on others."""
+def forward(chunks: Sequence[Any], tokens: Tensor) -> list[Tensor] | None:
+    """Logits of the vocabulary without its padding, and of each further token, on ranks of the last stage; None on
+    others."""
     batch, length = tokens.shape
     positions = torch.arange(length).expand(batch, -1)
     later = torch.triu(torch.ones(length, length, dtype=torch.bool), diagonal=1)
-    out = None
+    logits: list[Tensor] = []
     for model in chunks:
         if not model.pre_process:
-            # Megatron's order of dimensions: sequence, batch, hidden.
-            received = torch.empty(length, batch, model.config.hidden_size)
+            # Megatron's order of dimensions: sequence, batch, hidden. States of further tokens come after all others.
+            further = model.config.mtp_num_layers if _gets_further(model) else 0
+            received = torch.empty(length * (1 + further), batch, model.config.hidden_size)
             dist.recv(received, parallel_state.get_pipeline_model_parallel_prev_rank())
             model.set_input_tensor(received)
-        out = model(tokens, positions, later[None, None])
+        if model.post_process:
+            # Further tokens' logits only go into a loss, which overwrites them. It needs labels: any will do.
+            model.output_layer.register_forward_hook(
+                lambda module, taken, given: logits.append(given[0].transpose(0, 1).clone())
+            )
+        labels = tokens if model.post_process and model.config.mtp_num_layers else None
+        out = model(tokens, positions, later[None, None], labels=labels)
         if not model.post_process:
             dist.send(out.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
-    return out[..., :VOCAB] if chunks[-1].post_process else None
+    # The head is used for the next token last.
+    return [one[..., :VOCAB] for one in logits[-1:] + logits[:-1]] or None

@@ -203,6 +203,26 @@ def test_a_pattern_has_as_many_layers_as_the_configuration(pattern: str) -> None
         logical_shapes(SPARSE, vocab=8, pattern=pattern)
 
 
+def test_further_layers_may_be_on_a_stage_before_the_head() -> None:
+    """`mtp_standalone`: they have the second copy of the embedding, and the last stage has the head."""
+    config = SPARSE | {"pipeline_model_parallel_layout": "Et|t||t|m|L", "mtp_num_layers": 1}
+    stages = [list_stored(config | {"num_layers": 3}, rank, pp=3, vpp=2) for rank in range(3)]
+    name = "1.mtp.layers.0.transformer_layer.mlp.router.weight"
+    assert [name in stored for stored in stages] == [False, True, False]
+    chunks = ["0.embedding.word_embeddings.weight", "1.embedding.word_embeddings.weight"]
+    assert [[one in stored for one in chunks] for stored in stages] == [
+        [True, False],
+        [False, True],
+        [False, False],
+    ]
+    assert "1.output_layer.weight" in stages[2]
+    # Tied, the head is a third copy of the embedding.
+    tied = logical_shapes(config | {"num_layers": 3}, vocab=8, tied=True)
+    side = megatron(config | {"num_layers": 3}, ranks=range(3), pp=3, vpp=2, vocab=8)
+    layout = bind(side, tied).layouts["model.embed_tokens.weight"]
+    assert layout.mesh.shape["copy"] == 3 and layout.mesh.ranks == (0, 1, 2)
+
+
 def test_a_hybrid_model_predicts_a_token_by_several_layers() -> None:
     config = SPARSE | LATER | {"is_hybrid_model": True, "mtp_num_layers": 2}
     stored = list_stored(config, pattern="*E/*-/*-")
