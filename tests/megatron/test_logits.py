@@ -93,7 +93,7 @@ EXPERT = "mlp.experts.{e}.[gate up]_proj.* : (etp (gate + up))"
 
 def further_row(native: str, logical: str) -> str:
     """The row of a norm before the projection of a layer that predicts a further token."""
-    return f"mtp.layers.{{m}}.{native}norm.* @m=-1 = mtp.{{m}}.{logical}norm.*"
+    return f"mtp.layers.{{m}}.{native}norm.* = mtp.{{m}}.{logical}norm.*"
 
 
 WRONG = {
