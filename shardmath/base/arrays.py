@@ -49,9 +49,13 @@ def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
     return np.arange(len(owner)) - shift[owner], owner
 
 
-def begins(sorted_: Ints) -> Ints:
-    """Return an array of the indices at which the runs of equal numbers begin in the sorted array `sorted_`."""
-    return _differ(sorted_).nonzero()[0]
+def begins(*sorted_: Ints) -> Ints:
+    """Return an array of the indices at which the runs of equal numbers begin in the sorted array `sorted_`; of several
+    arrays of one length, those at which a run begins in any of them."""
+    differ = _differ(sorted_[0])
+    for keys in sorted_[1:]:
+        differ |= _differ(keys)
+    return differ.nonzero()[0]
 
 
 def _differ(sorted_: Ints) -> Bools:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from shardmath.base.arguments import text
+from shardmath.base.arrays import begins
 from shardmath.base.digest import digest, names_digest
 from shardmath.base.errors import PlanError
 from shardmath.layouts.holdings import (
@@ -143,9 +145,8 @@ def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> d
     Equal Windows are one object. Raises PlanError if a value is not windows, or if a window has the name of a tensor.
     """
     out = read_windows(side, PlanError, names)
-    # One call per tensor would be slow for tens of thousands of tensors, of which most are single.
-    most = max(map(len, out.values()), default=0)
-    if most > 1 or any(map(attrgetter("numbers"), out.values())):
+    # Looking at each tensor would be slow for tens of thousands of them: mostly all are single layouts.
+    if not set(map(type, side.values())) <= {Layout}:
         _check_local_names(out)
     return out
 
@@ -188,16 +189,18 @@ def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[
     return groups
 
 
-def _same_windows(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> Iterable[list[str]]:
-    """The names grouped by the same windows objects on both sides."""
-    same: dict[Identities, list[str]] = {}
-    ids = zip(map(id, src.values()), map(id, dst.values()), strict=True)
-    for name, pair in zip(src, ids, strict=True):
-        try:
-            same[pair].append(name)
-        except KeyError:
-            same[pair] = [name]
-    return same.values()
+def _same_windows(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[list[str]]:
+    """The names grouped by the same windows objects on both sides, in the order of the groups' first names."""
+    names = list(src)
+    count = len(names)
+    source = np.fromiter(map(id, src.values()), np.int64, count)
+    target = np.fromiter(map(id, dst.values()), np.int64, count)
+    # A stable sort by both ids: groups are end to end, with ascending names.
+    order = np.lexsort((target, source))
+    first = begins(source[order], target[order])
+    by_group = list(map(names.__getitem__, order.tolist()))
+    bounds = [*first.tolist(), count]
+    return [by_group[bounds[i] : bounds[i + 1]] for i in np.argsort(order[first]).tolist()]
 
 
 def _check_tensor(name: str, src: Windows, dst: Windows) -> None:

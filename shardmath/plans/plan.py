@@ -333,7 +333,7 @@ def _make_plan(src: Side, dst: Side, topology: Topology | None, window: bool) ->
     return Plan(
         src=source,
         dst=target,
-        rules=_list_rules(names, alike),
+        rules=_list_rules(source, alike),
         batches=batches,
         lines=balance(gather_lines(batches, topology), batches, topology),
         digest=digest_groups(groups, is_tree, topology),
@@ -346,7 +346,7 @@ def _make_plan(src: Side, dst: Side, topology: Topology | None, window: bool) ->
     )
 
 
-def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
+def _list_rules(names: Mapping[str, object], alike: list[Group]) -> dict[str, Reduction]:
     """The reduction of each tensor."""
     rules = dict.fromkeys(names, NOTHING)
     for group in alike:
