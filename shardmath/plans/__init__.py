@@ -12,6 +12,7 @@ In reading order:
 - `balance`: the choice of cuts;
 - `uncovered`: checks that the source holds, once, everything that the destination needs;
 - `groups`: the tensors that have the same layouts on both sides;
+- `tensors`: the tensors of a move, all of them or those that differ from the last move;
 - `plan`: plans;
 - `adjoint`: the transposed plan;
 - `relabeling`: the choice of a rank for each destination coordinate;

@@ -47,6 +47,7 @@ __all__ = [
     "key_by_name",
     "list_windows",
     "make_batches",
+    "make_groups",
     "pair_by_name",
 ]
 
@@ -169,10 +170,18 @@ def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[
 
     Raises PlanError if the layouts of a tensor do not fit each other.
     """
+    return make_groups(_same_windows(src, dst), src, dst)
+
+
+def make_groups(
+    alike: Iterable[Sequence[str]], src: Mapping[str, Windows], dst: Mapping[str, Windows]
+) -> list[Group]:
+    """Return a Group for each sequence in `alike` of names of tensors that have the same windows on both sides. Raises
+    PlanError if the layouts of a tensor do not fit each other."""
     groups = []
     # Forms that were checked for one tensor, and need no reduction: neither depends on ranks' names.
     checked: set[tuple[Layout, Layout]] = set()
-    for names in _same_windows(src, dst):
+    for names in alike:
         name = names[0]
         source = src[name]
         target = dst[name]

@@ -46,14 +46,11 @@ from shardmath.plans.balance import balance
 from shardmath.plans.demands import Batch, Demands, Ranks, gather_lines
 from shardmath.plans.flows.topology import Topology, checked
 from shardmath.plans.groups import (
-    NOTHING,
-    Group,
     Side,
     digest_groups,
     find_in_part,
     group_alike,
     join_groups,
-    list_windows,
     make_batches,
     pair_by_name,
 )
@@ -62,6 +59,7 @@ from shardmath.plans.stretches import (
     sum_received,
     sum_sent,
 )
+from shardmath.plans.tensors import Given, Tensors, list_given, read_tensors, reread_tensors
 from shardmath.plans.transfers import Transfer, list_transfers
 from shardmath.plans.uncovered import check_covered
 
@@ -259,8 +257,7 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
 class _Asked(NamedTuple):
     """The arguments of `plan`: of each side the names and what they stand for, as it was then."""
 
-    names: tuple[list[str], list[str]]
-    held: tuple[list[object], list[object]]
+    sides: tuple[Given, Given]
     options: tuple[Topology | None, bool]
 
 
@@ -279,21 +276,30 @@ class _Last:
         if self._made is None or self._made[0].options != options:
             return None
         asked, made = self._made
-        for side, names, held in zip(sides, asked.names, asked.held, strict=True):
-            if _list_names(side) != names or len(held) != len(names or [side]):
+        for side, known in zip(sides, asked.sides, strict=True):
+            names, held = list_given(side)
+            if names != known.names or len(held) != len(known.held):
                 return None
-            if not all(map(operator.is_, _list_held(side), held)):
+            if not all(map(operator.is_, held, known.held)):
                 return None
         return made()
+
+    def read(self, sides: tuple[Side, Side]) -> Tensors | None:
+        """Return the tensors of the move between `sides`, as `read_tensors` does, read from the last plan; None if that
+        is gone, or if too much differs."""
+        if self._made is None:
+            return None
+        asked, made = self._made
+        last = made()
+        return None if last is None else reread_tensors(last, asked.sides, *sides)
 
     def keep(
         self, sides: tuple[Side, Side], options: tuple[Topology | None, bool], made: Plan
     ) -> None:
         """Make `made` the last plan."""
         src, dst = sides
-        names = _list_names(src), _list_names(dst)
-        held = _list_held(src), _list_held(dst)
-        self._made = _Asked(names, held, options), weakref.ref(made, self._forget)
+        asked = _Asked((list_given(src), list_given(dst)), options)
+        self._made = asked, weakref.ref(made, self._forget)
 
     def empty(self) -> None:
         """Forget the last plan."""
@@ -305,35 +311,23 @@ class _Last:
             self._made = None
 
 
-def _list_names(side: Side) -> list[str]:
-    """The names of a mapping; none if the side is not a mapping."""
-    return list(side) if isinstance(side, Mapping) else []
-
-
-def _list_held(side: Side) -> list[object]:
-    return list(side.values()) if isinstance(side, Mapping) else [side]
-
-
 _last = _Last()
 add_cache(_last)
 
 
 def _make_plan(src: Side, dst: Side, topology: Topology | None, window: bool) -> Plan:
     """The plan, made from its arguments, which were checked."""
-    src_by_name, dst_by_name = pair_by_name(src, dst)
-    names = sorted(src_by_name)
-    source = list_windows(names, src_by_name)
-    target = list_windows(names, dst_by_name)
-    alike = group_alike(source, target)
+    tensors = _last.read((src, dst)) or read_tensors(src, dst)
+    alike = tensors.alike
     groups = join_groups(alike)
     batches = make_batches(groups)
     check_covered(batches)
-    in_part = find_in_part(alike, dst_by_name, window)
     is_tree = isinstance(src, Mapping)
+    given = dst if isinstance(dst, Mapping) else {"": dst}
     return Plan(
-        src=source,
-        dst=target,
-        rules=_list_rules(source, alike),
+        src=tensors.src,
+        dst=tensors.dst,
+        rules=tensors.rules,
         batches=batches,
         lines=balance(gather_lines(batches, topology), batches, topology),
         digest=digest_groups(groups, is_tree, topology),
@@ -341,18 +335,9 @@ def _make_plan(src: Side, dst: Side, topology: Topology | None, window: bool) ->
         src_ranks=list_ranks(group.src for group in groups),
         dst_ranks=list_ranks(group.dst for group in groups),
         topology=topology,
-        in_part=in_part,
-        alike=tuple(group.names for group in alike),
+        in_part=find_in_part(alike, given, window),
+        alike=tuple(tuple(group.names) for group in alike),
     )
-
-
-def _list_rules(names: Mapping[str, object], alike: list[Group]) -> dict[str, Reduction]:
-    """The reduction of each tensor."""
-    rules = dict.fromkeys(names, NOTHING)
-    for group in alike:
-        if group.rule is not NOTHING:
-            rules |= dict.fromkeys(group.names, group.rule)
-    return rules
 
 
 def digest_of(plan: Plan) -> str:
