@@ -59,7 +59,7 @@ from shardmath.plans.stretches import (
     sum_received,
     sum_sent,
 )
-from shardmath.plans.tensors import Given, Tensors, list_given, read_tensors, reread_tensors
+from shardmath.plans.tensors import Ends, Tensors, list_given, read_tensors, reread_tensors
 from shardmath.plans.transfers import Transfer, list_transfers
 from shardmath.plans.uncovered import check_covered
 
@@ -247,17 +247,19 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
             f"window={window!r} is not a bool; "
             f"give True if the destination may hold less than the tensors, or False"
         )
-    known = _last.get((src, dst), (topology, window))
+    asked = _Asked((list_given(src), list_given(dst)), (topology, window))
+    known = _last.get(asked)
     if known is None:
-        known = _make_plan(src, dst, topology, window)
-        _last.keep((src, dst), (topology, window), known)
+        tensors = _last.read(asked) or read_tensors(src, dst)
+        known = _make_plan(tensors, src, dst, topology, window)
+        _last.keep(asked, known)
     return known
 
 
 class _Asked(NamedTuple):
     """The arguments of `plan`: of each side the names and what they stand for, as it was then."""
 
-    sides: tuple[Given, Given]
+    sides: Ends
     options: tuple[Topology | None, bool]
 
 
@@ -271,34 +273,29 @@ class _Last:
     def __init__(self) -> None:
         self._made: tuple[_Asked, weakref.ref[Plan]] | None = None
 
-    def get(self, sides: tuple[Side, Side], options: tuple[Topology | None, bool]) -> Plan | None:
+    def get(self, now: _Asked) -> Plan | None:
         """Return the last plan if it was made of the same arguments and still exists, else None."""
-        if self._made is None or self._made[0].options != options:
+        if self._made is None or self._made[0].options != now.options:
             return None
         asked, made = self._made
-        for side, known in zip(sides, asked.sides, strict=True):
-            names, held = list_given(side)
-            if names != known.names or len(held) != len(known.held):
+        for old, new in zip(asked.sides, now.sides, strict=True):
+            if old.names != new.names or len(old.held) != len(new.held):
                 return None
-            if not all(map(operator.is_, held, known.held)):
+            if not all(map(operator.is_, old.held, new.held)):
                 return None
         return made()
 
-    def read(self, sides: tuple[Side, Side]) -> Tensors | None:
-        """Return the tensors of the move between `sides`, as `read_tensors` does, read from the last plan; None if that
-        is gone, or if too much differs."""
+    def read(self, now: _Asked) -> Tensors | None:
+        """Return the tensors of a move, read from the last plan as far as they are the same; None if that is gone, or
+        if too much differs."""
         if self._made is None:
             return None
         asked, made = self._made
         last = made()
-        return None if last is None else reread_tensors(last, asked.sides, *sides)
+        return None if last is None else reread_tensors(last, asked.sides, now.sides)
 
-    def keep(
-        self, sides: tuple[Side, Side], options: tuple[Topology | None, bool], made: Plan
-    ) -> None:
+    def keep(self, asked: _Asked, made: Plan) -> None:
         """Make `made` the last plan."""
-        src, dst = sides
-        asked = _Asked((list_given(src), list_given(dst)), options)
         self._made = asked, weakref.ref(made, self._forget)
 
     def empty(self) -> None:
@@ -315,9 +312,10 @@ _last = _Last()
 add_cache(_last)
 
 
-def _make_plan(src: Side, dst: Side, topology: Topology | None, window: bool) -> Plan:
-    """The plan, made from its arguments, which were checked."""
-    tensors = _last.read((src, dst)) or read_tensors(src, dst)
+def _make_plan(
+    tensors: Tensors, src: Side, dst: Side, topology: Topology | None, window: bool
+) -> Plan:
+    """The plan of these tensors, made from its arguments, which were checked."""
     alike = tensors.alike
     groups = join_groups(alike)
     batches = make_batches(groups)

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import operator
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
-from shardmath.layouts.holdings import LayoutOrWindows, Windows
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.groups import (
     NOTHING,
@@ -26,12 +27,11 @@ from shardmath.plans.groups import (
 )
 from shardmath.plans.reduction import Reduction
 
-__all__ = ["Given", "Tensors", "list_given", "read_tensors", "reread_tensors"]
+__all__ = ["Ends", "Given", "Tensors", "list_given", "read_tensors", "reread_tensors"]
 
 FEW = 64
 """The number of tensors, beside a sixteenth of all, that move one by one from group to group."""
 
-_Side: TypeAlias = Mapping[str, LayoutOrWindows]
 _Pair: TypeAlias = tuple[int, int]
 """The ids of the windows at the source and at the destination."""
 
@@ -41,6 +41,10 @@ class Given(NamedTuple):
 
     names: list[str]
     held: list[object]
+
+
+Ends: TypeAlias = tuple[Given, Given]
+"""The source and the destination as a caller gave them."""
 
 
 class Tensors(NamedTuple):
@@ -94,64 +98,71 @@ def _list_rules(names: Mapping[str, object], alike: list[Group]) -> dict[str, Re
     return rules
 
 
-def reread_tensors(last: Read, given: tuple[Given, Given], src: Side, dst: Side) -> Tensors | None:
-    """Return the tensors of the move from `src` to `dst`, as `read_tensors` does, but read only what differs from the
-    plan `last`, which was made of `given`. Return None if too much differs."""
-    if not (isinstance(src, Mapping) and isinstance(dst, Mapping)):
-        return None
-    src_by_name: _Side
-    src_by_name, dst_by_name = src, dst
-    now = list_given(src), list_given(dst)
-    is_renamed = any(new.names != old.names for new, old in zip(now, given, strict=True))
-    if is_renamed:
-        src_by_name, dst_by_name = pair_by_name(src, dst)
-    ends = _End.of(last.src, src_by_name, last.alike), _End.of(last.dst, dst_by_name, last.alike)
+def reread_tensors(last: Read, given: Ends, now: Ends) -> Tensors | None:
+    """Return the tensors of the move between the two sides `now`, as `read_tensors` does, but read only what differs
+    from the plan `last`, which was made of `given`. Return None if too much differs."""
+    if any(len(side.names) != len(side.held) for side in (*given, *now)):
+        return None  # not all sides are mappings
+    ends = _End.of(last.src, last.alike), _End.of(last.dst, last.alike)
     if not all(end.is_single for end in ends):
         return None
-    removed: set[str] = set()
-    if is_renamed:
-        changed = [end.find_changed() for end in ends]
-        removed.update(itertools.filterfalse(src_by_name.__contains__, last.src))
-    else:
-        changed = [_find_differing(new, old) for new, old in zip(now, given, strict=True)]
-    if sum(map(len, changed)) + len(removed) <= FEW + len(last.src) // 16:
-        return _patch(last, ends, set(itertools.chain(*changed)), removed)
-    return None if is_renamed else _translate(last, ends, given, now)
+    found = _compare(given[0], now[0]), _compare(given[1], now[1])
+    if (found[0].added, found[0].removed) != (found[1].added, found[1].removed):
+        return None  # the sides have other names, or names in other orders
+    if sum(len(side.at) for side in found) <= FEW + len(last.src) // 16:
+        return _patch(last, ends, now, found)
+    return _translate(last, ends, given, now)
 
 
-def _find_differing(new: Given, old: Given) -> list[str]:
-    """The names that stand for other objects now."""
-    return list(itertools.compress(new.names, map(operator.is_not, new.held, old.held)))
+class _Differences(NamedTuple):
+    """The places at which a side has another tensor or layout than before, and the names that came and that left."""
+
+    at: list[int]
+    added: set[str]
+    removed: set[str]
+
+
+def _compare(old: Given, new: Given) -> _Differences:
+    """How a side differs from the side before: where both begin and end with the same names, in layouts."""
+    begin = stop = end = len(new.names)
+    if old.names != new.names:
+        most = min(len(old.names), len(new.names))
+        begin = _count_same(old.names, new.names, most)
+        tail = _count_same(reversed(old.names), reversed(new.names), most - begin)
+        stop = len(new.names) - tail
+        end = len(old.names) - tail
+    # Nothing is the same as a new object.
+    between = [object()] * (stop - begin)
+    before = [*old.held[:begin], *between, *old.held[end:]]
+    differ = map(operator.is_not, new.held, before)
+    at = list(itertools.compress(itertools.count(), differ))
+    come = set(new.names[begin:stop])
+    gone = set(old.names[begin:end])
+    return _Differences(at, come - gone, gone - come)
+
+
+def _count_same(a: Iterable[str], b: Iterable[str], most: int) -> int:
+    """The number of equal items with which both begin, but at most so many."""
+    differ = map(operator.ne, a, b)
+    return min(next(itertools.compress(itertools.count(), differ), most), most)
 
 
 class _End(NamedTuple):
-    """A side of a move: its windows before by name, what is held now, and the windows of each layout before."""
+    """A side of a move: its windows before, by name and by layout."""
 
     before: Mapping[str, Windows]
-    held: _Side
-    known: dict[LayoutOrWindows, Windows]
+    known: dict[object, Windows]
 
     @classmethod
-    def of(
-        cls, before: Mapping[str, Windows], held: _Side, alike: Iterable[tuple[str, ...]]
-    ) -> _End:
+    def of(cls, before: Mapping[str, Windows], alike: Iterable[tuple[str, ...]]) -> _End:
         """Return a side on which the tensors `alike` have the same layouts."""
         firsts = [before[names[0]] for names in alike]
-        return cls(before, held, {windows[0]: windows for windows in firsts})
+        return cls(before, {windows[0]: windows for windows in firsts})
 
     @property
     def is_single(self) -> bool:
         """Whether all tensors were held under one layout each."""
         return all(windows.is_single for windows in self.known.values())
-
-    def find_changed(self) -> list[str]:
-        """Return the names of tensors that are new or have another layout."""
-        held = list(self.held.values())
-        if set(map(type, held)) != {Layout}:
-            return list(self.held)  # others may have no hash
-        windows = map(self.known.get, held, held)  # a layout that was nowhere stands for itself
-        same = map(self.before.get, self.held)
-        return list(itertools.compress(self.held, map(operator.is_not, windows, same)))
 
     def find(self, layout: object) -> Windows | None:
         """Return the windows of a layout, the same for each tensor; None for several layouts, or none."""
@@ -161,21 +172,18 @@ class _End(NamedTuple):
 
 
 def _patch(
-    last: Read, ends: tuple[_End, _End], changed: set[str], removed: set[str]
+    last: Read, ends: tuple[_End, _End], now: Ends, found: tuple[_Differences, _Differences]
 ) -> Tensors | None:
-    """The tensors, if only those of these names were changed or added, or were removed."""
+    """The tensors, if only a few were changed, added or removed."""
+    _, added, removed = found[0]
+    changed: set[str] = set()
     sides = []
-    added = changed.difference(last.src)
-    order = None
-    if removed or added:
-        # Those that stay are in order, so that sorting takes little.
-        staying = itertools.filterfalse(removed.__contains__, last.src)
-        order = sorted(itertools.chain(staying, added))
-    for end in ends:
-        fresh = {name: end.find(end.held[name]) for name in changed if type(name) is str}
-        if None in fresh.values() or len(fresh) < len(changed):
+    for end, side, (at, _, _) in zip(ends, now, found, strict=True):
+        fresh = {side.names[i]: end.find(side.held[i]) for i in at}
+        if None in fresh.values() or not set(map(type, fresh)) <= {str}:
             return None
-        sides.append(_replace(end.before, fresh, order))
+        changed.update(fresh)
+        sides.append(_edit(end.before, fresh, removed))
     source, target = sides
     names_of = {_pair(last.src, last.dst, names[0]): names for names in last.alike}
     leaving = _group(last.src, last.dst, (changed | removed) - added)
@@ -186,17 +194,27 @@ def _patch(
     return _tensors(last, source, target, filter(None, names_of.values()))
 
 
-def _replace(
-    before: Mapping[str, Windows], fresh: Mapping[str, Windows], order: list[str] | None
+def _edit(
+    before: Mapping[str, Windows], fresh: Mapping[str, Windows | None], removed: set[str]
 ) -> Mapping[str, Windows]:
-    """The windows of a side with those in place of some; of the names in this order, if names differ."""
-    if order is None and all(before[name] is windows for name, windows in fresh.items()):
+    """The windows of a side with the fresh ones and without some; names stay ascending."""
+    if not removed and all(before.get(name) is windows for name, windows in fresh.items()):
         return before
     now = dict(before)
+    for name in removed:
+        del now[name]
+    added = sorted(name for name in fresh if name not in now)
     now.update(fresh)
-    if order is None:
+    if not added:
         return now
-    return dict(zip(order, map(now.__getitem__, order), strict=True))
+    # A dict has no room in the middle: it is made again from lists, which have.
+    names = list(now)[: -len(added)]
+    windows = list(now.values())[: -len(added)]
+    for name in added:
+        at = bisect.bisect(names, name)
+        names.insert(at, name)
+        windows.insert(at, now[name])
+    return dict(zip(names, windows, strict=True))
 
 
 def _pair(src: Mapping[str, Windows], dst: Mapping[str, Windows], name: str) -> _Pair:
@@ -213,10 +231,10 @@ def _group(
     return out
 
 
-def _translate(
-    last: Read, ends: tuple[_End, _End], given: tuple[Given, Given], now: tuple[Given, Given]
-) -> Tensors | None:
+def _translate(last: Read, ends: tuple[_End, _End], given: Ends, now: Ends) -> Tensors | None:
     """The tensors, if all that had one layout before have one layout again; else None."""
+    if any(old.names != new.names for old, new in zip(given, now, strict=True)):
+        return None
     sides: list[Mapping[str, Windows]] = []
     for end, old, new in zip(ends, given, now, strict=True):
         if old.held[0] is new.held[0] and all(map(operator.is_, old.held, new.held)):
