@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -25,6 +25,7 @@ __all__ = [
     "Bools",
     "Ints",
     "Offsets",
+    "addresses",
     "begins",
     "distinct",
     "join",
@@ -94,6 +95,13 @@ def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
     kind = np.empty_like(order)
     kind[order] = np.cumsum(is_new) - 1
     return order[is_new], kind
+
+
+def addresses(values: Collection[object]) -> Ints:
+    """An int64 array with what `id` returns for each of `values`, in a quarter of the time."""
+    # An array of objects is an array of their addresses.
+    objects = np.fromiter(values, object, len(values))
+    return np.frombuffer(objects.tobytes(), np.intp).astype(np.int64, copy=False)
 
 
 def lengths(values: Iterable[Sized]) -> Ints:

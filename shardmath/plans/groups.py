@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from shardmath.base.arguments import text
-from shardmath.base.arrays import begins
+from shardmath.base.arrays import addresses, begins
 from shardmath.base.digest import digest, names_digest
 from shardmath.base.errors import PlanError
 from shardmath.layouts.holdings import (
@@ -202,8 +202,8 @@ def _same_windows(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> lis
     """The names grouped by the same windows objects on both sides, in the order of the groups' first names."""
     names = list(src)
     count = len(names)
-    source = np.fromiter(map(id, src.values()), np.int64, count)
-    target = np.fromiter(map(id, dst.values()), np.int64, count)
+    source = addresses(src.values())
+    target = addresses(dst.values())
     # A stable sort by both ids: groups are end to end, with ascending names.
     order = np.lexsort((target, source))
     first = begins(source[order], target[order])

@@ -14,6 +14,9 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+
+from shardmath.base.arrays import Ints, addresses
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.groups import (
@@ -37,10 +40,14 @@ _Pair: TypeAlias = tuple[int, int]
 
 
 class Given(NamedTuple):
-    """What a caller gave for a side: the names of the tensors, and what each stands for, in the caller's order."""
+    """What a caller gave for a side: the names of the tensors, and what each stands for, in the caller's order.
+
+    `ids` are the ids of what is held, which are compared faster than objects.
+    """
 
     names: list[str]
     held: list[object]
+    ids: Ints
 
 
 Ends: TypeAlias = tuple[Given, Given]
@@ -73,9 +80,10 @@ class Read(Protocol):
 
 def list_given(side: Side) -> Given:
     """Return what a caller gave for a side. There are no names if it is not a mapping."""
-    if isinstance(side, Mapping):
-        return Given(list(side), list(side.values()))
-    return Given([], [side])
+    is_tree = isinstance(side, Mapping)
+    names = list(side) if is_tree else []
+    held = list(side.values()) if is_tree else [side]
+    return Given(names, held, addresses(held))
 
 
 def read_tensors(src: Side, dst: Side) -> Tensors:
@@ -131,11 +139,10 @@ def _compare(old: Given, new: Given) -> _Differences:
         tail = _count_same(reversed(old.names), reversed(new.names), most - begin)
         stop = len(new.names) - tail
         end = len(old.names) - tail
-    # Nothing is the same as a new object.
-    between = [object()] * (stop - begin)
-    before = [*old.held[:begin], *between, *old.held[end:]]
-    differ = map(operator.is_not, new.held, before)
-    at = list(itertools.compress(itertools.count(), differ))
+    # No object has the id -1.
+    between = np.full(stop - begin, -1)
+    before = np.concatenate([old.ids[:begin], between, old.ids[end:]])
+    at = np.flatnonzero(new.ids != before).tolist()
     come = set(new.names[begin:stop])
     gone = set(old.names[begin:end])
     return _Differences(at, come - gone, gone - come)
@@ -237,7 +244,7 @@ def _translate(last: Read, ends: tuple[_End, _End], given: Ends, now: Ends) -> T
         return None
     sides: list[Mapping[str, Windows]] = []
     for end, old, new in zip(ends, given, now, strict=True):
-        if old.held[0] is new.held[0] and all(map(operator.is_, old.held, new.held)):
+        if np.array_equal(old.ids, new.ids):
             sides.append(end.before)
             continue
         became = dict(zip(old.held, new.held, strict=True))
