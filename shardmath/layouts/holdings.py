@@ -263,8 +263,11 @@ def read_windows(
         distinct = {}  # some value is not a layout, nor a tuple of them
     # Tens of thousands of tensors go through here: the few layouts are read once each, and the rest is map.
     if set(map(type, distinct)) == {Layout}:
-        single = {layout: Windows((layout,)) for layout in distinct}
-        return dict(zip(order, map(single.__getitem__, held), strict=True))
+        single = {layout: windows_of(layout, "", error) for layout in distinct}
+        # A copy of a dict of these names has room for all of them, and their hashes.
+        out = dict(names) if isinstance(names, dict) else {}
+        out.update(zip(order, map(single.__getitem__, held), strict=True))
+        return out
     # Tuples are read by their ids, since equal ones may have other names for their windows.
     windows_by_id: dict[int, Windows] = {}
     windows = []

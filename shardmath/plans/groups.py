@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -140,7 +140,7 @@ def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
     raise PlanError(f"names of tensors differ: {'; '.join(only)}; give both sides the same names")
 
 
-def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
+def list_windows(names: Collection[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
     """Return the Windows (layouts that together hold a tensor) of each of `names`, by name, in the order of `names`.
 
     Equal Windows are one object. Raises PlanError if a value is not windows, or if a window has the name of a tensor.

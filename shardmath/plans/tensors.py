@@ -12,7 +12,7 @@ import bisect
 import itertools
 import operator
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,7 @@ __all__ = ["Ends", "Given", "Tensors", "list_given", "read_tensors", "reread_ten
 FEW = 64
 """The number of tensors, beside a sixteenth of all, that move one by one from group to group."""
 
+_Key = TypeVar("_Key")
 _Pair: TypeAlias = tuple[int, int]
 """The ids of the windows at the source and at the destination."""
 
@@ -80,10 +81,10 @@ class Read(Protocol):
 
 def list_given(side: Side) -> Given:
     """Return what a caller gave for a side. There are no names if it is not a mapping."""
-    is_tree = isinstance(side, Mapping)
-    names = list(side) if is_tree else []
-    held = list(side.values()) if is_tree else [side]
-    return Given(names, held, addresses(held))
+    if not isinstance(side, Mapping):
+        return Given([], [side], addresses([side]))
+    held: list[object] = list(side.values())
+    return Given(list(side), held, addresses(held))
 
 
 def read_tensors(src: Side, dst: Side) -> Tensors:
@@ -92,7 +93,7 @@ def read_tensors(src: Side, dst: Side) -> Tensors:
     src_by_name, dst_by_name = pair_by_name(src, dst)
     names = sorted(src_by_name)
     source = list_windows(names, src_by_name)
-    target = list_windows(names, dst_by_name)
+    target = list_windows(source, dst_by_name)
     alike = group_alike(source, target)
     return Tensors(source, target, _list_rules(source, alike), alike)
 
@@ -171,11 +172,14 @@ class _End(NamedTuple):
         """Whether all tensors were held under one layout each."""
         return all(windows.is_single for windows in self.known.values())
 
-    def find(self, layout: object) -> Windows | None:
-        """Return the windows of a layout, the same for each tensor; None for several layouts, or none."""
-        if type(layout) is not Layout:
-            return None
-        return self.known.setdefault(layout, Windows((layout,)))
+    def find(self, held: Mapping[_Key, object]) -> dict[_Key, Windows] | None:
+        """Return the windows of each of these layouts, one object for equal ones; None if some is not a layout."""
+        out = {}
+        for key, layout in held.items():
+            if type(layout) is not Layout:
+                return None
+            out[key] = self.known.setdefault(layout, Windows((layout,)))
+        return out
 
 
 def _patch(
@@ -184,13 +188,13 @@ def _patch(
     """The tensors, if only a few were changed, added or removed."""
     _, added, removed = found[0]
     changed: set[str] = set()
-    sides = []
+    sides: list[Mapping[str, Windows]] = []
     for end, side, (at, _, _) in zip(ends, now, found, strict=True):
-        fresh = {side.names[i]: end.find(side.held[i]) for i in at}
-        if None in fresh.values() or not set(map(type, fresh)) <= {str}:
+        fresh = end.find({side.names[i]: side.held[i] for i in at})
+        if fresh is None or not set(map(type, fresh)) <= {str}:
             return None
         changed.update(fresh)
-        sides.append(_edit(end.before, fresh, removed))
+        sides.append(_edit(end.before, fresh, removed, sides[0] if sides else None))
     source, target = sides
     names_of = {_pair(last.src, last.dst, names[0]): names for names in last.alike}
     leaving = _group(last.src, last.dst, (changed | removed) - added)
@@ -202,9 +206,13 @@ def _patch(
 
 
 def _edit(
-    before: Mapping[str, Windows], fresh: Mapping[str, Windows | None], removed: set[str]
+    before: Mapping[str, Windows],
+    fresh: Mapping[str, Windows],
+    removed: set[str],
+    like: Mapping[str, Windows] | None,
 ) -> Mapping[str, Windows]:
-    """The windows of a side with the fresh ones and without some; names stay ascending."""
+    """The windows of a side with the fresh ones and without some; names stay ascending. `like` is the other side, if it
+    was edited before."""
     if not removed and all(before.get(name) is windows for name, windows in fresh.items()):
         return before
     now = dict(before)
@@ -221,7 +229,9 @@ def _edit(
         at = bisect.bisect(names, name)
         names.insert(at, name)
         windows.insert(at, now[name])
-    return dict(zip(names, windows, strict=True))
+    out = {} if like is None else dict(like)
+    out.update(zip(names, windows, strict=True))
+    return out
 
 
 def _pair(src: Mapping[str, Windows], dst: Mapping[str, Windows], name: str) -> _Pair:
@@ -250,8 +260,8 @@ def _translate(last: Read, ends: tuple[_End, _End], given: Ends, now: Ends) -> T
         became = dict(zip(old.held, new.held, strict=True))
         if not all(map(operator.is_, map(became.__getitem__, old.held), new.held)):
             return None
-        windows = {before: end.find(after) for before, after in became.items()}
-        if None in windows.values():
+        windows = end.find(became)
+        if windows is None:
             return None
         side = dict(end.before)
         side.update(zip(old.names, map(windows.__getitem__, old.held), strict=True))
