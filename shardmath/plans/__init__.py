@@ -8,6 +8,7 @@ In reading order:
 - `units`: the boxes of a unit, and the places where it may be cut;
 - `demands`: the bytes that receivers ask of holders, as integers;
 - `stretches`: the bytes from each sender to each receiver, given the cuts of lines;
+- `pieces`: the boxes of units, as their source and their destination see them;
 - `transfers`: the pieces of a plan, each one box of one tensor between two ranks;
 - `balance`: the choice of cuts;
 - `uncovered`: checks that the source holds, once, everything that the destination needs;
