@@ -22,7 +22,7 @@ from shardmath.layouts.algebra.partition import Partition
 from shardmath.plans.template import Template
 from shardmath.plans.units import Listed, Rows, Sizes, list_columns, unit_boxes
 
-__all__ = ["BoxPiece", "Place", "expand", "expand_all"]
+__all__ = ["BoxPiece", "UnitRange", "expand", "expand_all"]
 
 MANY = 32
 """The number of places from which on arrays are faster."""
@@ -161,7 +161,7 @@ def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple([slice(a, a + n) for a, n in zip(start, shape, strict=True)])
 
 
-class Place(NamedTuple):
+class UnitRange(NamedTuple):
     """Elements lo..hi-1 of a unit, which go from a position of one mesh to a position of another."""
 
     unit: int
@@ -171,7 +171,7 @@ class Place(NamedTuple):
     hi: int
 
 
-def expand_all(t: Template, places: Sequence[Place]) -> list[list[BoxPiece]]:
+def expand_all(t: Template, places: Sequence[UnitRange]) -> list[list[BoxPiece]]:
     """List the BoxPieces of each of these places, as `expand` does."""
     # A key or a goal has one part unless shards overlap: then no position has to look for its own.
     is_plain = all(over.src.shape[1] == over.dst.shape[1] == 1 for over in t.overlays)

@@ -3,7 +3,7 @@
 1. If few tensors differ, only these are read, and each leaves one group for another.
 2. If ranks differ, all layouts are other objects, but tensors that had equal layouts have equal layouts again: groups
    are read instead of tensors.
-3. Tensors that are read from the last move equal those that are read anew, groups and their order included.
+3. Tensors that are read from the last move equal those that `read_tensors` gives, groups and their order included.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardmath.plans.groups import (
 )
 from shardmath.plans.reduction import Reduction
 
-__all__ = ["Ends", "Given", "Tensors", "list_given", "read_tensors", "reread_tensors"]
+__all__ = ["Ends", "GivenSide", "Tensors", "list_given", "read_tensors", "reread_tensors"]
 
 FEW = 64
 """The number of tensors, beside a sixteenth of all, that move one by one from group to group."""
@@ -40,8 +40,8 @@ _Pair: TypeAlias = tuple[int, int]
 """The ids of the windows at the source and at the destination."""
 
 
-class Given(NamedTuple):
-    """What a caller gave for a side: the names of the tensors, and what each stands for, in the caller's order.
+class GivenSide(NamedTuple):
+    """The argument for one side: the names of the tensors, and what each stands for, in the caller's order.
 
     `ids` are the ids of what is held, which are compared faster than objects.
     """
@@ -51,7 +51,7 @@ class Given(NamedTuple):
     ids: Ints
 
 
-Ends: TypeAlias = tuple[Given, Given]
+Ends: TypeAlias = tuple[GivenSide, GivenSide]
 """The source and the destination as a caller gave them."""
 
 
@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
     alike: list[Group]
 
 
-class Read(Protocol):
+class Grouped(Protocol):
     """The parts of a Plan from which the tensors of a changed move are read: layouts and reductions by tensor name, and
     the names of each group of tensors with equal layouts."""
 
@@ -79,12 +79,12 @@ class Read(Protocol):
     def alike(self) -> tuple[tuple[str, ...], ...]: ...
 
 
-def list_given(side: Side) -> Given:
-    """Return what a caller gave for a side. There are no names if it is not a mapping."""
+def list_given(side: Side) -> GivenSide:
+    """Return the names and values of an argument of `plan`. There are no names if it is not a mapping."""
     if not isinstance(side, Mapping):
-        return Given([], [side], addresses([side]))
+        return GivenSide([], [side], addresses([side]))
     held: list[object] = list(side.values())
-    return Given(list(side), held, addresses(held))
+    return GivenSide(list(side), held, addresses(held))
 
 
 def read_tensors(src: Side, dst: Side) -> Tensors:
@@ -107,14 +107,14 @@ def _list_rules(names: Mapping[str, object], alike: list[Group]) -> dict[str, Re
     return rules
 
 
-def reread_tensors(last: Read, given: Ends, now: Ends) -> Tensors | None:
+def reread_tensors(last: Grouped, given: Ends, now: Ends) -> Tensors | None:
     """Return the tensors of the move between the two sides `now`, as `read_tensors` does, but read only what differs
     from the plan `last`, which was made of `given`. Return None if too much differs."""
     if any(len(side.names) != len(side.held) for side in (*given, *now)):
         return None  # not all sides are mappings
+    if any(set(map(type, side.held)) != {Layout} for side in given):
+        return None  # some tensor has several windows
     ends = _End.of(last.src, last.alike), _End.of(last.dst, last.alike)
-    if not all(end.is_single for end in ends):
-        return None
     found = _compare(given[0], now[0]), _compare(given[1], now[1])
     if (found[0].added, found[0].removed) != (found[1].added, found[1].removed):
         return None  # the sides have other names, or names in other orders
@@ -131,7 +131,7 @@ class _Differences(NamedTuple):
     removed: set[str]
 
 
-def _compare(old: Given, new: Given) -> _Differences:
+def _compare(old: GivenSide, new: GivenSide) -> _Differences:
     """How a side differs from the side before: where both begin and end with the same names, in layouts."""
     begin = stop = end = len(new.names)
     if old.names != new.names:
@@ -167,11 +167,6 @@ class _End(NamedTuple):
         firsts = [before[names[0]] for names in alike]
         return cls(before, {windows[0]: windows for windows in firsts})
 
-    @property
-    def is_single(self) -> bool:
-        """Whether all tensors were held under one layout each."""
-        return all(windows.is_single for windows in self.known.values())
-
     def find(self, held: Mapping[_Key, object]) -> dict[_Key, Windows] | None:
         """Return the windows of each of these layouts, one object for equal ones; None if some is not a layout."""
         out = {}
@@ -183,7 +178,7 @@ class _End(NamedTuple):
 
 
 def _patch(
-    last: Read, ends: tuple[_End, _End], now: Ends, found: tuple[_Differences, _Differences]
+    last: Grouped, ends: tuple[_End, _End], now: Ends, found: tuple[_Differences, _Differences]
 ) -> Tensors | None:
     """The tensors, if only a few were changed, added or removed."""
     _, added, removed = found[0]
@@ -194,15 +189,19 @@ def _patch(
         if fresh is None or not set(map(type, fresh)) <= {str}:
             return None
         changed.update(fresh)
-        sides.append(_edit(end.before, fresh, removed, sides[0] if sides else None))
+        sides.append(_edit(end.before, fresh, removed, next(iter(sides), None)))
     source, target = sides
     names_of = {_pair(last.src, last.dst, names[0]): names for names in last.alike}
     leaving = _group(last.src, last.dst, (changed | removed) - added)
     for pair, some in leaving.items():
-        names_of[pair] = tuple(name for name in names_of[pair] if name not in some)
+        names_of[pair] = _leave_out(names_of[pair], some)
     for pair, some in _group(source, target, changed).items():
-        names_of[pair] = tuple(sorted((*names_of.get(pair, ()), *some)))
+        names_of[pair] = _join([names_of.get(pair, ()), tuple(some)])
     return _tensors(last, source, target, filter(None, names_of.values()))
+
+
+def _leave_out(names: tuple[str, ...], some: set[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in some)
 
 
 def _edit(
@@ -248,7 +247,7 @@ def _group(
     return out
 
 
-def _translate(last: Read, ends: tuple[_End, _End], given: Ends, now: Ends) -> Tensors | None:
+def _translate(last: Grouped, ends: tuple[_End, _End], given: Ends, now: Ends) -> Tensors | None:
     """The tensors, if all that had one layout before have one layout again; else None."""
     if any(old.names != new.names for old, new in zip(given, now, strict=True)):
         return None
@@ -275,11 +274,12 @@ def _translate(last: Read, ends: tuple[_End, _End], given: Ends, now: Ends) -> T
 
 
 def _join(parts: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """The names of all parts, ascending; those of a part are."""
     return parts[0] if len(parts) == 1 else tuple(sorted(itertools.chain.from_iterable(parts)))
 
 
 def _tensors(
-    last: Read,
+    last: Grouped,
     source: Mapping[str, Windows],
     target: Mapping[str, Windows],
     names: Iterable[tuple[str, ...]],

@@ -17,7 +17,7 @@ from shardmath.base.memo import memo
 from shardmath.base.public import public
 from shardmath.layouts.holdings import Windows
 from shardmath.plans.demands import Batch, Demands
-from shardmath.plans.pieces import BoxPiece, Place, expand, expand_all
+from shardmath.plans.pieces import BoxPiece, UnitRange, expand, expand_all
 from shardmath.plans.stretches import Stretch, list_kept, list_received, list_sent
 
 __all__ = ["Planned", "Transfer", "list_transfers", "spell_transfers"]
@@ -103,7 +103,7 @@ def _spell_all(plan: Planned, stretches: Iterable[Stretch]) -> Iterator[Iterable
     for stretch in stretches:
         parts += _list_parts(plan, rows, stretch, relayed=False)
     # Parts of one template are expanded together.
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[UnitRange]] = {}
     for part in parts:
         places.setdefault(id(part.batch.template), []).append(part.place)
     templates = {id(part.batch.template): part.batch.template for part in parts}
@@ -132,7 +132,7 @@ class _Part(NamedTuple):
     stretch: Stretch
     batch: Batch
     names: Sequence[str]
-    place: Place
+    place: UnitRange
 
 
 def _list_parts(plan: Planned, rows: _Rows, stretch: Stretch, relayed: bool) -> Iterator[_Part]:
@@ -149,7 +149,7 @@ def _list_parts(plan: Planned, rows: _Rows, stretch: Stretch, relayed: bool) -> 
         for i, k, lo_byte, hi_byte in _divide_by_tensor(first_byte, end_byte, rows.each[row]):
             lo = first_element + lo_byte // itemsize
             hi = first_element + hi_byte // itemsize
-            yield _Part(stretch, batch, batch.names[i:k], Place(unit, sender, receiver, lo, hi))
+            yield _Part(stretch, batch, batch.names[i:k], UnitRange(unit, sender, receiver, lo, hi))
 
 
 def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]:

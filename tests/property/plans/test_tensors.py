@@ -148,6 +148,22 @@ def test_values_that_are_no_layouts_are_refused_as_ever(fails) -> None:
     assert plan(src, {**dst, "w00001": (COLUMNS,)}, window=True).digest == kept.digest
 
 
+def test_a_window_given_alone_stays_a_window(fails) -> None:
+    """A tuple of one layout may leave elements out, and the same layout may not, unless the caller says so."""
+    part = Layout((4, 2), Mesh(ranks=[2]), "(n)=<0:2> h")
+    src, dst = many(3)
+    dst = {**dst, "w00001": (part,)}
+    kept = plan(src, dst)
+    message = (
+        "tensor 'w00002': no rank of the destination holds element (2, 0) under float32[4, 2] (n)=<0:2> h on one rank; "
+        "give it to a rank, or call plan(..., window=True) if elements may be left out"
+    )
+    for name in ("w00000", "w00002"):
+        named = message.replace("w00002", name)
+        fails(lambda name=name: plan(src, {**dst, name: part}), PlanError, named)
+    assert kept is plan(src, dst) and kept.in_part == ("w00001",)
+
+
 def test_names_of_other_types_stay_out() -> None:
     class Name(str):
         pass
