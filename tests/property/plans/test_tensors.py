@@ -69,7 +69,9 @@ def changes(draw: st.DrawFn, tree: Trees) -> Trees:
         dst.pop(name, None)
     elif kind == "ranks":
         changed = draw(st.sampled_from([src, dst]))
-        ranks = {draw(st.integers(0, 9)): 100, draw(st.integers(10, 19)): 101}
+        fresh = 1 + max((r for layout in changed.values() for r in layout.mesh.ranks), default=0)
+        ranks = {draw(st.integers(0, 9)): fresh, draw(st.integers(10, 19)): fresh + 1}
+        ranks = {rank: new for rank, new in ranks.items() if rank < fresh}
         changed.update({key: relabeled(layout, ranks) for key, layout in changed.items()})
     else:
         dst = dict(reversed(dst.items()))
