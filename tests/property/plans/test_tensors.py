@@ -139,6 +139,18 @@ def test_what_is_the_same_is_shared() -> None:
     assert len({*map(id, again.dst.values())}) == 2 and len(again.alike) == 2
 
 
+def test_sums_come_and_go() -> None:
+    sums = Layout((4, 2), MESH, "n h {sum: tp}")
+    src, dst = many(4)
+    plain, summed = (src, dst), ({**src, "w00002": sums}, dst)
+    for before, after in ((plain, summed), (summed, plain)):
+        kept = plan(*before)
+        found = plan(*after)
+        clear_caches()
+        assert found != kept
+        assert_same(found, plan(*after))
+
+
 def test_values_that_are_no_layouts_are_refused_as_ever(fails) -> None:
     src, dst = many(3)
     kept = plan(src, dst)
