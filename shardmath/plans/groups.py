@@ -202,6 +202,8 @@ def _same_windows(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> lis
     """The names grouped by the same windows objects on both sides, in the order of the groups' first names."""
     names = list(src)
     count = len(names)
+    if count == 1:
+        return [names]  # most plans of redistributions
     source = addresses(src.values())
     target = addresses(dst.values())
     # A stable sort by both ids: groups are end to end, with ascending names.
