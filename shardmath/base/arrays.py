@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -25,6 +25,7 @@ __all__ = [
     "Bools",
     "Ints",
     "Offsets",
+    "addresses",
     "begins",
     "distinct",
     "join",
@@ -49,9 +50,13 @@ def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
     return np.arange(len(owner)) - shift[owner], owner
 
 
-def begins(sorted_: Ints) -> Ints:
-    """Return an array of the indices at which the runs of equal numbers begin in the sorted array `sorted_`."""
-    return _differ(sorted_).nonzero()[0]
+def begins(*sorted_: Ints) -> Ints:
+    """Return an array of the indices at which the runs of equal numbers begin in the sorted array `sorted_`; of several
+    arrays of one length, those at which a run begins in any of them."""
+    differ = _differ(sorted_[0])
+    for keys in sorted_[1:]:
+        differ |= _differ(keys)
+    return differ.nonzero()[0]
 
 
 def _differ(sorted_: Ints) -> Bools:
@@ -90,6 +95,13 @@ def number_alike(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
     kind = np.empty_like(order)
     kind[order] = np.cumsum(is_new) - 1
     return order[is_new], kind
+
+
+def addresses(values: Collection[object]) -> Ints:
+    """An int64 array with what `id` returns for each of `values`, in a quarter of the time."""
+    # An array of objects is an array of their addresses.
+    objects = np.fromiter(values, object, len(values))
+    return np.frombuffer(objects.tobytes(), np.intp).astype(np.int64, copy=False)
 
 
 def lengths(values: Iterable[Sized]) -> Ints:

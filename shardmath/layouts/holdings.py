@@ -257,12 +257,23 @@ def read_windows(
     (Windows). Raises `error` if a value in `side` is not a Layout or a tuple of Layouts."""
     order = list(side if names is None else names)
     held = list(map(side.__getitem__, order))
+    try:
+        distinct = dict.fromkeys(held)
+    except TypeError:
+        distinct = {}  # some value is not a layout, nor a tuple of them
+    # Tens of thousands of tensors go through here: the few layouts are read once each, and the rest is map.
+    if set(map(type, distinct)) == {Layout}:
+        single = {layout: windows_of(layout, "", error) for layout in distinct}
+        # A copy of a dict of these names has room for all of them, and their hashes.
+        out = dict(names) if isinstance(names, dict) else {}
+        out.update(zip(order, map(single.__getitem__, held), strict=True))
+        return out
+    # Tuples are read by their ids, since equal ones may have other names for their windows.
     windows_by_id: dict[int, Windows] = {}
-    # Tens of thousands of tensors go through here, so each object is read once, and the rest is map.
-    # Reversed, so that the first of an object's names overwrites the others.
-    ids = list(map(id, held))
-    first_name = dict(zip(reversed(ids), reversed(order), strict=True))
-    for key, name in first_name.items():
-        windows_by_id[key] = windows_of(side[name], name, error)
-    windows = map(windows_by_id.__getitem__, ids)
+    windows = []
+    for name, value in zip(order, held, strict=True):
+        known = windows_by_id.get(id(value))
+        if known is None:
+            known = windows_by_id[id(value)] = windows_of(value, name, error)
+        windows.append(known)
     return dict(zip(order, windows, strict=True))

@@ -362,7 +362,8 @@ def _check_total(batches: Sequence[Batch], sets: tuple[Ranks, ...], requests: _R
     # Floats are not exact here, but cannot overflow.
     element_bytes_by_batch = np.array(per_element, np.float64)
     nbytes = elements * element_bytes_by_batch[requests.batch]
-    total = float(nbytes @ lengths(sets)[requests.receivers])
+    # Not `@`: BLAS would wake its threads, which takes longer than the plan's own sorting.
+    total = float(np.sum(nbytes * lengths(sets)[requests.receivers]))
     if total > MOST_BYTES:
         what = f"the plan moves about {total:.3g} bytes, which is more than {MOST_BYTES}"
         raise PlanError(f"{what}; plan fewer tensors at a time")

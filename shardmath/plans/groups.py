@@ -11,11 +11,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from shardmath.base.arguments import text
+from shardmath.base.arrays import addresses, begins
 from shardmath.base.digest import digest, names_digest
 from shardmath.base.errors import PlanError
 from shardmath.layouts.holdings import (
@@ -45,6 +47,7 @@ __all__ = [
     "key_by_name",
     "list_windows",
     "make_batches",
+    "make_groups",
     "pair_by_name",
 ]
 
@@ -137,15 +140,14 @@ def check_names(src: Mapping[str, object], dst: Mapping[str, object]) -> None:
     raise PlanError(f"names of tensors differ: {'; '.join(only)}; give both sides the same names")
 
 
-def list_windows(names: Sequence[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
+def list_windows(names: Collection[str], side: Mapping[str, LayoutOrWindows]) -> dict[str, Windows]:
     """Return the Windows (layouts that together hold a tensor) of each of `names`, by name, in the order of `names`.
 
     Equal Windows are one object. Raises PlanError if a value is not windows, or if a window has the name of a tensor.
     """
     out = read_windows(side, PlanError, names)
-    # One call per tensor would be slow for tens of thousands of tensors, of which most are single.
-    most = max(map(len, out.values()), default=0)
-    if most > 1 or any(map(attrgetter("numbers"), out.values())):
+    # Looking at each tensor would be slow for tens of thousands of them: mostly all are single layouts.
+    if not set(map(type, side.values())) <= {Layout}:
         _check_local_names(out)
     return out
 
@@ -168,10 +170,18 @@ def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[
 
     Raises PlanError if the layouts of a tensor do not fit each other.
     """
+    return make_groups(_same_windows(src, dst), src, dst)
+
+
+def make_groups(
+    alike: Iterable[Sequence[str]], src: Mapping[str, Windows], dst: Mapping[str, Windows]
+) -> list[Group]:
+    """Return a Group for each sequence in `alike` of names of tensors that have the same windows on both sides. Raises
+    PlanError if the layouts of a tensor do not fit each other."""
     groups = []
     # Forms that were checked for one tensor, and need no reduction: neither depends on ranks' names.
     checked: set[tuple[Layout, Layout]] = set()
-    for names in _same_windows(src, dst):
+    for names in alike:
         name = names[0]
         source = src[name]
         target = dst[name]
@@ -188,16 +198,20 @@ def group_alike(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[
     return groups
 
 
-def _same_windows(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> Iterable[list[str]]:
-    """The names grouped by the same windows objects on both sides."""
-    same: dict[Identities, list[str]] = {}
-    ids = zip(map(id, src.values()), map(id, dst.values()), strict=True)
-    for name, pair in zip(src, ids, strict=True):
-        try:
-            same[pair].append(name)
-        except KeyError:
-            same[pair] = [name]
-    return same.values()
+def _same_windows(src: Mapping[str, Windows], dst: Mapping[str, Windows]) -> list[list[str]]:
+    """The names grouped by the same windows objects on both sides, in the order of the groups' first names."""
+    names = list(src)
+    count = len(names)
+    if count == 1:
+        return [names]  # most plans of redistributions
+    source = addresses(src.values())
+    target = addresses(dst.values())
+    # A stable sort by both ids: groups are end to end, with ascending names.
+    order = np.lexsort((target, source))
+    first = begins(source[order], target[order])
+    by_group = list(map(names.__getitem__, order.tolist()))
+    bounds = [*first.tolist(), count]
+    return [by_group[bounds[i] : bounds[i + 1]] for i in np.argsort(order[first]).tolist()]
 
 
 def _check_tensor(name: str, src: Windows, dst: Windows) -> None:

@@ -26,13 +26,14 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from shardmath.base.arguments import as_integer
 from shardmath.base.digest import digest
@@ -46,14 +47,11 @@ from shardmath.plans.balance import balance
 from shardmath.plans.demands import Batch, Demands, Ranks, gather_lines
 from shardmath.plans.flows.topology import Topology, checked
 from shardmath.plans.groups import (
-    NOTHING,
-    Group,
     Side,
     digest_groups,
     find_in_part,
     group_alike,
     join_groups,
-    list_windows,
     make_batches,
     pair_by_name,
 )
@@ -62,6 +60,7 @@ from shardmath.plans.stretches import (
     sum_received,
     sum_sent,
 )
+from shardmath.plans.tensors import Ends, Tensors, list_given, read_tensors, reread_tensors
 from shardmath.plans.transfers import Transfer, list_transfers
 from shardmath.plans.uncovered import check_covered
 
@@ -249,18 +248,19 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
             f"window={window!r} is not a bool; "
             f"give True if the destination may hold less than the tensors, or False"
         )
-    known = _last.get((src, dst), (topology, window))
+    asked = _Asked((list_given(src), list_given(dst)), (topology, window))
+    known = _last.get(asked)
     if known is None:
-        known = _make_plan(src, dst, topology, window)
-        _last.keep((src, dst), (topology, window), known)
+        tensors = _last.read(asked) or read_tensors(src, dst)
+        known = _make_plan(tensors, src, dst, topology, window)
+        _last.keep(asked, known)
     return known
 
 
 class _Asked(NamedTuple):
     """The arguments of `plan`: of each side the names and what they stand for, as it was then."""
 
-    names: tuple[list[str], list[str]]
-    held: tuple[list[object], list[object]]
+    sides: Ends
     options: tuple[Topology | None, bool]
 
 
@@ -274,26 +274,28 @@ class _Last:
     def __init__(self) -> None:
         self._made: tuple[_Asked, weakref.ref[Plan]] | None = None
 
-    def get(self, sides: tuple[Side, Side], options: tuple[Topology | None, bool]) -> Plan | None:
+    def get(self, now: _Asked) -> Plan | None:
         """Return the last plan if it was made of the same arguments and still exists, else None."""
-        if self._made is None or self._made[0].options != options:
+        if self._made is None or self._made[0].options != now.options:
             return None
         asked, made = self._made
-        for side, names, held in zip(sides, asked.names, asked.held, strict=True):
-            if _list_names(side) != names or len(held) != len(names or [side]):
-                return None
-            if not all(map(operator.is_, _list_held(side), held)):
+        for old, new in zip(asked.sides, now.sides, strict=True):
+            if old.names != new.names or not np.array_equal(old.ids, new.ids):
                 return None
         return made()
 
-    def keep(
-        self, sides: tuple[Side, Side], options: tuple[Topology | None, bool], made: Plan
-    ) -> None:
+    def read(self, now: _Asked) -> Tensors | None:
+        """Return the tensors of a move, read from the last plan as far as they are the same; None if that is gone, or
+        if too much differs."""
+        if self._made is None:
+            return None
+        asked, made = self._made
+        last = made()
+        return None if last is None else reread_tensors(last, asked.sides, now.sides)
+
+    def keep(self, asked: _Asked, made: Plan) -> None:
         """Make `made` the last plan."""
-        src, dst = sides
-        names = _list_names(src), _list_names(dst)
-        held = _list_held(src), _list_held(dst)
-        self._made = _Asked(names, held, options), weakref.ref(made, self._forget)
+        self._made = asked, weakref.ref(made, self._forget)
 
     def empty(self) -> None:
         """Forget the last plan."""
@@ -305,35 +307,24 @@ class _Last:
             self._made = None
 
 
-def _list_names(side: Side) -> list[str]:
-    """The names of a mapping; none if the side is not a mapping."""
-    return list(side) if isinstance(side, Mapping) else []
-
-
-def _list_held(side: Side) -> list[object]:
-    return list(side.values()) if isinstance(side, Mapping) else [side]
-
-
 _last = _Last()
 add_cache(_last)
 
 
-def _make_plan(src: Side, dst: Side, topology: Topology | None, window: bool) -> Plan:
-    """The plan, made from its arguments, which were checked."""
-    src_by_name, dst_by_name = pair_by_name(src, dst)
-    names = sorted(src_by_name)
-    source = list_windows(names, src_by_name)
-    target = list_windows(names, dst_by_name)
-    alike = group_alike(source, target)
+def _make_plan(
+    tensors: Tensors, src: Side, dst: Side, topology: Topology | None, window: bool
+) -> Plan:
+    """The plan of these tensors, made from its arguments, which were checked."""
+    alike = tensors.alike
     groups = join_groups(alike)
     batches = make_batches(groups)
     check_covered(batches)
-    in_part = find_in_part(alike, dst_by_name, window)
     is_tree = isinstance(src, Mapping)
+    given = dst if isinstance(dst, Mapping) else {"": dst}
     return Plan(
-        src=source,
-        dst=target,
-        rules=_list_rules(names, alike),
+        src=tensors.src,
+        dst=tensors.dst,
+        rules=tensors.rules,
         batches=batches,
         lines=balance(gather_lines(batches, topology), batches, topology),
         digest=digest_groups(groups, is_tree, topology),
@@ -341,18 +332,9 @@ def _make_plan(src: Side, dst: Side, topology: Topology | None, window: bool) ->
         src_ranks=list_ranks(group.src for group in groups),
         dst_ranks=list_ranks(group.dst for group in groups),
         topology=topology,
-        in_part=in_part,
-        alike=tuple(group.names for group in alike),
+        in_part=find_in_part(alike, given, window),
+        alike=tuple(tuple(group.names) for group in alike),
     )
-
-
-def _list_rules(names: list[str], alike: list[Group]) -> dict[str, Reduction]:
-    """The reduction of each tensor."""
-    rules = dict.fromkeys(names, NOTHING)
-    for group in alike:
-        if group.rule is not NOTHING:
-            rules |= dict.fromkeys(group.names, group.rule)
-    return rules
 
 
 def digest_of(plan: Plan) -> str:

@@ -1,29 +1,26 @@
 """Transfers: the pieces of a plan, each one box of one tensor between two ranks.
 
-1. A piece is one box of a unit, or whole rows of one box, as its source and its destination see it. A
-   Transfer is a piece of one tensor between two ranks.
+1. A Transfer is a piece of one tensor between two ranks.
 2. The tensors of a batch have the same pieces, so a stretch is expanded once for all of them.
+3. All stretches of a rank are expanded together. `spell_transfers`, which takes one stretch, defines what this gives.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from shardmath.base.memo import memo
 from shardmath.base.public import public
-from shardmath.layouts.algebra.mesh import Mesh
-from shardmath.layouts.algebra.partition import Partition
 from shardmath.layouts.holdings import Windows
 from shardmath.plans.demands import Batch, Demands
+from shardmath.plans.pieces import BoxPiece, UnitRange, expand, expand_all
 from shardmath.plans.stretches import Stretch, list_kept, list_received, list_sent
-from shardmath.plans.template import Template
-from shardmath.plans.units import Listed, Rows, Sizes, list_columns, unit_boxes
 
-__all__ = ["BoxPiece", "Planned", "Transfer", "expand", "list_transfers", "spell_transfers"]
+__all__ = ["Planned", "Transfer", "list_transfers", "spell_transfers"]
 
 
 @public
@@ -95,9 +92,25 @@ def _list_of_rank(
     plan: Planned, rank: int, list_others: Callable[[Demands, int], Iterator[Stretch]]
 ) -> Iterator[Transfer]:
     """The transfers that stay on the rank, then the sent or the received ones, as `list_others` lists."""
-    kept = list_kept(plan.lines, rank)
-    for stretch in itertools.chain(kept, list_others(plan.lines, rank)):
-        yield from spell_transfers(plan, plan.lines, stretch)
+    stretches = itertools.chain(list_kept(plan.lines, rank), list_others(plan.lines, rank))
+    return itertools.chain.from_iterable(_spell_all(plan, stretches))
+
+
+def _spell_all(plan: Planned, stretches: Iterable[Stretch]) -> Iterator[Iterable[Transfer]]:
+    """The transfers of each part of these stretches, a part after the other."""
+    rows = _list_rows(plan.lines)
+    parts: list[_Part] = []
+    for stretch in stretches:
+        parts += _list_parts(plan, rows, stretch, relayed=False)
+    # Parts of one template are expanded together.
+    places: dict[int, list[UnitRange]] = {}
+    for part in parts:
+        places.setdefault(id(part.batch.template), []).append(part.place)
+    templates = {id(part.batch.template): part.batch.template for part in parts}
+    pieces = {key: iter(expand_all(templates[key], some)) for key, some in places.items()}
+    for part in parts:
+        some = next(pieces[id(part.batch.template)])
+        yield _name_pieces(plan, part, some, relayed=False)
 
 
 def spell_transfers(
@@ -108,11 +121,25 @@ def spell_transfers(
 
     A relay sends what it has received from its place in the destination, where it is folded in already.
     """
-    rows = _list_rows(demands)
+    for part in _list_parts(plan, _list_rows(demands), stretch, relayed):
+        pieces = expand(part.batch.template, *part.place, relayed=relayed)
+        yield from _name_pieces(plan, part, pieces, relayed)
+
+
+class _Part(NamedTuple):
+    """The same elements of some tensors of a batch, which are a part of a stretch."""
+
+    stretch: Stretch
+    batch: Batch
+    names: Sequence[str]
+    place: UnitRange
+
+
+def _list_parts(plan: Planned, rows: _Rows, stretch: Stretch, relayed: bool) -> Iterator[_Part]:
+    """The parts of a stretch."""
     for row, first_byte, end_byte in _find_rows(rows, stretch):
         batch = plan.batches[rows.batch[row]]
-        t = batch.template
-        itemsize = t.src.itemsize
+        itemsize = batch.template.src.itemsize
         unit = rows.unit[row]
         first_element = rows.lo[row]
         sending_mesh = batch.dst if relayed else batch.src
@@ -122,9 +149,7 @@ def spell_transfers(
         for i, k, lo_byte, hi_byte in _divide_by_tensor(first_byte, end_byte, rows.each[row]):
             lo = first_element + lo_byte // itemsize
             hi = first_element + hi_byte // itemsize
-            pieces = expand(t, unit, sender, receiver, lo, hi, relayed=relayed)
-            names = batch.names[i:k]
-            yield from _name_pieces(plan, batch, names, stretch, pieces, relayed)
+            yield _Part(stretch, batch, batch.names[i:k], UnitRange(unit, sender, receiver, lo, hi))
 
 
 def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, int, int]]:
@@ -146,40 +171,40 @@ def _divide_by_tensor(lo: int, hi: int, each: int) -> Iterator[tuple[int, int, i
         yield k, k + 1, 0, b
 
 
+_make_transfer = partial(tuple.__new__, Transfer)
+"""The same as Transfer(...), but all in C."""
+
+
 def _name_pieces(
-    plan: Planned,
-    batch: Batch,
-    names: Sequence[str],
-    stretch: Stretch,
-    pieces: list[BoxPiece],
-    relayed: bool,
-) -> list[Transfer]:
-    """The pieces as transfers of each of these tensors. A sender that relays sends from its destination tensors."""
+    plan: Planned, part: _Part, pieces: list[BoxPiece], relayed: bool
+) -> Iterable[Transfer]:
+    """The pieces as transfers of each tensor of a part. A sender that relays sends from its destination tensors."""
+    names = part.names
+    batch = part.batch
     rule = batch.template.reduction
-    entering = []
-    for piece in pieces:
-        op = "copy" if relayed else rule.op_of(piece.addend)
-        entering.append((op, *piece))
-    ends = stretch.sender, stretch.receiver
     # Tensors of a batch have equally many windows, so the first stands for all.
     sources = plan.src[names[0]]
     targets = plan.dst[names[0]]
-    new = tuple.__new__  # the same as Transfer(...) in half the time
-    # Most tensors are one window on both sides, whose local name is the tensor's. `at` are global slices.
-    if sources.is_single and targets.is_single:
-        return [
-            new(Transfer, (name, *ends, op, name, src, name, dst, shape, nbytes, at, addend))
-            for name in names
-            for op, src, dst, at, shape, nbytes, addend in entering
-        ]
-    out = []
-    for name in names:
-        dst_name = targets.local_name(name, batch.target)
-        src_name = dst_name if relayed else sources.local_name(name, batch.source)
-        for op, src, dst, at, shape, nbytes, addend in entering:
-            fields = (name, *ends, op, src_name, src, dst_name, dst, shape, nbytes, at, addend)
-            out.append(new(Transfer, fields))
-    return out
+    dst_names = src_names = names
+    # Most tensors are one window on both sides, whose local name is the tensor's.
+    if not (sources.is_single and targets.is_single):
+        dst_names = [targets.local_name(name, batch.target) for name in names]
+        src_names = dst_names
+        if not relayed:
+            src_names = [sources.local_name(name, batch.source) for name in names]
+    same = itertools.repeat
+    ends = same(part.stretch.sender), same(part.stretch.receiver)
+    by_piece = []
+    for src, dst, at, shape, nbytes, addend in pieces:
+        op = "copy" if relayed else rule.op_of(addend)
+        ours = src_names, same(src), dst_names, same(dst)
+        common = same(shape), same(nbytes), same(at), same(addend)
+        rows = zip(names, *ends, same(op), *ours, *common, strict=False)  # only names end
+        by_piece.append(map(_make_transfer, rows))
+    if len(by_piece) == 1:
+        return by_piece[0]
+    # All pieces of a tensor, then those of the next.
+    return itertools.chain.from_iterable(zip(*by_piece, strict=True))
 
 
 class _Rows(NamedTuple):
@@ -215,136 +240,3 @@ def _find_rows(rows: _Rows, stretch: Stretch) -> Iterator[tuple[int, int, int]]:
         is_last = row + 1 == end
         stop = rows.nbytes[block] if is_last else rows.at[row + 1]
         yield row, max(lo - start, 0), min(hi, stop) - start
-
-
-class BoxPiece(NamedTuple):
-    """One box of elements as slices of the source's array, of the destination's array and of the global tensor."""
-
-    src: tuple[slice, ...]
-    dst: tuple[slice, ...]
-    global_slices: tuple[slice, ...]
-    shape: tuple[int, ...]
-    nbytes: int
-    addend: int
-
-
-Columns: TypeAlias = tuple[int, ...]
-"""By dimension, the index in the source's key, or in the destination's goal, of the part that an end holds."""
-
-
-def expand(
-    t: Template, unit: int, sender: int, receiver: int, lo: int, hi: int, *, relayed: bool = False
-) -> list[BoxPiece]:
-    """List, as BoxPieces, the boxes of elements lo..hi-1 of `unit` (elements that move together) that `sender` sends to
-    `receiver`, both positions in meshes. With `relayed`, the sender is a destination rank that forwards what it
-    received.
-
-    lo and hi are at boxes, or at rows of a box, as `snap` gives them.
-    """
-    find_sending = _find_columns if relayed else _find_source_columns
-    sending = find_sending(t, unit, sender)
-    receiving = _find_columns(t, unit, receiver)
-    return _expand(t, unit, sending, receiving, lo, hi, relayed)
-
-
-@memo(1 << 14)
-def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
-    """By dimension, the index in the unit's key of the part that a source position holds."""
-    columns = []
-    pairs = t.unit_pairs[unit].tolist()
-    for over, pair in zip(t.overlays, pairs, strict=True):
-        key_parts = over.keys[over.pair_key[pair]]
-        columns.append(_find_column(key_parts, over.source, position, t.src.mesh))
-    return tuple(columns)
-
-
-@memo(1 << 14)
-def _find_columns(t: Template, unit: int, position: int) -> Columns:
-    """By dimension, the index in the unit's goal (the parts that get the unit) of the part that the destination
-    position holds."""
-    columns = []
-    pairs = t.unit_pairs[unit].tolist()
-    for over, pair in zip(t.overlays, pairs, strict=True):
-        goal = over.goals[over.pair_goal[pair]]
-        columns.append(_find_column(goal, over.target, position, t.dst.mesh))
-    return tuple(columns)
-
-
-def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: Mesh) -> int:
-    """The index in `parts`, a key or a goal, of the part that the rank at this position of the mesh holds."""
-    if len(parts) == 1:
-        return 0
-    part_of_position = held.by_rank(mesh)
-    return parts.index(int(part_of_position[position]))
-
-
-@memo(1 << 14)
-def _expand(
-    t: Template, unit: int, sending: Columns, receiving: Columns, lo: int, hi: int, relayed: bool
-) -> list[BoxPiece]:
-    """The pieces between any two positions with these columns."""
-    boxes, sizes, ends = unit_boxes(t, unit)
-    listed = [list_columns(over) for over in t.overlays]
-    first = bisect.bisect_right(ends, lo)
-    last = bisect.bisect_left(ends, hi)
-    out = []
-    for box in range(first, last + 1):
-        begin = ends[box - 1] if box else 0
-        end = min(hi, ends[box])
-        starts = _find_starts(listed, boxes[box], sending, receiving, relayed)
-        shape = _cut_box(starts, sizes[box], max(lo - begin, 0), end - begin)
-        piece = _make_piece(t, starts, shape)
-        out.append(piece)
-    return out
-
-
-class _Starts(NamedTuple):
-    """The first position of a box at the source, at the destination, and in the tensor; hidden dimensions first."""
-
-    src: list[int]
-    dst: list[int]
-    tensor: list[int]
-
-
-def _find_starts(
-    listed: list[Listed], rows: Rows, sending: Columns, receiving: Columns, relayed: bool
-) -> _Starts:
-    """The starts of the box of these rows."""
-    starts = _Starts([], [], [])
-    for overlay, row, src, dst in zip(listed, rows, sending, receiving, strict=True):
-        # A relay sends from its destination tensor.
-        source = overlay.dst if relayed else overlay.src
-        starts.src.append(source[row][src])
-        starts.dst.append(overlay.dst[row][dst])
-        starts.tensor.append(overlay.start[row])
-    return starts
-
-
-def _cut_box(starts: _Starts, sizes: Sizes, lo: int, hi: int) -> Sizes:
-    """The sizes of elements lo..hi-1 of a box, which are whole rows; moves `starts` to the first of them."""
-    if hi - lo == math.prod(sizes):
-        return sizes
-    # The rows of a box are its slices along the first dimension that is longer than 1.
-    d = next(i for i, n in enumerate(sizes) if n > 1)
-    inner = sizes[d + 1 :]
-    row = math.prod(inner)
-    for start in starts:
-        start[d] += lo // row
-    rows = (hi - lo) // row
-    return (*sizes[:d], rows, *inner)
-
-
-def _make_piece(t: Template, starts: _Starts, sizes: Sizes) -> BoxPiece:
-    """The piece of this box, whose first `t.hidden` dimensions are addends and not the tensor's."""
-    hidden = t.hidden
-    shape = sizes[hidden:]
-    src, dst, in_tensor = [_slice(start[hidden:], shape) for start in starts]
-    nbytes = math.prod(shape) * t.src.itemsize
-    # The first hidden dimension is that of the folded addends.
-    addend = starts.tensor[0] if t.reduction.folded else 0
-    return BoxPiece(src, dst, in_tensor, shape, nbytes, addend)
-
-
-def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """The box of this shape that begins at `start`."""
-    return tuple([slice(a, a + n) for a, n in zip(start, shape, strict=True)])

@@ -26,8 +26,8 @@ from shardmath.layouts.algebra.partition import list_spans, partition
 from shardmath.layouts.holdings import label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch
+from shardmath.plans.pieces import expand
 from shardmath.plans.template import Template
-from shardmath.plans.transfers import expand
 
 if TYPE_CHECKING:
     from shardmath.layouts.algebra.gaps import Product

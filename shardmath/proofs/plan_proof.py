@@ -39,9 +39,9 @@ from shardmath.layouts.algebra.box import Box, first_gap, from_slices
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.holdings import label
 from shardmath.plans.demands import Batch, Demands
+from shardmath.plans.pieces import expand
 from shardmath.plans.plan import Plan
 from shardmath.plans.template import Template
-from shardmath.plans.transfers import expand
 from shardmath.plans.uncovered import count_cells
 from shardmath.plans.units import unit_boxes
 from shardmath.proofs.batches import check_batches

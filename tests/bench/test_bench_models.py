@@ -6,15 +6,17 @@ while the clock runs, as in `timeit`.
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import shardmath as sm
+from shardmath.layouts.edits import relabeled
 from shardmath.plans.membership.keeping import follow
 from shardmath.plans.programs.part import RankProgram, outline_part
 from tests.bench import megatron_peer, models
@@ -79,6 +81,60 @@ def forget(p: sm.Plan) -> None:
     """Empty every cache, but keep the plan."""
     del p
     cold()
+
+
+def test_a_changed_model(record: Record) -> None:
+    """DeepSeek-V3 planned again while the caller keeps the plan before: with nothing changed, and with one tensor or
+    one rank changed, another one in each round."""
+    src, dst = models.deepseek_v3()
+    names = sorted(src)
+
+    def resized(i: int) -> models.Pair:
+        name = names[20000 + i]
+        shape = src[name].shape[0] + 32, *src[name].shape[1:]
+        layouts = [
+            sm.Layout(shape, side[name].mesh, text, dtype="bfloat16")
+            for side, text in ((src, "n h"), (dst, "n (tp h)"))
+        ]
+        return {**src, name: layouts[0]}, {**dst, name: layouts[1]}
+
+    def fewer(i: int) -> models.Pair:
+        pair = dict(src), dict(dst)
+        for side in pair:
+            del side[names[20000 + i]]
+        return pair
+
+    def more(i: int) -> models.Pair:
+        name = names[20000 + i]
+        return {**src, f"{name}.more": src[name]}, {**dst, f"{name}.more": dst[name]}
+
+    def moved(i: int) -> models.Pair:
+        now = {layout: relabeled(layout, {300 + i: 9999}) for layout in set(dst.values())}
+        return src, {name: now[layout] for name, layout in dst.items()}
+
+    changes: dict[str, tuple[Callable[[int], models.Pair], float]] = {
+        "nothing changed": (lambda i: (src, dst), 2e-3),
+        "one tensor resized": (resized, 0.03),
+        "one tensor fewer": (fewer, 0.03),
+        "one tensor more": (more, 0.03),
+        "one rank replaced": (moved, 0.03),
+    }
+    for what, (change, target) in changes.items():
+        rounds = itertools.count()
+        now: list[models.Pair] = []
+        kept: list[sm.Plan] = []
+
+        def before(
+            rounds: Iterator[int] = rounds,
+            now: list[models.Pair] = now,
+            kept: list[sm.Plan] = kept,
+            change: Callable[[int], models.Pair] = change,
+        ) -> None:
+            now[:] = [change(next(rounds))]
+            kept[:] = [sm.plan(src, dst)]
+
+        seconds = rounds_of(lambda now=now: sm.plan(*now[0]), 7, before)  # type: ignore[misc]
+        record(f"DeepSeek-V3, 256 + 256 ranks, planned before: {what}", seconds, target)
 
 
 def test_an_engine_leaves(record: Record) -> None:

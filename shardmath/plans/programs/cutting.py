@@ -28,9 +28,8 @@ from shardmath.plans.programs.messages import (
     ALIGNMENT,
     MOST_OPS,
     Message,
-    align,
-    itemsize_of,
     make_message,
+    start_after,
 )
 from shardmath.plans.transfers import Transfer
 
@@ -143,7 +142,11 @@ def _cut_stream(stream: list[Transfer], limit: int) -> Iterator[list[Transfer]]:
     uncut = stream[::-1]  # a stack: the next transfer is the last
     while uncut:
         t = uncut.pop()
-        start = align(end, itemsize_of(t))
+        start = start_after(end, t)
+        if t.nbytes <= limit - start:
+            pieces.append(t)
+            end = start + t.nbytes
+            continue
         # A row is cut only if even an empty message has no room for it.
         head, tail = _split(t, limit - start, within_rows=not pieces)
         uncut.extend(reversed(tail))

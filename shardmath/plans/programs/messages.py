@@ -39,6 +39,7 @@ __all__ = [
     "keeps_fold_order",
     "make_message",
     "staging_bytes",
+    "start_after",
 ]
 
 ALIGNMENT = 16
@@ -154,6 +155,12 @@ def itemsize_of(t: Transfer) -> int:
     return t.nbytes // math.prod(t.shape)
 
 
+def start_after(end: int, t: Transfer) -> int:
+    """Return where the transfer `t` begins in a message whose earlier pieces take `end` bytes."""
+    # The size of an element divides ALIGNMENT, so that most pieces begin where the last one ends.
+    return end if end % ALIGNMENT == 0 else align(end, itemsize_of(t))
+
+
 def make_message(
     step: Step, src_rank: int, dst_rank: int, leg: int, pieces: Sequence[Transfer]
 ) -> Message:
@@ -162,7 +169,7 @@ def make_message(
     starts = []
     end = 0
     for piece in pieces:
-        start = align(end, itemsize_of(piece))
+        start = start_after(end, piece)
         starts.append(start)
         end = start + piece.nbytes
     return Message(step, src_rank, dst_rank, leg, tuple(pieces), tuple(starts), end)
@@ -223,14 +230,17 @@ def keeps_fold_order(rounds: Iterable[Round]) -> bool:
     boxes in the same rounds. (Boxes of one addend are disjoint, since each element receives each
     addend once.)
     """
+    arriving = [m for posted in rounds for m in posted.arriving]
+    # Most moves sum nothing: then no boxes have to be compared.
+    if len({piece.addend for m in arriving for piece in m.pieces}) <= 1:
+        return True
     tensors: dict[str, _ByAddend] = {}
-    for posted in rounds:
-        for m in posted.arriving:
-            for piece in m.pieces:
-                by_addend = tensors.setdefault(piece.dst_tensor, {})
-                boxes = by_addend.setdefault(piece.addend, [])
-                box = from_slices(piece.dst_slices)
-                boxes.append((m.step, box))
+    for m in arriving:
+        for piece in m.pieces:
+            by_addend = tensors.setdefault(piece.dst_tensor, {})
+            boxes = by_addend.setdefault(piece.addend, [])
+            box = from_slices(piece.dst_slices)
+            boxes.append((m.step, box))
     return all(_are_apart(tensor) or _are_alike(tensor) for tensor in tensors.values())
 
 

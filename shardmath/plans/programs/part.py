@@ -124,9 +124,17 @@ def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
     """Return the tensors that `rank` stores on `side`, the source or destination of a plan. Keys are local names: a
     tensor's name, or name[i] for its part under layout i if it has several layouts."""
     stored: dict[str, LocalTensor] = {}
+    # Tens of thousands of tensors have few windows, which are looked at once; kept, no other gets the id of one.
+    seen: dict[int, tuple[Windows, bool]] = {}
     for tensor, windows in side.items():
-        for local, layout in windows.locals(tensor, rank):
-            stored[local] = LocalTensor(tensor, layout)
+        if id(windows) not in seen:
+            seen[id(windows)] = windows, any(rank in layout.mesh for layout in windows)
+        _, is_here = seen[id(windows)]
+        if is_here and windows.is_single:
+            stored[tensor] = LocalTensor(tensor, windows[0])
+        elif is_here:
+            for local, layout in windows.locals(tensor, rank):
+                stored[local] = LocalTensor(tensor, layout)
     return stored
 
 

@@ -18,10 +18,11 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints, Offsets, distinct, lengths, number_alike
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.plans.demands import Batch, Demands
+from shardmath.plans.pieces import BoxPiece, expand
 from shardmath.plans.plan import Plan
 from shardmath.plans.programs.stretch_parts import Stretches, StretchParts
 from shardmath.plans.template import Template
-from shardmath.plans.transfers import BoxPiece, Transfer, expand
+from shardmath.plans.transfers import Transfer
 
 __all__ = ["spell_parts"]
 
