@@ -337,7 +337,8 @@ def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
         fix = "pass a 1-D tensor of int64, as mask.flatten().nonzero().flatten() is"
         raise ExchangeError(f"positions of {key!r} are {kind}; {fix}")
     cells = given.numpy(force=True)
-    if (cells[1:] <= cells[:-1]).any():
+    ascends = not (cells[1:] <= cells[:-1]).any()
+    if not ascends:
         cells = np.sort(cells)
     if not len(cells):
         return cells
@@ -346,6 +347,8 @@ def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
         raise ExchangeError(
             f"{what}, but it has {tensor.numel()} elements; pass positions from 0 to {tensor.numel() - 1}"
         )
+    if ascends:
+        return cells
     repeated = cells[1:][cells[1:] == cells[:-1]]
     if len(repeated):
         raise ExchangeError(
