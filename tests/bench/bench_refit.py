@@ -122,10 +122,8 @@ class _ByHand:
         self.rank = rank
         # The views of tensors that `prepare` binds, and the pieces of each peer's message: known before the call.
         side = moved.trainer if rank < 2 else moved.engines["engine"]
-        self.tensors = {
-            name: make_view({(0, k): t for k, t in own.items()}, slot)
-            for name, slot in side.slots(rank).items()
-        }
+        stored = {(0, name): tensor for name, tensor in own.items()}
+        self.tensors = {name: make_view(stored, slot) for name, slot in side.slots(rank).items()}
         of_rank = {"src": rank} if rank < 2 else {"dst": rank}
         self.pieces: dict[int, list[Any]] = {}
         for one in moved.plan.transfers(**of_rank):
