@@ -1,7 +1,7 @@
 """Glance: checks of many tensors at once, by columns of facts.
 
-1. Nearly always all tensors fit. To see that of all together takes a few calls into C, while a check of each alone
-   takes longer than copying small tensors does.
+1. Nearly always all tensors fit. A few calls into C show whether they do, while checking each tensor alone takes longer
+   than copying it, if tensors are small.
 2. A glance only passes tensors. If it does not pass some, the checks of each alone (`local`) decide, and word errors.
 
 >>> halves = dict(enumerate(torch.zeros(2 * MANY, 3).split(2)))
@@ -49,9 +49,10 @@ class _Form(NamedTuple):
         """Whether shape and dtype are these."""
         return self.shape == shape and str(self.dtype).removeprefix("torch.") == dtype
 
-    def count_reached(self) -> int:
-        """The elements from the first to the last; 0 of an empty tensor."""
-        return count_reached(self.shape, self.strides) if math.prod(self.shape) else 0
+    def measure(self) -> tuple[int, int]:
+        """The bytes of an element, and those from the first element to the end of the last; 0 of an empty tensor."""
+        reached = count_reached(self.shape, self.strides) if math.prod(self.shape) else 0
+        return self.dtype.itemsize, reached * self.dtype.itemsize
 
 
 def sign_memory(tensors: Mapping[Any, Tensor]) -> list[Any]:
@@ -122,18 +123,15 @@ def look(tensors: Mapping[str, Tensor], signed: Sequence[Any]) -> Glance | None:
     # Sparse and nested tensors, and those of torch.func, have no storage or no one shape, hence fewer facts.
     if count < MANY or len(signed) != count * (1 + FACTS):
         return None
-    kinds, addresses, sizes, offsets, shapes, strides, dtypes, devices, conj, neg = (
-        signed[count + fact :: FACTS] for fact in range(FACTS)
-    )
+    columns = (signed[count + fact :: FACTS] for fact in range(FACTS))
+    kinds, addresses, sizes, offsets, shapes, strides, dtypes, devices, conj, neg = columns
     if not set(kinds) <= PLAIN or any(conj) or any(neg):
         return None
     # Many tensors have few forms.
-    found = [*set(zip(shapes, strides, dtypes, strict=True))]
-    number_of = {form: number for number, form in enumerate(found)}
-    forms = [*starmap(_Form, found)]
+    forms = [*starmap(_Form, set(zip(shapes, strides, dtypes, strict=True)))]
+    number_of: dict[Any, int] = {form: number for number, form in enumerate(forms)}
     numbers = [*map(number_of.__getitem__, zip(shapes, strides, dtypes, strict=True))]
-    itemsizes = np.array([form.dtype.itemsize for form in forms], np.int64)[numbers]
-    nbytes = itemsizes * np.array([form.count_reached() for form in forms], np.int64)[numbers]
+    itemsizes, nbytes = np.array([*map(_Form.measure, forms)], np.int64)[numbers].T
     begins = itemsizes * np.array(offsets, np.int64)
     starts = np.array(addresses, np.int64)
     exists = (np.array(sizes, np.int64) >= begins + nbytes) & (starts != 0)

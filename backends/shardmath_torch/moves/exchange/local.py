@@ -22,7 +22,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Movable
 from shardmath.plans.programs.part import own_boxes, stored_on
-from shardmath_torch.moves.exchange.glance import are_apart, look, sign_memory
+from shardmath_torch.moves.exchange.glance import Glance, are_apart, look, sign_memory
 from shardmath_torch.moves.exchange.memory import missing_memory, plain
 from shardmath_torch.moves.exchange.overlaps import (
     find_meeting,
@@ -232,16 +232,21 @@ def check(
     """
     src, dst = given
     # Many tensors are checked at a glance; one by one only if they do not pass.
-    src_seen, dst_seen = map(look, given, signature(given) if signed is None else signed)
+    src_seen, dst_seen = map(look, given, signed or signature(given))
     for want, tensors, seen in zip(wants, given, (src_seen, dst_seen), strict=True):
         if seen is None or not seen.fits(want.tensors, device):
             fits(want, tensors, device)
     if dst_seen is None or not dst_seen.is_writable:
         _check_writable(dst)
-    if apart and not (src_seen and dst_seen and are_apart(src_seen, dst_seen)):
+    if apart and not _are_apart(src_seen, dst_seen):
         _check_sides_apart(src, dst)
-    if dst_seen is None or not are_apart(dst_seen):
+    if not _are_apart(dst_seen):
         _check_destinations_apart(wants[1], dst)
+
+
+def _are_apart(*seen: Glance | None) -> bool:
+    """Whether a glance shows that no two tensors overlap."""
+    return None not in seen and are_apart(*filter(None, seen))
 
 
 def check_written(written: Tensors, src: Tensors, others: Tensors) -> None:
@@ -268,6 +273,8 @@ def _check_writable(dst: Tensors) -> None:
 
 def _check_sides_apart(src: Tensors, dst: Tensors) -> None:
     """Raise ExchangeError if a source and a destination share memory."""
+    if not src or not dst:
+        return
     for src_key, dst_key in find_meeting_sides(src, dst):
         if shares_memory(src[src_key], dst[dst_key]):
             what = f"{_label('source', src_key)} and {_label('destination', dst_key)} share memory"

@@ -106,8 +106,6 @@ def find_meeting_sides(
 ) -> Iterator[tuple[str, str]]:
     """Yield the pairs (source key, destination key) of tensors whose extents of memory (from first to last byte)
     overlap."""
-    if not src or not dst:
-        return
     spans = [(span, True) for span in _list_spans(src)]
     spans += [(span, False) for span in _list_spans(dst)]
     sources: list[_Span] = []
