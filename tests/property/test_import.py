@@ -85,7 +85,7 @@ print(*(name for name in found if name.startswith("shardmath")))
         ("from shardmath.layouts.layout import Layout", 22, ("shardmath.plans",)),
         (
             "from shardmath.plans.plan import plan",
-            42,
+            44,
             ("shardmath.values", "shardmath.plans.programs"),
         ),
         (
@@ -106,7 +106,7 @@ print(*(name for name in found if name.startswith("shardmath")))
         ),
         (
             "import shardmath_torch as smt; smt.compile",
-            114,
+            117,
             (
                 "shardmath.buffers",
                 "shardmath.models",
@@ -116,7 +116,7 @@ print(*(name for name in found if name.startswith("shardmath")))
         ),
         (
             "import shardmath_torch as smt; smt.Refit",
-            171,
+            174,
             ("shardmath.buffers", "shardmath.display.pictures", "shardmath_torch.checkpoints"),
         ),
     ],

@@ -65,7 +65,9 @@ class ChangedWindow:
 
     def find(self, cells: Ints) -> tuple[Ints, Ints]:
         """Find which of `cells` (row-major numbers) are in the window; return their indices in `cells`, and their
-        numbers in the window."""
+        numbers in the window. `cells` are cells of the tensor."""
+        if self._is_interval and self.count == math.prod(self.shape):
+            return np.arange(len(cells)), cells
         if self._is_interval:
             return _select(cells - self.first, self.count)
         along = unravel(cells, self.shape)

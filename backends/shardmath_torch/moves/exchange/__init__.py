@@ -5,6 +5,7 @@ In reading order:
 - `endpoints`: the pieces of messages in memory;
 - `memory`: the memory behind a tensor;
 - `overlaps`: whether tensors share memory;
+- `glance`: checks of many tensors at once;
 - `local`: a rank's tensors, checked against the plan;
 - `staging`: memory for messages in flight;
 - `rounds`: messages that a rank posts together, and completes before its next round;

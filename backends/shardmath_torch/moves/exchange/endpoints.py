@@ -161,6 +161,9 @@ def _separate_large_pieces(whole: Round, nbytes: int) -> Round:
 
 def _split_message(message: Message, nbytes: int) -> Iterator[Message]:
     """Split the message into one per piece of at least `nbytes`, and one per run of pieces between those."""
+    if all(piece.nbytes < nbytes for piece in message.pieces):
+        yield message
+        return
     # The last part is open: small pieces are added to it. Empty parts are left out at the end.
     parts: list[list[Transfer]] = [[]]
     for piece in message.pieces:

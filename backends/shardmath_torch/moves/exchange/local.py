@@ -22,6 +22,7 @@ from shardmath.base.errors import ExchangeError
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Movable
 from shardmath.plans.programs.part import own_boxes, stored_on
+from shardmath_torch.moves.exchange.glance import Glance, are_apart, look, sign_memory
 from shardmath_torch.moves.exchange.memory import missing_memory, plain
 from shardmath_torch.moves.exchange.overlaps import (
     find_meeting,
@@ -113,6 +114,8 @@ def _name_tensors(want: Wanted, given: Local) -> Tensors:
 
 def _check_names(want: Wanted, given: Tensors) -> None:
     """Raise ExchangeError for a missing name, and for an unknown one."""
+    if given.keys() == want.tensors.keys():
+        return
     for key in want.tensors:
         if key not in given:
             what = f"{_label(want.side, key)} is missing: {_list_names(given)} given"
@@ -221,18 +224,29 @@ def check(
     given: tuple[Tensors, Tensors],
     device: torch.device,
     apart: bool = True,
+    signed: tuple[list[object], list[object]] | None = None,
 ) -> None:
     """Raise ExchangeError for a tensor in `given` (sources, destinations) that does not fit its layout in `wants` or is
     not on `device`, and for a destination that shares memory with itself or another destination. With `apart`,
-    destinations must not share memory with sources, either."""
-    for want, tensors in zip(wants, given, strict=True):
-        fits(want, tensors, device)
+    destinations must not share memory with sources, either. `signed` is the tensors' `signature`, if the caller has it.
+    """
     src, dst = given
-    _check_writable(dst)
-    _check_one_device(src, dst)
-    if apart:
+    # Many tensors are checked at a glance; one by one only if they do not pass.
+    src_seen, dst_seen = map(look, given, signed or signature(given))
+    for want, tensors, seen in zip(wants, given, (src_seen, dst_seen), strict=True):
+        if seen is None or not seen.fits(want.tensors, device):
+            fits(want, tensors, device)
+    if dst_seen is None or not dst_seen.is_writable:
+        _check_writable(dst)
+    if apart and not _are_apart(src_seen, dst_seen):
         _check_sides_apart(src, dst)
-    _check_destinations_apart(wants[1], dst)
+    if not _are_apart(dst_seen):
+        _check_destinations_apart(wants[1], dst)
+
+
+def _are_apart(*seen: Glance | None) -> bool:
+    """Whether a glance shows that no two tensors overlap."""
+    return None not in seen and are_apart(*filter(None, seen))
 
 
 def check_written(written: Tensors, src: Tensors, others: Tensors) -> None:
@@ -257,20 +271,10 @@ def _check_writable(dst: Tensors) -> None:
             raise ExchangeError(f"{what}, {why}; pass a contiguous tensor, tensor.contiguous()")
 
 
-def _check_one_device(src: Tensors, dst: Tensors) -> None:
-    """Raise ExchangeError if the rank's tensors are on several devices."""
-    first: tuple[str, torch.device] | None = None
-    for side, tensors in (("source", src), ("destination", dst)):
-        for key, tensor in tensors.items():
-            label = _label(side, key)
-            first = first or (label, tensor.device)
-            if tensor.device != first[1]:
-                what = f"{label} is on device '{tensor.device}', {first[0]} on '{first[1]}'"
-                raise ExchangeError(f"{what}; pass all tensors of a rank on one device")
-
-
 def _check_sides_apart(src: Tensors, dst: Tensors) -> None:
     """Raise ExchangeError if a source and a destination share memory."""
+    if not src or not dst:
+        return
     for src_key, dst_key in find_meeting_sides(src, dst):
         if shares_memory(src[src_key], dst[dst_key]):
             what = f"{_label('source', src_key)} and {_label('destination', dst_key)} share memory"
@@ -305,11 +309,11 @@ def witness(*given: Local) -> Callable[[], str]:
     tensors: dict[str, Tensor] = {}
     for local in given:
         tensors.update({"": local} if isinstance(local, Tensor) else local or {})
-    signatures = {key: _sign_memory({key: tensor}) for key, tensor in tensors.items()}
+    signatures = {key: sign_memory({key: tensor}) for key, tensor in tensors.items()}
 
     def find_lost() -> str:
         for key, signature_before in signatures.items():
-            if _sign_memory({key: tensors[key]}) != signature_before:
+            if sign_memory({key: tensors[key]}) != signature_before:
                 what = f"{_label('destination', key)} was freed or moved in smt.commit"
                 return f"{what}; leave destinations alone until the block ends"
         return ""
@@ -321,34 +325,4 @@ def signature(given: tuple[Tensors, Tensors]) -> tuple[list[object], list[object
     """Return a list for the source tensors and one for the destination tensors, to compare with the lists of an earlier
     call. Equal lists mean the same names, classes, addresses, shapes, strides and dtypes."""
     src, dst = given
-    return _sign_memory(src), _sign_memory(dst)
-
-
-def _sign_memory(tensors: Tensors) -> list[object]:
-    """All facts that a check depends on, in one flat list. The list with a tensor without memory equals no other.
-
-    For many small tensors this takes as long as copying them, hence one list, and no call per tensor.
-    """
-    # No tuple from a generator: if another thread lists all objects meanwhile, as a refit's `prepare` does, CPython
-    # 3.11 fails to finish the tuple (SystemError).
-    facts: list[object] = [*tensors]
-    for tensor in tensors.values():
-        try:
-            storage = tensor.untyped_storage()
-            facts += (
-                type(tensor),
-                storage.data_ptr(),
-                # A storage that shrank may keep its address.
-                storage.nbytes(),
-                tensor.storage_offset(),
-                tensor.shape,
-                tensor.stride(),
-                tensor.dtype,
-                tensor.device,
-                tensor.is_conj(),
-                tensor.is_neg(),
-            )
-        except (AttributeError, RuntimeError):
-            # Not a tensor, or one without memory.
-            facts.append(object())
-    return facts
+    return sign_memory(src), sign_memory(dst)

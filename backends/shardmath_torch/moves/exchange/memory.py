@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from shardmath_torch.groups import compat
 
-__all__ = ["has_own_kernels", "mark_written", "missing_memory", "plain", "reach"]
+__all__ = ["count_reached", "has_own_kernels", "mark_written", "missing_memory", "plain", "reach"]
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -75,8 +75,13 @@ def missing_memory(tensor: Tensor) -> str:
 def reach(tensor: Tensor) -> int:
     """Return the number of elements of memory that a tensor spans, from its first element to its last; not meaningful
     for an empty tensor."""
+    return count_reached(tensor.shape, tensor.stride())
+
+
+def count_reached(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements of memory that a tensor with this shape and these strides spans, as `reach`."""
     last = 0
-    for count, step in zip(tensor.shape, tensor.stride(), strict=True):
+    for count, step in zip(shape, strides, strict=True):
         last += (count - 1) * step
     return last + 1
 

@@ -15,7 +15,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch import Tensor
 from shardmath_torch.groups.dtypes import Seen
 from shardmath_torch.moves.exchange.memory import reach
 
-__all__ = ["find_meeting", "find_meeting_sides", "overlaps_itself", "shares_memory"]
+__all__ = ["cells_meet", "find_meeting", "find_meeting_sides", "overlaps_itself", "shares_memory"]
 
 COUNTED = 1 << 20
 """Most elements of a tensor whose cells are compared one by one."""
@@ -39,8 +40,13 @@ def overlaps_itself(tensor: Tensor) -> bool:
     The answer is exact for a small tensor. A large one counts as overlapping unless its strides nest, that is, each
     stride steps over all elements that the smaller strides reach.
     """
+    return cells_meet(tensor.shape, tensor.stride())
+
+
+def cells_meet(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a tensor with this shape and these strides share memory, as `overlaps_itself`."""
     dims = []
-    for step, count in zip(tensor.stride(), tensor.shape, strict=True):
+    for step, count in zip(strides, shape, strict=True):
         if count > 1:
             dims.append((step, count))
     dims.sort()
@@ -48,7 +54,8 @@ def overlaps_itself(tensor: Tensor) -> bool:
     reached = 0
     for step, count in dims:
         if step <= reached:
-            return tensor.numel() > COUNTED or not _are_all_apart(dims, tensor.numel())
+            numel = math.prod(shape)
+            return numel > COUNTED or not _are_all_apart(dims, numel)
         reached += (count - 1) * step
     return False
 

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -48,28 +49,38 @@ class Typed:
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
-        self._bits: dict[str, Tensor] = {}
         self._elements: dict[str, Tensor] = {}
 
     def bits(self, piece: StridedView) -> Tensor:
         """Return the part of the tensor `piece.key` that `piece` describes by offset, shape and strides, as a view in a
         dtype that torch copies bit by bit."""
-        tensor = self._find_bits(piece.key)
+        tensor = self._bits[piece.key]
         # A piece has the tensor's strides, so a piece of the tensor's shape is the whole tensor.
         return tensor if tensor.shape == piece.shape else select(tensor, piece)
 
+    def list_bits(self, pieces: Iterable[StridedView]) -> list[Tensor]:
+        """Return `bits` of each piece, in that order."""
+        # Without a call per piece, since many pieces are small.
+        found = self._bits
+        views = []
+        for key, shape, strides, offset in pieces:
+            tensor = found[key]
+            if tensor.shape != shape:
+                tensor = tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+            views.append(tensor)
+        return views
+
     def bytes(self, view: StridedView) -> Tensor:
         """Return the bytes of a contiguous view as a tensor of uint8, without a copy."""
-        return select(self._find_bits(view.key), view).view(torch.uint8)
+        return select(self._bits[view.key], view).view(torch.uint8)
 
-    def _find_bits(self, key: str) -> Tensor:
-        tensor = self._bits.get(key)
-        if tensor is None:
-            tensor = self._tensors[key]
-            if tensor.dtype not in dtypes.COPIED:
-                tensor = dtypes.words(tensor)
-            self._bits[key] = tensor
-        return tensor
+    @functools.cached_property
+    def _bits(self) -> dict[str, Tensor]:
+        """Each tensor in a dtype that torch copies bit by bit."""
+        return {
+            key: tensor if tensor.dtype in dtypes.COPIED else dtypes.words(tensor)
+            for key, tensor in self._tensors.items()
+        }
 
     def take(self, keys: Iterable[str]) -> list[Tensor]:
         """Return the tensors named in `keys`, in that order."""
@@ -111,6 +122,7 @@ class Staged:
         self.wholes: dict[int, list[str]] = {}
         # All of the memory, by element type; and the views of pieces, by endpoint.
         self._typed: dict[torch.dtype, Tensor] = {}
+        self._strides: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._pieces: dict[int, list[Tensor]] = {}
         self._view_count = 0
 
@@ -137,8 +149,12 @@ class Staged:
             # The block's size need not be a multiple of the element's: the last bytes are left out.
             fitting = self.memory.nbytes - self.memory.nbytes % dtype.itemsize
             typed = self._typed[dtype] = self.memory[:fitting].view(dtype)
+        # Many pieces have few shapes.
+        strides = self._strides.get(shape)
+        if strides is None:
+            strides = self._strides[shape] = row_major(shape)
         # Without a remainder: pieces are aligned to their elements.
-        return typed.as_strided(shape, row_major(shape), start // dtype.itemsize)
+        return typed.as_strided(shape, strides, start // dtype.itemsize)
 
 
 class MoveViews:
@@ -243,7 +259,7 @@ class MoveViews:
         keys = self.staged.wholes.get(id(endpoint))
         if keys is not None:
             return tensors.take(keys)
-        bits = [tensors.bits(view) for view in endpoint.views]
+        bits = tensors.list_bits(endpoint.views)
         keys = [view.key for view in endpoint.views]
         # If every piece is a whole tensor, later moves need no views.
         if all(map(operator.is_, bits, tensors.take(keys))):

@@ -57,7 +57,8 @@ class BoundTensors:
         if current_signature != self._checked or call.held or self._held is not None:
             # Forgotten first, so that an error or interrupt leaves nothing half bound.
             self.let_go()
-            check(self._wanted, tensors, device, apart=not carrier.is_beside)
+            is_direct = not carrier.is_beside
+            check(self._wanted, tensors, device, is_direct, current_signature)
             carrier.prepare(*tensors, call.held)
             self._checked = current_signature
             self._held = _HeldTensors(src, out, tensors) if call.held else None

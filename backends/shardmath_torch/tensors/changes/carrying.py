@@ -336,9 +336,7 @@ def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
         kind = f"{given.dtype}{list(given.shape)}" if isinstance(given, Tensor) else shown(given)
         fix = "pass a 1-D tensor of int64, as mask.flatten().nonzero().flatten() is"
         raise ExchangeError(f"positions of {key!r} are {kind}; {fix}")
-    cells = given.numpy(force=True)
-    if (cells[1:] <= cells[:-1]).any():
-        cells = np.sort(cells)
+    cells, repeated = _sort_cells(given.numpy(force=True))
     if not len(cells):
         return cells
     if cells[0] < 0 or cells[-1] >= tensor.numel():
@@ -346,9 +344,16 @@ def _check_positions(key: str, tensor: Tensor, given: object) -> Ints:
         raise ExchangeError(
             f"{what}, but it has {tensor.numel()} elements; pass positions from 0 to {tensor.numel() - 1}"
         )
-    repeated = cells[1:][cells[1:] == cells[:-1]]
     if len(repeated):
         raise ExchangeError(
             f"positions of {key!r} have {repeated[0]} twice; pass each position once"
         )
     return cells
+
+
+def _sort_cells(cells: Ints) -> tuple[Ints, Ints]:
+    """The cells, ascending, and those that were given several times."""
+    if (cells[1:] > cells[:-1]).all():
+        return cells, cells[:0]
+    cells = np.sort(cells)
+    return cells, cells[1:][cells[1:] == cells[:-1]]

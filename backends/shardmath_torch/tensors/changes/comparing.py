@@ -156,7 +156,9 @@ def take(tensor: Tensor, cells: Ints) -> Tensor:
     """
     words = dtypes.words(tensor)
     if words.is_contiguous():
-        return dtypes.flat(words)[torch.from_numpy(cells).to(words.device)]
+        at = torch.from_numpy(cells).to(words.device)
+        # Several times as fast as indexing, where cells are few.
+        return dtypes.flat(words).index_select(0, at)
     index = unravel(cells, tuple(words.shape))
     return words[tuple(torch.from_numpy(axis).to(words.device) for axis in index)]
 

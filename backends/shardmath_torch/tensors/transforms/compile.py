@@ -182,7 +182,7 @@ class EndStage(Stage):
         }
         is_direct = self.shadows is None
         wants = src._replace(tensors=checkable), dst
-        check(wants, (plain, receiving), self._device, apart=is_direct)
+        check(wants, (plain, receiving), self._device, is_direct, current_signature)
         self._checked_signature = current_signature
 
     def finish(self, arrived: Tensors) -> Iterable[Pair]:
