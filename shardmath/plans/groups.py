@@ -304,17 +304,18 @@ def digest_groups(groups: Iterable[Group], is_tree: bool, topology: Topology | N
 
 
 def find_in_part(
-    groups: Iterable[Group], given: Mapping[str, LayoutOrWindows], window: bool
+    groups: Iterable[Group], given: Iterable[tuple[str, object]], window: bool
 ) -> tuple[str, ...]:
-    """Return the names, ascending, of tensors of which the destination holds only some elements. Raises PlanError for
-    such a tensor unless `window` is True, or `given[name]`, its destination as the caller gave it, is a tuple of
-    layouts."""
+    """Return the names, ascending, of tensors of which the destination holds only some elements. `given` are the names
+    and destinations as the caller gave them. Raises PlanError for such a tensor unless `window` is True, or the caller
+    gave a tuple of layouts."""
     in_part: list[str] = []
-    for group in groups:
-        if holds_all(group.dst):
-            continue
+    found = [group for group in groups if not holds_all(group.dst)]
+    # Most moves have no such tensor, and so need no dict.
+    held = dict(given) if found and not window else {}
+    for group in found:
         name = group.names[0]
-        if not window and not isinstance(given[name], tuple):
+        if not window and not isinstance(held[name], tuple):
             raise PlanError(
                 f"{label(name)}: no rank of the destination holds element {first_unheld(group.dst)} "
                 f"under {group.dst[0]}; give it to a rank, or call plan(..., window=True) if elements "

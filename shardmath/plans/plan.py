@@ -60,7 +60,14 @@ from shardmath.plans.stretches import (
     sum_received,
     sum_sent,
 )
-from shardmath.plans.tensors import Ends, Tensors, list_given, read_tensors, reread_tensors
+from shardmath.plans.tensors import (
+    Ends,
+    Tensors,
+    list_given,
+    name_plainly,
+    read_tensors,
+    reread_tensors,
+)
 from shardmath.plans.transfers import Transfer, list_transfers
 from shardmath.plans.uncovered import check_covered
 
@@ -251,8 +258,10 @@ def plan(src: Side, dst: Side, *, topology: Topology | None = None, window: bool
     asked = _Asked((list_given(src), list_given(dst)), (topology, window))
     known = _last.get(asked)
     if known is None:
+        given = name_plainly(asked.sides[0]), name_plainly(asked.sides[1])
+        asked = asked._replace(sides=given)
         tensors = _last.read(asked) or read_tensors(src, dst)
-        known = _make_plan(tensors, src, dst, topology, window)
+        known = _make_plan(tensors, asked, is_tree=isinstance(src, Mapping))
         _last.keep(asked, known)
     return known
 
@@ -276,9 +285,11 @@ class _Last:
 
     def get(self, now: _Asked) -> Plan | None:
         """Return the last plan if it was made of the same arguments and still exists, else None."""
-        if self._made is None or self._made[0].options != now.options:
+        # Read once: another thread may plan meanwhile.
+        last = self._made
+        if last is None or last[0].options != now.options:
             return None
-        asked, made = self._made
+        asked, made = last
         for old, new in zip(asked.sides, now.sides, strict=True):
             if old.names != new.names or not np.array_equal(old.ids, new.ids):
                 return None
@@ -287,11 +298,11 @@ class _Last:
     def read(self, now: _Asked) -> Tensors | None:
         """Return the tensors of a move, read from the last plan as far as they are the same; None if that is gone, or
         if too much differs."""
-        if self._made is None:
+        last = self._made
+        made = None if last is None else last[1]()
+        if last is None or made is None:
             return None
-        asked, made = self._made
-        last = made()
-        return None if last is None else reread_tensors(last, asked.sides, now.sides)
+        return reread_tensors(made, last[0].sides, now.sides)
 
     def keep(self, asked: _Asked, made: Plan) -> None:
         """Make `made` the last plan."""
@@ -311,16 +322,15 @@ _last = _Last()
 add_cache(_last)
 
 
-def _make_plan(
-    tensors: Tensors, src: Side, dst: Side, topology: Topology | None, window: bool
-) -> Plan:
-    """The plan of these tensors, made from its arguments, which were checked."""
+def _make_plan(tensors: Tensors, asked: _Asked, is_tree: bool) -> Plan:
+    """The plan of these tensors, made from its arguments, which were checked. `is_tree` says that sides are mappings."""
+    topology, window = asked.options
+    dst = asked.sides[1]
     alike = tensors.alike
     groups = join_groups(alike)
     batches = make_batches(groups)
     check_covered(batches)
-    is_tree = isinstance(src, Mapping)
-    given = dst if isinstance(dst, Mapping) else {"": dst}
+    given = zip(dst.names if is_tree else [""], dst.held, strict=True)
     return Plan(
         src=tensors.src,
         dst=tensors.dst,

@@ -30,7 +30,15 @@ from shardmath.plans.groups import (
 )
 from shardmath.plans.reduction import Reduction
 
-__all__ = ["Ends", "GivenSide", "Tensors", "list_given", "read_tensors", "reread_tensors"]
+__all__ = [
+    "Ends",
+    "GivenSide",
+    "Tensors",
+    "list_given",
+    "name_plainly",
+    "read_tensors",
+    "reread_tensors",
+]
 
 FEW = 64
 """The number of tensors, beside a sixteenth of all, that move one by one from group to group."""
@@ -83,8 +91,18 @@ def list_given(side: Side) -> GivenSide:
     """Return the names and values of an argument of `plan`. There are no names if it is not a mapping."""
     if not isinstance(side, Mapping):
         return GivenSide([], [side], addresses([side]))
-    held: list[object] = list(side.values())
-    return GivenSide(list(side), held, addresses(held))
+    names = list(side)
+    # A subclass may have other values than items.
+    held: list[object] = list(side.values()) if type(side) is dict else [side[n] for n in names]
+    return GivenSide(names, held, addresses(held))
+
+
+def name_plainly(given: GivenSide) -> GivenSide:
+    """Return the side with names that are plain str: a subclass may have another hash. Other names stay."""
+    if set(map(type, given.names)) <= {str}:
+        return given
+    plain = [str.__str__(name) if isinstance(name, str) else name for name in given.names]
+    return given._replace(names=plain)
 
 
 def read_tensors(src: Side, dst: Side) -> Tensors:

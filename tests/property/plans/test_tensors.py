@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -189,3 +191,67 @@ def test_names_of_other_types_stay_out() -> None:
     renamed = {Name(name): Layout((4, 2), MESH, "n (tp h)") for name in src}
     found = plan(renamed, dst)
     assert {type(n) for names in found.alike for n in names} == {str}
+
+
+class Key(str):
+    """A name with a hash of its own."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash(("Key", str.__str__(self)))
+
+    __eq__ = str.__eq__
+
+
+NAMES = [f"w{i:03}" for i in range(200)]
+MOVED = Layout((4, 2), Mesh(tp=2, ranks=[8, 9]), "n (tp h)")
+PART = Layout((4, 2), Mesh(ranks=[2]), "(n)=<0:2> h")
+
+
+def test_names_with_another_hash_are_plain_names() -> None:
+    clear_caches()
+    expected = plan(dict.fromkeys(NAMES, ROWS), dict.fromkeys(NAMES, MOVED))
+    clear_caches()
+    keys = [Key(name) for name in NAMES]
+    src = dict.fromkeys(keys, ROWS)
+    kept = plan(src, dict.fromkeys(keys, COLUMNS))
+    assert_same(plan(src, dict.fromkeys(keys, MOVED)), expected)
+    kept = plan(src, dict.fromkeys(keys, COLUMNS))
+    fewer = NAMES[1:]
+    found = plan(dict.fromkeys(fewer, ROWS), dict.fromkeys(fewer, COLUMNS))
+    assert kept != found and list(found.src) == fewer
+    assert plan({keys[0]: ROWS}, {keys[0]: (PART,)}).in_part == ("w000",)
+    with pytest.raises(PlanError, match="holds element"):
+        plan({keys[0]: ROWS}, {keys[0]: PART})
+
+
+class Overlay(dict[str, Layout]):
+    """Layouts, of which [] gives some that items do not have."""
+
+    def __getitem__(self, name: str) -> Layout:
+        return MOVED if name != "w001" else super().__getitem__(name)
+
+
+def test_a_mapping_is_read_by_name() -> None:
+    clear_caches()
+    src = dict.fromkeys(NAMES, ROWS)
+    kept = plan(src, Overlay(dict.fromkeys(NAMES, COLUMNS)))
+    changed = Overlay(dict.fromkeys(NAMES, COLUMNS) | {"w001": MOVED})
+    found = plan(src, changed)
+    assert kept != found and found.dst_ranks == (8, 9)
+
+
+def test_threads_get_the_plans_that_they_asked_for() -> None:
+    topologies = [Topology(ranks_per_node=n) for n in (1, 2, 4)]
+
+    def ask(topology: Topology) -> bool:
+        return all(plan(ROWS, COLUMNS, topology=topology).topology == topology for _ in range(2000))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(topologies)) as threads:
+            assert all(threads.map(ask, topologies))
+    finally:
+        sys.setswitchinterval(interval)

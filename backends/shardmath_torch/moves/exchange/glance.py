@@ -36,6 +36,7 @@ FACTS = 10
 """Facts of a tensor in a signature."""
 
 PLAIN = {Tensor, Parameter}
+META = torch.device("meta")
 
 
 class _Form(NamedTuple):
@@ -125,7 +126,8 @@ def look(tensors: Mapping[str, Tensor], signed: Sequence[Any]) -> Glance | None:
         return None
     columns = (signed[count + fact :: FACTS] for fact in range(FACTS))
     kinds, addresses, sizes, offsets, shapes, strides, dtypes, devices, conj, neg = columns
-    if not set(kinds) <= PLAIN or any(conj) or any(neg):
+    # Strides on the meta device may exceed 64 bits.
+    if not set(kinds) <= PLAIN or any(conj) or any(neg) or META in devices:
         return None
     # Many tensors have few forms.
     forms = [*starmap(_Form, set(zip(shapes, strides, dtypes, strict=True)))]
