@@ -102,7 +102,7 @@ class MegatronConfig:
 
     @property
     def expert_ffn(self) -> int:
-        """The inner size of a routed expert; by default that of a dense MLP."""
+        """The inner size of a routed expert; by default the inner size of a dense MLP."""
         return int(self.get("moe_ffn_hidden_size", self.ffn))
 
     @property
