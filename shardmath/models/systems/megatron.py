@@ -142,7 +142,7 @@ def megatron(
         # Blocks of gate and up alternate, so each rank has as many of either.
         text = text.replace("(etp (gate + up))", "(etp glu_blocks (gate + up))")
     if vocab is not None:
-        numbers["vocab"] = pad_vocab(vocab, tp, vocab_multiple)
+        numbers = {"vocab": pad_vocab(vocab, tp, vocab_multiple), **numbers}
     return Stored(rows.parse(text), meshes, _place_layers(fields, pp, vpp, pattern), numbers)
 
 
@@ -166,13 +166,17 @@ def _check_arranged(config: MegatronConfig) -> None:
 
 
 def _list_numbers(config: MegatronConfig, etp: int) -> dict[str, int]:
-    """The numbers in rows that follow from the configuration."""
+    """The numbers in rows that follow from the configuration. Raises StoreError if blocks of gate and up do not fit."""
     numbers = {}
     if config.get("num_attention_heads"):
         numbers["groups"] = config.groups
     block = config.get("moe_mlp_glu_interleave_size")
     if block and config.get("gated_linear_unit"):
-        numbers["glu_blocks"] = config.expert_ffn // (etp * block)
+        blocks, rest = divmod(config.expert_ffn, etp * block)
+        if rest:
+            what = f"moe_mlp_glu_interleave_size={block} and etp={etp} do not divide experts of {config.expert_ffn}"
+            raise StoreError(f"{what}; choose sizes that do")
+        numbers["glu_blocks"] = blocks
     return numbers
 
 

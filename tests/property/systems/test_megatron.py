@@ -283,6 +283,8 @@ def test_gate_and_up_of_grouped_experts_may_alternate_in_blocks() -> None:
                 whole = arrays[f"model.layers.1.mlp.experts.3.{name}_proj.{part}"]
                 own = whole[12 * rank : 12 * (rank + 1)]
                 assert np.array_equal(halves.reshape(own.shape), own)
+    with pytest.raises(StoreError, match="size=2 and etp=8 do not divide experts of 24; choose"):
+        megatron(config, ranks=range(8), tp=8, vocab=8)
     # Modules that are not grouped do not read the field.
     apart = {**config, "moe_grouped_gemm": False}
     plain = {**apart, "moe_mlp_glu_interleave_size": None}
