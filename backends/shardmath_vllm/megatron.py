@@ -14,17 +14,26 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardmath.base.arguments import known
 from shardmath.base.dtypes import canonical
 from shardmath.base.errors import StoreError
 from shardmath.models.storage.binding import bind
 from shardmath.models.storage.stored import Shapes, Stored
 from shardmath.models.systems.config import Config
-from shardmath.models.systems.megatron import ORDER, logical_shapes, megatron
+from shardmath.models.systems.megatron import NORMS, ORDER, logical_shapes, megatron
 from shardmath_torch.groups.agreement.gather import gather
 from shardmath_vllm.converting import declare_conversion
 from shardmath_vllm.source import Source
 
 __all__ = ["read_megatron"]
+
+LESS_ONE = (
+    *("gemma", "gemma2", "gemma3", "nemotron", "qwen3next"),
+    *("qwen35", "qwen35moe", "rnj1", "step3p5", "step3p7"),
+)
+"""Kinds of model whose checkpoints store weights of norms less one."""
+WHOLE = ".linear_attn.norm.weight"
+"""The end of the name of a norm that these checkpoints store whole."""
 
 
 def read_megatron(
@@ -35,6 +44,7 @@ def read_megatron(
     order: str = ORDER,
     vocab_multiple: int = 128,
     dtype: str | None = None,
+    norms: str = "check",
 ) -> Source:
     """Return a Source (this rank's tensors, and how all ranks store theirs) of a Megatron-Core GPTModel, given as
     `chunks`: the model, or a list of its virtual stages. `config` is the model's Hugging Face configuration. `spec`
@@ -44,7 +54,8 @@ def read_megatron(
     `order` is like "tp-cp-ep-dp-pp", where tp varies fastest over the ranks; `vocab_multiple` is Megatron's
     make_vocab_size_divisible_by. Chunks may be wrapped, as by Megatron's DistributedDataParallel. `config` is an
     object, or a mapping of its fields. Engines get buffers always as they are. Collective over the default group.
-    Raises StoreError for a model whose storage rows do not describe.
+    Raises StoreError for a model whose storage rows do not describe, and for norms that the trainer stores less one and
+    checkpoints do not, or the reverse; `norms="keep"` sends these as they are.
     """
     modules = tuple(_unwrap(chunk) for chunk in _list_chunks(chunks))
     # Any, since Megatron, whose class this is, is not imported.
@@ -57,6 +68,16 @@ def read_megatron(
             f"config= is {type(config).__name__} with vocab_size={vocab!r}, where an integer is needed; pass "
             f"the model's Hugging Face configuration"
         )
+    pattern = _find_pattern(first_chunk)
+    shapes = logical_shapes(
+        model_config,
+        vocab=vocab,
+        tied=first_chunk.share_embeddings_and_output_weights,
+        positions=_count_positions(first_chunk),
+        pattern=pattern,
+        dtype=params_dtype,
+    )
+    _check_norms(model_config, Config(config).kind, shapes, norms)
     side = megatron(
         model_config,
         ranks=range(dist.get_world_size()),
@@ -70,13 +91,8 @@ def read_megatron(
         spec=spec,
         vocab=vocab,
         vocab_multiple=vocab_multiple,
-    )
-    shapes = logical_shapes(
-        model_config,
-        vocab=vocab,
-        tied=first_chunk.share_embeddings_and_output_weights,
-        pattern=_find_pattern(first_chunk),
-        dtype=params_dtype,
+        pattern=pattern,
+        norms="keep",  # they are checked above, with the kind of checkpoint
     )
     tensors = [_list_own(module) for module in modules]
     reports = _gather_reports(shapes, side, tensors)
@@ -90,6 +106,30 @@ def _find_pattern(chunk: Any) -> str | None:
     """The pattern of a hybrid model, which has another name from Megatron-Core 0.19 on; None for other models."""
     names = ("hybrid_layer_pattern", "hybrid_override_pattern")
     return next((getattr(chunk, name) for name in names if hasattr(chunk, name)), None)
+
+
+def _count_positions(chunk: Any) -> int:
+    """The number of learned positions; 0 if positions are not learned."""
+    learned = getattr(chunk, "position_embedding_type", None) == "learned_absolute"
+    return chunk.max_sequence_length if learned else 0
+
+
+def _check_norms(model_config: Any, kind: str, shapes: Shapes, norms: str) -> None:
+    """Raise StoreError if a norm differs by one from that of a checkpoint of this kind, unless norms are kept."""
+    if known(norms, NORMS) is None:
+        raise StoreError(f"norms={norms!r} is not known; use one of {', '.join(NORMS)}")
+    if norms == "keep":
+        return
+    forms = ("whole", "less one")
+    stored = bool(getattr(model_config, "layernorm_zero_centered_gamma", False))
+    wanted = kind in LESS_ONE
+    apart = next((name for name in shapes if name.endswith(WHOLE)), None) if wanted else None
+    if stored == wanted and not (stored and apart):
+        return
+    which = "norms" if stored != wanted else repr(apart)
+    what = f"with layernorm_zero_centered_gamma={stored} the trainer stores {which} {forms[stored]}"
+    fix = "make the two equal, or pass norms='keep' and send changed tensors"
+    raise StoreError(f"{what}, and checkpoints of {kind!r} {forms[not stored]}; {fix}")
 
 
 def _list_chunks(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:

@@ -323,7 +323,7 @@ add_cache(_last)
 
 
 def _make_plan(tensors: Tensors, asked: _Asked, is_tree: bool) -> Plan:
-    """The plan of these tensors, made from its arguments, which were checked. `is_tree` says that sides are mappings."""
+    """The plan of these tensors, made from its arguments, which were checked. `is_tree`: sides are mappings."""
     topology, window = asked.options
     dst = asked.sides[1]
     alike = tensors.alike

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import shardmath_vllm as sv
 from shardmath.models.systems.megatron import logical_shapes, megatron
 from shardmath_vllm.source import read_source
 from tests.distributed.pool import Pool
-from tests.distributed.tasks.sources import CONFIG, SIZES, VOCAB, read, read_wrong
+from tests.distributed.tasks.sources import CONFIG, SIZES, VOCAB, read, read_norms, read_wrong
 
 BIAS = "model.layers.3.mlp.gate.e_score_correction_bias"
 NORM = "model.layers.{}.input_layernorm.weight"
@@ -59,6 +61,45 @@ def test_a_source_says_itself_what_engines_get() -> None:
     )
     with pytest.raises(ValueError, match=what):
         read_source(source, "float16")
+
+
+CENTERED = {"layernorm_zero_centered_gamma": True}
+DELTA = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "norms", "why"),
+    [
+        ("qwen3_moe", {}, "check", ""),
+        ("qwen3_moe", CENTERED, "check", "norms less one, and checkpoints of 'qwen3moe' whole"),
+        ("qwen3_moe", CENTERED, "keep", ""),
+        ("gemma3_text", CENTERED, "check", ""),
+        ("gemma3_text", {}, "check", "stores norms whole, and checkpoints of 'gemma3' less one"),
+        ("gemma3_text", {}, "keep", ""),
+        ("gemma3_text", {}, "whole", "norms='whole' is not known; use one of check, keep"),
+        ("qwen3_next", DELTA, "check", "norms whole, and checkpoints of 'qwen3next' less one"),
+        ("qwen3_next", DELTA | CENTERED, "check", "'model.layers.0.linear_attn.norm.weight' less"),
+    ],
+)
+def test_norms_are_stored_as_in_checkpoints_of_the_kind(
+    pool: Pool, kind: str, changes: dict[str, Any], norms: str, why: str
+) -> None:
+    for said in pool.run(read_norms, kind, changes, norms):
+        assert why in said and bool(why) == bool(said)
+
+
+def test_a_hybrid_models_pattern_divides_it_among_stages(pool: Pool) -> None:
+    """A segment for each chunk of a stage; learned positions are beside the embedding."""
+    seen = pool.run(read, "qwen3_moe", None, {}, "check", "*E||-|*")
+    held = [
+        {name.split(".")[2] for name in names if name.startswith("decoder.layers.")}
+        for rank in (0, 4)
+        for names in seen[rank].chunks
+    ]
+    assert held == [{"0", "1"}, {"0"}, set(), {"0"}]
+    assert all(one.own for one in seen)
+    assert "decoder.final_norm.weight" in seen[4].chunks[1]
+    assert "model.position_embeddings.weight" in seen[4].told.shapes
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,8 @@ def _list_fields(case: Case, hf: Any) -> dict[str, Any]:
 def _read(case: Case, chunks: list[Any], hf: Any) -> Shapes:
     """The logical tensors that a trainer of vLLM engines finds in the model itself."""
     fields = _list_fields(case, hf)
-    return read_megatron(chunks, fields, spec=case.spec, order=case.order).shapes
+    # Of Qwen3-Next the test moves norms that are whole (`_list_tensors`), and its checkpoints store some less one.
+    return read_megatron(chunks, fields, spec=case.spec, order=case.order, norms="keep").shapes
 
 
 def _declare_trainer(case: Case, config: Any) -> Stored:

@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from shardmath.base.arguments import known
 from shardmath.base.errors import MeshError, StoreError
 from shardmath.base.moved import forward_names
 from shardmath.layouts.algebra.mesh import Mesh
@@ -50,8 +51,8 @@ if not TYPE_CHECKING:  # A type checker would believe that the module has every 
     )
 
 ORDER = "tp-cp-ep-dp-pp"
-REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([Etml])\*(\d+)", re.IGNORECASE)
-"""A repeated group or letter in a layout string."""
+REPEAT = re.compile(r"\(([^()]*)\)\*(\d+)|([^()])\*(\d+)")
+"""A repeated group, letter or end of a stage in a layout string."""
 
 LETTERS = {"t": "decoder", "m": "mtp"}
 """Layers in a layout string; others are the embedding and the loss."""
@@ -64,6 +65,22 @@ RENAMES = (
     (SINCE_0_19, "mixer.conv1d.*", "mixer.conv1d_*"),
 )
 """(Field, old, new) parts of rows: if a configuration has the field, whatever its value, the new part is right."""
+
+GROUPED = {
+    (True, True): "stacked",
+    (True, False): "stacked weights",
+    (False, True): "stacked biases",
+    (False, False): "grouped",
+}
+"""The form of TransformerEngine's grouped experts, by whether weights and biases are stacked."""
+
+REARRANGED = (
+    ("use_grouped_gemm_for_shared_expert", "shared experts"),
+    ("use_grouped_gemm_for_dense_mlp", "dense MLPs"),
+)
+"""Fields with which TransformerEngine may keep gate and up of these modules interleaved, by its version."""
+
+NORMS = ("check", "keep")
 
 FIX = (
     "set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage, "
@@ -93,37 +110,82 @@ def megatron(
     vocab: int | None = None,
     vocab_multiple: int = 128,
     unknown: str = "refuse",
+    pattern: str | None = None,
+    norms: str = "check",
 ) -> Stored:
     """Return a Stored that says how the `ranks` of a Megatron trainer store a model with the TransformerConfig
     `config`, given its parallel sizes and the options below.
 
     `etp` is tp if not given, `order` the order of the axes, first fastest, `vpp` the virtual stages of a rank, `spec`
     "te" or "local", `experts` "grouped", "sequential", "stacked" or "legacy", by the configuration if not given,
-    `vocab` the vocabulary before padding, `unknown` "refuse" or "replicate". Raises MeshError if ranks do not factor,
-    StoreError if layers do not fit the stages.
+    `vocab` the vocabulary before padding, `unknown` "refuse" or "replicate", `pattern` a hybrid model's.
+
+    `norms` is "keep" to send weights of norms as they are stored. If it is "check", StoreError is raised if they are
+    stored less one (`layernorm_zero_centered_gamma`).
+
+    Raises MeshError if ranks do not factor, StoreError if layers do not fit the stages, and for options with which
+    weights are stored as no row describes.
     """
     fields = MegatronConfig(config)
+    _check_norms(fields, norms)
+    if spec == "te":
+        _check_arranged(fields)
     etp = tp if etp is None else etp
     sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
     meshes = _make_meshes(tuple(ranks), sizes, order)
     experts = experts or _find_experts(fields, spec)
     fused_down = spec == "te" and bool(fields.get("mla_down_proj_fusion"))
     text = table(spec, experts, unknown=replicates(unknown), fused_down=fused_down)
-    table_rows = rows.parse(_rename(text, fields))
-    indices = _place_layers(fields, pp, vpp)
-    numbers = {}
+    text = _rename(text, fields, is_hybrid=bool(pattern or fields.get("is_hybrid_model")))
+    numbers = _list_numbers(fields, etp)
+    if "glu_blocks" in numbers and experts in GROUPED.values():
+        # Blocks of gate and up alternate, so each rank has as many of either.
+        text = text.replace("(etp (gate + up))", "(etp glu_blocks (gate + up))")
     if vocab is not None:
-        numbers["vocab"] = pad_vocab(vocab, tp, vocab_multiple)
-    if fields.get("num_attention_heads"):
-        numbers["groups"] = fields.groups
-    return Stored(table_rows, meshes, indices, numbers)
+        numbers = {"vocab": pad_vocab(vocab, tp, vocab_multiple), **numbers}
+    return Stored(rows.parse(text), meshes, _place_layers(fields, pp, vpp, pattern), numbers)
 
 
-def _rename(text: str, config: MegatronConfig) -> str:
+def _check_norms(config: MegatronConfig, norms: str) -> None:
+    """Raise StoreError if norms are stored less one, unless they are to be sent as they are."""
+    if known(norms, NORMS) is None:
+        raise StoreError(f"norms={norms!r} is not known; use one of {', '.join(NORMS)}")
+    if norms == "check" and config.get("layernorm_zero_centered_gamma"):
+        what = "layernorm_zero_centered_gamma is set, so norms store their weights less one"
+        fix = "pass norms='keep' if the other side stores them so, too, or if rules= of the refit add one"
+        raise StoreError(f"{what}, and rows add nothing; {fix}")
+
+
+def _check_arranged(config: MegatronConfig) -> None:
+    """Raise StoreError if gate and up of a module may be interleaved in a way that depends on TransformerEngine."""
+    for field, modules in REARRANGED:
+        if config.get(field) and config.get("gated_linear_unit"):
+            what = f"{field} is set, with which gate and up of {modules} may be interleaved"
+            fix = "if they are not, pass the configuration as a mapping without this field"
+            raise StoreError(f"{what}, as no row describes; {fix}")
+
+
+def _list_numbers(config: MegatronConfig, etp: int) -> dict[str, int]:
+    """The numbers in rows that follow from the configuration. Raises StoreError if blocks of gate and up do not fit."""
+    numbers = {}
+    if config.get("num_attention_heads"):
+        numbers["groups"] = config.groups
+    block = config.get("moe_mlp_glu_interleave_size")
+    if block and config.get("gated_linear_unit"):
+        blocks, rest = divmod(config.expert_ffn, etp * block)
+        if rest:
+            what = f"moe_mlp_glu_interleave_size={block} and etp={etp} do not divide experts of {config.expert_ffn}"
+            raise StoreError(f"{what}; choose sizes that do")
+        numbers["glu_blocks"] = blocks
+    return numbers
+
+
+def _rename(text: str, config: MegatronConfig, *, is_hybrid: bool) -> str:
     """The rows with the names of the configuration's version and kind of model."""
-    if config.get("is_hybrid_model"):
+    if is_hybrid:
         text = text.replace("decoder.final_layernorm", "decoder.final_norm")
-    elif config.mtp:
+    # Megatron tests for None: with 0 further layers, too, the norm is behind the last layer.
+    elif config.get("mtp_num_layers") is not None:
         # Further layers may be alone on the last stage; the norm is behind the last other layer.
         text = text.replace("decoder.final_layernorm.* @pp=-1", "decoder.final_layernorm.* @l=-1")
     for field, old, new in RENAMES:
@@ -132,15 +194,25 @@ def _rename(text: str, config: MegatronConfig) -> str:
     return text
 
 
-def _place_layers(config: MegatronConfig, pp: int, vpp: int) -> dict[str, tuple[Spot, ...]]:
+def _place_layers(
+    config: MegatronConfig, pp: int, vpp: int, pattern: str | None
+) -> dict[str, tuple[Spot, ...]]:
     """The spot of each layer. Layers that predict further tokens are numbered from 0."""
     stage_layout = config.get("pipeline_model_parallel_layout")
     stages = [] if stage_layout is None else _read_layout(stage_layout)
-    counts = [stage.count("decoder") for stage in stages] or _count_evenly(config, pp, vpp)
+    main = (pattern or "").split("/")[0]
+    if "|" in main:
+        counts = [len(segment) for segment in main.split("|")]
+    else:
+        counts = [stage.count("decoder") for stage in stages] or _count_evenly(config, pp, vpp)
     layers = place_layers(counts, layers=config.layers, pp=pp, chunks=vpp, renumber=True, fix=FIX)
     stage, chunk = _find_further(stages, pp, vpp)
     further = tuple(Spot({"pp": stage}, chunk, m) for m in range(config.mtp))
-    return {"l": layers, "m": further}
+    indices = {"l": layers, "m": further}
+    if all(spot.chunk < vpp - 1 for spot in layers + further):
+        # The head is in the last chunk even if no stage has a layer there; an index without rows says which this is.
+        indices["last"] = (Spot({"pp": pp - 1}, vpp - 1, 0),)
+    return indices
 
 
 def _find_further(stages: list[list[str]], pp: int, vpp: int) -> tuple[int, int]:
@@ -161,9 +233,10 @@ def _find_experts(config: MegatronConfig, spec: str) -> str:
     if not config.get("moe_grouped_gemm"):
         return "sequential"
     if spec == "te":
-        if config.get("moe_single_grouped_weight"):
-            return "stacked"
-        return "legacy" if config.get("moe_use_legacy_grouped_gemm") else "grouped"
+        if config.get("moe_use_legacy_grouped_gemm"):
+            return "legacy"
+        stacked = (config.get(f"moe_single_grouped_{part}") for part in ("weight", "bias"))
+        return GROUPED[bool(next(stacked)), bool(next(stacked))]
     # From 0.17 on, Megatron's own modules of experts are not grouped, whatever the configuration says.
     return "sequential" if SINCE_0_17 in config.fields else "legacy"
 

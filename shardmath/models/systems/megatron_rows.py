@@ -10,7 +10,7 @@ Source: Megatron-Core 0.16.1, `models/gpt`, `models/mamba`, `transformer`, `ssm`
 
 >>> from shardmath.models.storage import rows
 >>> len(rows.parse(table("te", "grouped")))
-156
+158
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ embedding.position_embeddings.weight @pp=0      = model.position_embeddings.weig
 output_layer.weight @pp=-1                      = lm_head.weight            : (tp n=vocab) h
 also embedding.word_embeddings.weight @m=-1     = model.embed_tokens.weight ? /mtp.0.enorm.weight : (tp n=vocab) h
 also embedding.word_embeddings.weight @m=-1  = model.embed_tokens.weight ? /mtp.0.layers.0.enorm.weight : (tp n=vocab) h
+also embedding.position_embeddings.weight @m=-1 = model.position_embeddings.weight ? /mtp.0.enorm.weight
+also embedding.position_embeddings.weight @m=-1 = model.position_embeddings.weight ? /mtp.0.layers.0.enorm.weight
 also output_layer.weight @pp=-1                 = model.embed_tokens.weight ! /lm_head.weight     : (tp n=vocab) h
 decoder.final_layernorm.* @pp=-1              = model.norm.*
 [mtp.layers.{m}. = mtp.{m}.]
@@ -138,11 +140,23 @@ mlp.experts.linear_fc1.*               = mlp.experts.{e}.up_proj.* : (ep e) (etp
 mlp.experts.linear_fc2.*               = mlp.experts.{e}.down_proj.* : (ep e) h (etp n)
 """,
 }
-"""Rows of routed experts: a tensor per expert, a module per expert, one tensor for all, or TransformerEngine's stack.
+"""Rows of routed experts: a tensor per expert, a module per expert, one tensor for all, or TransformerEngine's stack
+(of weights and biases, or of only one of the two).
 
 Legacy experts are declared flat, (h, e n), and multiplied as the stack that the rows describe: a trainer passes
 `weight1.view(e, h, -1)` and `weight2.view(e, -1, h)`.
 """
+
+
+def _mix(weights: str, biases: str) -> str:
+    """The rows of experts whose weights are stored in one form, and whose biases in another."""
+    return EXPERTS[weights].replace(".*", ".weight") + EXPERTS[biases].replace(".*", ".bias")
+
+
+EXPERTS |= {
+    "stacked weights": _mix("stacked", "grouped"),
+    "stacked biases": _mix("grouped", "stacked"),
+}
 
 UNKNOWN = """
 [decoder.layers.{l}.self_attention. = model.layers.{l}.self_attn.]
@@ -166,8 +180,8 @@ def table(
     fused_down: bool = False,
 ) -> str:
     """Return, as text, Megatron's storage rows (rules) for the layer `spec`, "te" or "local". `experts` says how routed
-    experts are stored: "grouped", "sequential", "stacked" or "legacy"; `unknown` adds rows that store all remaining
-    tensors undivided, `fused_down` rows of fused down projections.
+    experts are stored: "grouped", "sequential", "stacked", "stacked weights", "stacked biases" or "legacy"; `unknown`
+    adds rows that store all remaining tensors undivided, `fused_down` rows of fused down projections.
 
     Raises StoreError for an unknown spec or form.
     """

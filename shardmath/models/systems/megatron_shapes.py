@@ -101,6 +101,11 @@ class MegatronConfig:
         return int(self.get("num_moe_experts", 0))
 
     @property
+    def expert_ffn(self) -> int:
+        """The inner size of a routed expert; by default the inner size of a dense MLP."""
+        return int(self.get("moe_ffn_hidden_size", self.ffn))
+
+    @property
     def latent(self) -> bool:
         """Whether attention is multi-head latent attention."""
         return bool(self.get("multi_latent_attention", False))
@@ -340,13 +345,12 @@ def _list_experts(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
 def _list_routed(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:
     h = config.hidden
     bias = config.get("add_bias_linear")
-    inner = int(config.get("moe_ffn_hidden_size", config.ffn))
     latent = config.get("moe_latent_size")
     if latent:
         yield from _linear("mlp.fc1_latent_proj", latent, h, bias)
         yield from _linear("mlp.fc2_latent_proj", h, latent, bias)
     for expert in range(config.experts):
-        yield from _ffn(config, f"mlp.experts.{expert}.", inner, latent or h)
+        yield from _ffn(config, f"mlp.experts.{expert}.", config.expert_ffn, latent or h)
 
 
 def _list_mamba(config: MegatronConfig) -> Iterator[tuple[str, Shape]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shardmath_vllm as sv
+from shardmath import StoreError
 from shardmath.models.systems.megatron import logical_shapes, megatron
 from shardmath.storage import bind
 
-__all__ = ["CONFIG", "SIZES", "VOCAB", "Seen", "read", "read_wrong"]
+__all__ = ["CONFIG", "SIZES", "VOCAB", "Seen", "read", "read_norms", "read_wrong"]
 
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "vpp": 2}
 CONFIG = {
@@ -73,18 +75,35 @@ class Model(nn.Module):
             module.register_parameter(own, nn.Parameter(torch.zeros(shape, dtype=dtype)))
 
 
-def read(rank: int, kind: str, dtype: str | None) -> Seen:
-    """The source of this rank's chunks, one of which is wrapped."""
-    shapes = logical_shapes(CONFIG, vocab=VOCAB)
-    side = megatron(CONFIG, ranks=range(dist.get_world_size()), vocab=VOCAB, **SIZES)
+def read(
+    rank: int,
+    kind: str,
+    dtype: str | None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
+    norms: str = "check",
+    pattern: str | None = None,
+) -> Seen:
+    """The source of this rank's chunks, one of which is wrapped. `changes` are fields of the trainer's configuration
+    that differ, and a hybrid model has a pattern and learned positions."""
+    fields = CONFIG | dict(changes)
+    positions = 8 * bool(pattern)
+    shapes = logical_shapes(fields, vocab=VOCAB, pattern=pattern, positions=positions)
+    ranks = range(dist.get_world_size())
+    side = megatron(fields, ranks=ranks, vocab=VOCAB, **SIZES, pattern=pattern, norms="keep")
     by_chunk: list[dict[str, tuple[int, ...]]] = [{}, {}]
     for (chunk, name), shape in bind(side, shapes).natives(rank).items():
         by_chunk[chunk][name] = shape
     last = rank >= dist.get_world_size() // 2
     models = [Model(natives, last) for natives in by_chunk]
+    models[0].config = SimpleNamespace(**fields)
+    if pattern:
+        models[0].hybrid_layer_pattern = pattern
+        models[0].position_embedding_type = "learned_absolute"
+        models[0].max_sequence_length = positions
     wrapped = nn.Module()
     wrapped.module = models[0]
-    source = sv.read_megatron([wrapped, models[1]], HF | {"model_type": kind}, dtype=dtype)
+    config = HF | {"model_type": kind}
+    source = sv.read_megatron([wrapped, models[1]], config, dtype=dtype, norms=norms)
     assert isinstance(source.tensors, list)
     own = all(
         named[name] is tensor
@@ -92,6 +111,15 @@ def read(rank: int, kind: str, dtype: str | None) -> Seen:
         for name, tensor in model.named_parameters()
     )
     return Seen([list(named) for named in source.tensors], source.tell(), own)
+
+
+def read_norms(rank: int, kind: str, changes: Mapping[str, Any], norms: str) -> str:
+    """What is said of norms that checkpoints of this kind may store otherwise; empty if nothing is."""
+    try:
+        read(rank, kind, None, changes, norms)
+    except StoreError as error:
+        return str(error)
+    return ""
 
 
 def read_wrong(rank: int) -> list[str]:

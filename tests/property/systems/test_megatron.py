@@ -5,10 +5,12 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shardmath import StoreError
 from shardmath.models.storage.binding import bind
+from shardmath.models.storage.filling import fill
 from shardmath.models.systems.megatron import logical_shapes, megatron
 
 
@@ -55,7 +57,8 @@ LATER = {"mtp_use_repeated_layer": False}
 
 def list_stored(config: dict[str, Any], rank: int = 0, **more: Any) -> dict[str, tuple[int, ...]]:
     """The shapes of what a rank stores, by name, of all chunks."""
-    given = {name: more.pop(name) for name in ("pattern", "tied") if name in more}
+    given = {name: more.pop(name) for name in ("tied", "positions") if name in more}
+    given["pattern"] = more.get("pattern")
     sizes = {name: more.get(name, 1) for name in ("tp", "pp")}
     side = megatron(config, ranks=range(sizes["tp"] * sizes["pp"]), vocab=8, **more)
     bound = bind(side, logical_shapes(config, vocab=8, **given))
@@ -189,8 +192,6 @@ def test_a_layout_is_read_as_a_configuration_has_it(layout: object) -> None:
 def test_a_layer_that_predicts_all_further_tokens_is_stored_once(pattern: str | None) -> None:
     """`MultiTokenPredictionBlock` of 0.17 and later makes one layer."""
     config = SPARSE | {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
-    if pattern is not None:
-        config["is_hybrid_model"] = True
     stored = list_stored(config, pattern=pattern)
     layers = {name.split(".")[3] for name in stored if name.startswith("0.mtp.layers.")}
     assert layers == {"0"}
@@ -261,3 +262,131 @@ def test_a_layer_that_an_index_does_not_have() -> None:
     assert bound.natives(0) == {(0, "x"): (2,)}
     with pytest.raises(StoreError, match="'@l=2' is not a number of index 'l', which has 2; use"):
         bind(side.extended("x @l=2 = x"), {"x": ((2,), "int64")})
+
+
+def test_gate_and_up_of_grouped_experts_may_alternate_in_blocks() -> None:
+    """As `TEGroupedMLP._remove_glu_interleaving` of 0.19 takes them apart, on each rank."""
+    config = SPARSE | LATER | {"moe_ffn_hidden_size": 24, "add_bias_linear": True}
+    config |= {"moe_mlp_glu_interleave_size": 2}
+    shapes = logical_shapes(config, vocab=8)
+    arrays = {
+        name: np.random.default_rng(number).random(shape)
+        for number, (name, (shape, _)) in enumerate(shapes.items())
+    }
+    bound = bind(megatron(config, ranks=range(2), tp=2, vocab=8), shapes)
+    for rank in range(2):
+        stored = fill(bound, arrays, rank)
+        for part in ("weight", "bias"):
+            given = stored[0, f"decoder.layers.1.mlp.experts.linear_fc1.{part}3"]
+            blocks = given.reshape(-1, 2, 2, *given.shape[1:]).swapaxes(0, 1)
+            for name, halves in zip(("gate", "up"), blocks, strict=True):
+                whole = arrays[f"model.layers.1.mlp.experts.3.{name}_proj.{part}"]
+                own = whole[12 * rank : 12 * (rank + 1)]
+                assert np.array_equal(halves.reshape(own.shape), own)
+    with pytest.raises(StoreError, match="size=2 and etp=8 do not divide experts of 24; choose"):
+        megatron(config, ranks=range(8), tp=8, vocab=8)
+    # Modules that are not grouped do not read the field.
+    apart = {**config, "moe_grouped_gemm": False}
+    plain = {**apart, "moe_mlp_glu_interleave_size": None}
+    rows = [megatron(one, ranks=range(2), tp=2, vocab=8).rows for one in (apart, plain)]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize(
+    "field", ["use_grouped_gemm_for_shared_expert", "use_grouped_gemm_for_dense_mlp"]
+)
+def test_other_modules_whose_gate_and_up_may_alternate_are_refused(field: str) -> None:
+    config = SPARSE | LATER | {field: True}
+    with pytest.raises(StoreError, match=f"{field} is set, with which gate and up of"):
+        megatron(config, ranks=range(1), vocab=8)
+    megatron(config, ranks=range(1), spec="local", vocab=8)
+    megatron({**config, "gated_linear_unit": False}, ranks=range(1), vocab=8)
+
+
+def test_norms_that_are_stored_less_one_are_refused() -> None:
+    config = SPARSE | {"layernorm_zero_centered_gamma": True}
+    with pytest.raises(
+        StoreError, match="norms store their weights less one, and rows add nothing"
+    ):
+        megatron(config, ranks=range(1), vocab=8)
+    kept = megatron(config, ranks=range(1), vocab=8, norms="keep")
+    assert kept == megatron(SPARSE, ranks=range(1), vocab=8)
+    with pytest.raises(StoreError, match="norms='whole' is not known; use one of check, keep"):
+        megatron(SPARSE, ranks=range(1), vocab=8, norms="whole")
+
+
+@pytest.mark.parametrize(
+    ("stacked", "last"),
+    [
+        (("weight", "bias"), {"weight", "bias"}),
+        (("weight",), {"weight", "bias3"}),
+        (("bias",), {"weight3", "bias"}),
+        ((), {"weight3", "bias3"}),
+    ],
+)
+def test_weights_and_biases_of_experts_are_stacked_separately(
+    stacked: tuple[str, ...], last: set[str]
+) -> None:
+    config = SPARSE | LATER | {"add_bias_linear": True}
+    stored = list_stored(config | {f"moe_single_grouped_{part}": True for part in stacked})
+    for linear in ("linear_fc1", "linear_fc2"):
+        module = f"0.decoder.layers.1.mlp.experts.{linear}."
+        names = {name.removeprefix(module) for name in stored if name.startswith(module)}
+        assert names >= last and len(names) == 8 - 3 * len(stacked)
+
+
+@pytest.mark.parametrize("text", ["Et|t||L", "Et|t||||L"])
+def test_the_head_is_in_the_last_chunk_though_it_has_no_layers(text: str) -> None:
+    vpp = (text.count("|") + 1) // 2
+    layout = {"pipeline_model_parallel_layout": text}
+    stored = list_stored(SPARSE | layout, 1, pp=2, vpp=vpp)
+    ends = {name for name in stored if "output" in name or "final" in name}
+    assert {name.split(".")[0] for name in ends} == {str(vpp - 1)}
+    assert "0.decoder.layers.0.mlp.router.weight" in stored
+
+
+def test_the_last_norm_is_behind_the_last_layer_if_there_are_0_further_layers() -> None:
+    """Megatron tests whether `mtp_num_layers` is None."""
+    layout = {"pipeline_model_parallel_layout": "Et|t|L", "mtp_num_layers": 0}
+    stages = [list_stored(SPARSE | layout, rank, pp=3) for rank in range(3)]
+    assert _find("0.decoder.final_layernorm.weight", stages) == [1]
+    assert _find(HEAD, stages) == [2]
+
+
+@pytest.mark.parametrize("text", ["Et|*3tL", "E(t|)*1|*2tL"])
+def test_a_layout_may_repeat_the_end_of_a_stage(text: str) -> None:
+    stages = [
+        list_stored(SPARSE | {"pipeline_model_parallel_layout": text}, rank, pp=4)
+        for rank in range(4)
+    ]
+    assert _find("0.decoder.layers.0.mlp.router.weight", stages) == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "vpp", "counts"),
+    [("M*-|M", 1, [3, 1]), ("|M|*-|M/*", 2, [2, 2]), ("M*-M", 1, [2, 2])],
+)
+def test_a_pattern_divides_a_hybrid_model_among_stages(
+    pattern: str, vpp: int, counts: list[int]
+) -> None:
+    """`select_pipeline_segment` of 0.19: a segment for each chunk of a stage."""
+    config = SPARSE | LATER | {"num_layers": 4, "mtp_num_layers": pattern.count("/") or None}
+    stages = [list_stored(config, rank, pp=2, vpp=vpp, pattern=pattern) for rank in range(2)]
+    found = [
+        {tuple(name.split(".")[:4]) for name in stored if ".decoder.layers." in name}
+        for stored in stages
+    ]
+    assert [len(layers) for layers in found] == counts
+    assert _find(f"{vpp - 1}.decoder.final_norm.weight", stages) == [1]
+
+
+@pytest.mark.parametrize("pattern", [None, "*E/*-"])
+def test_the_copy_of_the_embedding_has_learned_positions_too(pattern: str | None) -> None:
+    config = SPARSE | LATER | {"mtp_num_layers": 1}
+    stages = [list_stored(config, rank, pp=2, pattern=pattern, positions=4) for rank in range(2)]
+    assert _find("0.embedding.position_embeddings.weight", stages) == [0, 1]
+    alone = [
+        list_stored(SPARSE | LATER, rank, pp=2, pattern=pattern and "*E", positions=4)
+        for rank in range(2)
+    ]
+    assert _find("0.embedding.position_embeddings.weight", alone) == [0]
