@@ -10,8 +10,9 @@ import numpy as np
 
 from shardmath.base.arrays import Ints
 from shardmath.base.errors import PlacementError
-from shardmath.layouts.algebra.cuts import FixedBlock
+from shardmath.layouts.algebra.cuts import BalancedChunks, Chunks, FixedBlock
 from shardmath.layouts.algebra.dimension import cells, divide_lengths
+from shardmath.layouts.algebra.stages import Digit
 from shardmath.layouts.layout import Layout
 from shardmath.proofs.sizes.family import (
     MOST_PAIRS,
@@ -134,18 +135,23 @@ def _join_blocks(one: Family, other: Family, growth: Growth) -> tuple[Growth | N
     """The growth of two families with blocks, if they divide pieces that are the same at every length."""
     heads = []
     for family in (one, other):
-        if len(family.stages) != 1 or family.why:
+        if len(family.stages) > 1 or family.why:
             return None, "blocks are combined with other cuts"
-        (stage,) = family.stages
-        head = tuple(
-            itertools.takewhile(lambda digit: not isinstance(digit.cut, FixedBlock), stage)
+        digits = [digit for stage in family.stages for digit in stage if not _keeps_whole(digit)]
+        head = list(
+            itertools.takewhile(lambda digit: not isinstance(digit.cut, FixedBlock), digits)
         )
-        if not all(isinstance(digit.cut, FixedBlock) for digit in stage[len(head) :]):
+        if not all(isinstance(digit.cut, FixedBlock) for digit in digits[len(head) :]):
             return None, "blocks are divided further by cuts into parts"
         heads.append(head)
     if heads[0] != heads[1]:
         return None, "blocks divide pieces of which nobody knows that they are the same"
     return growth, ""
+
+
+def _keeps_whole(digit: Digit) -> bool:
+    """Whether the digit cuts pieces into one part, as an axis of one rank does."""
+    return isinstance(digit.cut, Chunks | BalancedChunks) and digit.cut.parts == 1
 
 
 def _list_unequal(families: list[Family], pairs: Compared, lengths: int) -> Iterator[int]:

@@ -158,12 +158,13 @@ def _read_rule(dim: Dimension, cut: UserCut) -> Family:
     # The first period may be different; the law is checked in all that are seen.
     growth = Growth(period, (SEEN - 2) * period)
     family = Family(dim, None, growth)
-    if not all(_is_linear(family, remainder) for remainder in range(period)):
-        why = f"borders of {by!r} do not move linearly with its period of {period}"
-        return Family(dim, None, None, why)
+    for remainder in range(period):
+        doubt = _doubt_period(family, cut, range(remainder + period, SEEN * period, period))
+        if doubt:
+            return Family(dim, None, None, doubt)
     seen = f"as they do from n = {period} to {SEEN * period - 1}"
     return family._replace(
-        why=f"borders of {by!r} move linearly with its period of {period}, {seen}"
+        why=f"ranges of {by!r} move linearly with its period of {period}, {seen}"
     )
 
 
@@ -183,32 +184,35 @@ def _read_period(cut: UserCut) -> int | None:
     return period
 
 
-def _is_linear(family: Family, remainder: int) -> bool:
-    """Whether from the second period on, at lengths of this remainder, all borders of parts move linearly, no range
-    shrinks, and ranges keep their order."""
-    assert family.growth is not None, "the declared period"
-    rows = []
-    for number in range(1, SEEN):
-        try:
-            parts = cells(family.at(remainder + number * family.growth.period))
-        except PlacementError:
-            return True  # the law is checked at the same lengths, and does not hold here
-        rows.append(_list_segments(parts))
-    if len({row.shape for row in rows}) > 1:
-        return False
+def _doubt_period(family: Family, cut: UserCut, lengths: range) -> str:
+    """Why ranges of a custom placement do not move linearly at these lengths, one declared period apart; empty if they
+    do, no range shrinks, and ranges keep their order."""
+    try:
+        held = [cells(family.at(n)) for n in lengths]
+    except PlacementError:
+        return ""  # the law is checked at the same lengths, and does not hold here
+    for n, parts in zip(lengths, held, strict=True):
+        for number, (first, other) in enumerate(zip(held[0], parts, strict=True)):
+            if len(first.segments) != len(other.segments):
+                what = f"part {number} of {cut.by!r} has {plural(first.segments, 'range')}"
+                seen = f"at n = {lengths[0]}, and {len(other.segments)} at n = {n}"
+                return f"{what} {seen}, although it declares a period of {lengths.step}"
+    rows = list(map(_list_segments, held))
     steps = np.diff(np.stack(rows), axis=0)
     orders = {tuple(np.argsort(row[:, 1], kind="stable")) for row in rows}
     shrinks = (steps[..., 2] < 0).any()
-    return len(orders) == 1 and not shrinks and bool((steps == steps[0]).all())
+    if len(orders) == 1 and not shrinks and (steps == steps[0]).all():
+        return ""
+    return f"ranges of {cut.by!r} do not move linearly with its period of {lengths.step}"
 
 
 def _list_segments(parts: tuple[Runs, ...]) -> Ints:
-    """(local start, global start, length, length of the part, number of the part) of all segments of all parts, and of
-    an empty one at the end of each part."""
+    """(local start, global start, length, length of the part) of all segments of all parts, and of an empty one at the
+    end of each part."""
     rows = []
-    for number, runs in enumerate(parts):
+    for runs in parts:
         for local, start, n in (*runs.segments, (len(runs), 0, 0)):
-            rows.append((local, start, n, len(runs), number))
+            rows.append((local, start, n, len(runs)))
     return np.array(rows, np.int64)
 
 

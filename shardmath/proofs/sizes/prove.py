@@ -35,8 +35,9 @@ def prove(layout: Layout, dst: Layout | None = None) -> Verdict:
     destination holds to it exactly once. If both hold all elements, a move back restores the source.
 
     The sizes of the layouts are examples; dimensions with padding, listed sizes or a table keep theirs. A custom
-    placement is proved if it declares `period(parts)`, and tested otherwise, as docs/every-size.md says. If a placement
-    declares `overlaps`, several coordinates may hold an element.
+    placement is proved if it declares `period(parts)`: a number p so that its ranges move by fixed numbers of positions
+    from n to n + p to n + 2p. Otherwise it is tested (docs/every-size.md). If a placement declares `overlaps`, several
+    coordinates may hold an element.
 
     Raises LayoutError for other values, and if a dimension can have no size that both layouts allow; PlanError if no
     plan between the layouts exists at any size, because dtypes or reductions differ; and PlacementError if a custom

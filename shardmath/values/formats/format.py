@@ -207,7 +207,8 @@ class Format(ABC):
 
     def legal_sizes(self, layout: Layout) -> tuple[Lengths, ...]:
         """Return, for each dimension, the set of all its lengths at which no rank cuts a block (numbers that share a
-        scale or a byte) if the tensor is divided as `layout` divides it, whose sizes are examples.
+        scale or a byte) if the tensor is divided as `layout` divides it, whose sizes are examples. A dimension of fixed
+        size, in which nothing can be cut, has this one length.
 
         Raises FormatError for a dimension about which not all lengths can be decided, such as one that a custom
         placement divides.

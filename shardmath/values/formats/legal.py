@@ -26,12 +26,15 @@ __all__ = ["find_uncut"]
 
 def find_uncut(dim: Dimension, blocks: Iterable[int | None], multiple: int, what: str) -> Lengths:
     """Return the set of all lengths of a dimension, divided as `dim` is, that are multiples of `multiple`, and at which
-    no part begins or ends inside a block of any of the sizes `blocks` (None: the whole dimension).
+    no part begins or ends inside a block of any of the sizes `blocks` (None: the whole dimension). If nothing can be
+    cut, a dimension of fixed size has this one length.
 
     `what` names the dimension in messages. Raises FormatError if not all lengths can be decided.
     """
     sizes = {block or 1 for block in blocks} - {1}
     family = read_family(dim)
+    if not sizes and family.size is not None:
+        return Lengths((family.size,), settled=family.size + 1, period=1, remainders=())
     is_undivided = family.size is None and not family.stages
     if not sizes or is_undivided:
         return Lengths.of([n == 0 for n in range(multiple)], settled=0, period=multiple)
@@ -48,7 +51,9 @@ def find_uncut(dim: Dimension, blocks: Iterable[int | None], multiple: int, what
 def _find_growth(family: Family, what: str) -> Growth:
     """Return how the borders move as the dimension grows. Raises FormatError if that is not known for all lengths."""
     if family.growth is None or not family.is_counted:
-        why = family.why or "it has listed sizes, blocks, padding or a table"
+        why = "it has listed sizes, blocks, padding or a table"
+        if family.is_custom:
+            why = "a custom placement divides it"
         raise FormatError(f"{what}: not all sizes can be decided: {why}; try the shapes you have")
     return family.growth
 

@@ -241,12 +241,16 @@ def custom(by, parts: int = 4) -> sm.Layout:
 def test_a_declared_period_is_believed_if_it_is_kept() -> None:
     verdict = sm.prove(custom(Deal()))
     assert verdict.proved and str(verdict) == (
-        "proved for every n: ranks hold each element once, up to copies; 20 lengths of n decide; if borders of "
+        "proved for every n: ranks hold each element once, up to copies; 20 lengths of n decide; if ranges of "
         f"{Deal()!r} move linearly with its period of 4, as they do from n = 4 to 19"
     )
-    verdict = sm.prove(custom(Deal(declared=3)))
-    assert not verdict and verdict.counterexample is None
-    assert "do not move linearly with its period of 3" in str(verdict)
+    for declared, why in (
+        (3, "has 0 ranges at n = 3, and 1 at n = 6, although it declares a period of 3"),
+        (6, "do not move linearly with its period of 6"),
+    ):
+        verdict = sm.prove(custom(Deal(declared=declared)))
+        assert not verdict and verdict.counterexample is None
+        assert str(verdict).endswith(why)
 
 
 def test_without_a_period_a_placement_is_tested() -> None:
@@ -303,6 +307,27 @@ def test_ranges_that_change_places_prove_nothing() -> None:
 
 
 @dataclass(frozen=True)
+class Late:
+    """Linear from the second period on, in which the first part is still empty."""
+
+    dim: int = 0
+
+    def split(self, n: int, parts: int) -> tuple[sm.Runs, ...]:
+        begin = max(0, n // 10 - 1)
+        return from_ranges([(0, begin)]), from_ranges([(begin, n)])
+
+    def period(self, parts: int) -> int:
+        return 10
+
+
+def test_a_part_that_is_empty_in_some_periods_is_named() -> None:
+    verdict = sm.prove(custom(Late(), parts=2))
+    assert not verdict.proved and verdict.counterexample is None
+    why = "has 0 ranges at n = 10, and 1 at n = 20, although it declares a period of 10"
+    assert str(verdict).endswith(f"; part 0 of Late(dim=0) {why}")
+
+
+@dataclass(frozen=True)
 class Meet:
     """Linear from the second period on: two ranges with a gap, which closes after five periods, and then they overlap.
 
@@ -344,7 +369,7 @@ def test_reasons_are_those_of_the_dimensions_that_were_tested() -> None:
     layout = sm.Layout((0, 0), mesh, {"tp": Deal(dim=0), "dp": Silent(dim=1)})
     assert str(sm.prove(layout)).startswith(
         "not proved, but tested for h < 256: ranks hold each element once, up to copies; "
-        "Silent(dim=1) declares no period(parts); if borders of Deal("
+        "Silent(dim=1) declares no period(parts); if ranges of Deal("
     )
 
 
@@ -511,6 +536,24 @@ def test_blocks_are_proved_if_they_divide_the_same_pieces() -> None:
     assert found is not None and found.size == 5
 
 
+@pytest.mark.parametrize(
+    ("text", "whole"), [("(n tp 4)", "n"), ("(tp~ n pp 4)", "n"), ("(pp dp n tp 2)", "(dp n)")]
+)
+def test_blocks_on_axes_of_one_rank_divide_nothing(text: str, whole: str) -> None:
+    mesh = sm.Mesh(tp=1, pp=1, dp=2)
+    one, other = (sm.Layout((8,), mesh, spec) for spec in (text, whole))
+    assert sm.prove_equivalent(one, other).proved
+    assert sm.prove_equivalent(other, one).proved
+
+
+def test_blocks_of_pieces_on_other_ranks_differ() -> None:
+    mesh = sm.Mesh(a=2, b=2)
+    swapped = sm.Mesh(a=2, b=2, ranks=[2, 3, 0, 1])
+    one, other = (sm.Layout((8,), m, "(a n b 2)") for m in (mesh, swapped))
+    found = sm.prove_equivalent(one, other).counterexample
+    assert found is not None and found.size == 1
+
+
 @given(
     st.sampled_from([(2, 2), (4, 2), (3, 2), (2, 3)]), st.sampled_from([4, 8, 32]), st.booleans()
 )
@@ -545,6 +588,19 @@ def test_numbers_that_share_a_byte_are_not_cut() -> None:
     fused = sm.Layout((8, 32), sm.Mesh(tp=2), "([4 4] tp n) k")
     with pytest.raises(sm.errors.FormatError, match=r"dimension 0 of .* not all sizes can be"):
         sm.formats.FP8Blocks().legal_sizes(fused)
+
+
+def test_a_fixed_size_without_blocks_is_the_only_one() -> None:
+    layout = sm.Layout((160, 32), sm.Mesh(tp=2), "([96 32 32] tp n) k")
+    rows, _ = sm.formats.NVFP4().legal_sizes(layout)
+    assert str(rows) == "n = 160" and 160 in rows
+    assert 159 not in rows and 161 not in rows
+
+
+def test_sizes_of_custom_placements_are_not_decided() -> None:
+    layout = sm.Layout((256, 256), sm.Mesh(tp=4), {"tp": Deal()})
+    with pytest.raises(sm.errors.FormatError, match="decided: a custom placement divides it; try"):
+        sm.formats.FP8Blocks().legal_sizes(layout)
 
 
 @pytest.mark.parametrize("text", ["(n)=<0:4> k", "(4: n + 256: tp n) k", "(128: n + 128: tp n) k"])
