@@ -463,8 +463,10 @@ def storage_start(tensor: Tensor) -> int | None:
 
 def find_flattened(module: nn.Module) -> set[str]:
     """Return the names of parameters of `module` that FSDP1 (FullyShardedDataParallel) holds as parts now: its flat
-    parameters, and those that it keeps in flat ones. A unit has whole parameters inside `summon_full_params`, and always
-    if it does not shard; a part of a unit does not say whether they are whole, so that its parameters count as parts.
+    parameters, and those that it keeps in flat ones.
+
+    A unit has whole parameters inside `summon_full_params`, and always if it does not shard. A module inside a unit
+    does not say whether they are whole, so that its parameters count as parts.
     """
     flattened = {
         name: parameter

@@ -94,7 +94,7 @@ def test_an_engine_rank_by_hand() -> None:
 def test_components_in_two_dimensions() -> None:
     """A block diagonal: each component at its own rows and columns, and padding beside it."""
     side = Stored(rows.parse("w = [a b] : (a + b) (tp (a + b))"), (Mesh(tp=2),))
-    bound = bind(side, {name: ((2, 2), "int64") for name in "ab"})
+    bound = bind(side, dict.fromkeys("ab", ((2, 2), "int64")))
     arrays = {"a": np.array([[1, 2], [3, 4]]), "b": np.array([[5, 6], [7, 8]])}
     stored = {rank: fill(bound, arrays, rank) for rank in range(2)}
     assert stored[0][0, "w"].tolist() == [[1, 0], [3, 0], [0, 5], [0, 7]]
