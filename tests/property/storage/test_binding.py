@@ -162,6 +162,45 @@ def test_a_tied_tensor_is_one_layout_with_copies() -> None:
     assert bind(one_stage, {"w": ((2,), "int8")}).natives(0) == {(0, "a"): (2,)}
 
 
+@pytest.mark.parametrize(
+    ("mesh", "dim", "wanted"),
+    [
+        (Mesh(pp=3), "n", Mesh(copy=3)),
+        (Mesh(pp=3, tp=2), "(tp n)", Mesh(copy=3, tp=2)),
+        (Mesh(pp=3, copy=2), "(copy n)", Mesh(copy2=3, copy=2)),
+        (Mesh(pp=3, copy=2, tp=2), "(tp n)", Mesh(copy2=3, copy=2, tp=2)),
+        (Mesh(pp=3, copy=1, tp=1), "n", Mesh(copy2=3, copy=1, tp=1)),
+    ],
+)
+def test_copies_beside_an_axis_of_this_name(mesh: Mesh, dim: str, wanted: Mesh) -> None:
+    """The axis of copies has another name if the tensor's mesh has an axis `copy`."""
+    text = f"a @pp=0 = w : {dim}\nalso b @pp=1 = w : {dim}\nalso c @pp=2 = w : {dim}"
+    side = Stored(rows.parse(text), (mesh,))
+    bound = bind(side, {"w": ((4,), "int64")})
+    assert bound.layouts["w"].mesh == wanted
+    arrays = {"w": np.arange(4)}
+    stored = {rank: fill(bound, arrays, rank) for rank in mesh.ranks}
+    for rank in mesh.ranks:
+        (held,) = stored[rank].values()
+        (cells,) = bound.layouts["w"].indices(rank)
+        assert held.tolist() == cells.tolist()
+    assert gather(bound, stored, mesh.ranks)["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_copies_of_redundant_experts() -> None:
+    """Two numbers in four slots of four ranks, on each of two stages."""
+    rule = "e.{e}.w : (ep e%slots) n"
+    side = Stored(
+        rows.parse(f"x @pp=0 = {rule}\nalso y @pp=1 = {rule}"),
+        (Mesh(pp=2, ep=4),),
+        {},
+        {"slots": 4},
+    )
+    bound = bind(side, {f"e.{e}.w": ((2,), "int8") for e in range(2)})
+    assert bound.layouts["e.0.w"].mesh == Mesh(copy2=2, copy=2, ranks=[0, 2, 4, 6])
+    assert bound.layouts["e.1.w"].mesh == Mesh(copy2=2, copy=2, ranks=[1, 3, 5, 7])
+
+
 def test_experts_that_several_ranks_have() -> None:
     side = Stored(rows.parse("w13 = {e}.w : (ep e 1 | n) h"), (Mesh(ep=2),))
     bound = bind(side, {f"{e}.w": ((2,), "int8") for e in range(4)})
