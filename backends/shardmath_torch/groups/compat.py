@@ -473,15 +473,21 @@ def find_flattened(module: nn.Module) -> set[str]:
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if getattr(parameter, "_fsdp_flattened", False)
     }
-    if not flattened:
-        return set()
-    # Takes a second to import, and is imported already if a parameter is flattened.
+    whole = _list_whole(module) if flattened else set()
+    return {name for name, parameter in flattened.items() if id(parameter) not in whole}
+
+
+def _list_whole(module: nn.Module) -> set[int]:
+    """The ids of the parameters that units of FSDP1 in `module` hold whole now."""
+    # Takes a second to import, and is imported already if a module has units.
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     whole: set[int] = set()
     for unit in FullyShardedDataParallel.fsdp_modules(module):
-        flat = None if unit._handle is None else unit._handle.flat_param
-        if flat is not None and not unit._handle.is_sharded(flat):
+        handle = unit._handle
+        # A unit without parameters of its own has no handle.
+        if handle is not None and not handle.is_sharded(handle.flat_param):
+            flat = handle.flat_param
             parameters = (flat, *(flat._params or ()), *(flat._shared_params or ()))
             whole.update(map(id, parameters))
-    return {name for name, parameter in flattened.items() if id(parameter) not in whole}
+    return whole
