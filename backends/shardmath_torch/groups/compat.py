@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions, FakeWork, PrefixStore, Store, TCPStore
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.distributed import distributed_c10d as c10d
@@ -55,6 +55,7 @@ __all__ = [
     "check_registered",
     "check_there",
     "device_of",
+    "find_flattened",
     "find_missing",
     "group_of",
     "group_of_mesh",
@@ -62,7 +63,6 @@ __all__ = [
     "hold_nothing",
     "in_backward",
     "is_alone",
-    "is_flattened",
     "is_inherited",
     "is_there",
     "local_of",
@@ -461,6 +461,33 @@ def storage_start(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._checkpoint_offset
 
 
-def is_flattened(parameter: Tensor) -> bool:
-    """Whether this is a flat parameter of FSDP1 (FullyShardedDataParallel), or one that FSDP1 keeps in a flat one."""
-    return bool(getattr(parameter, "_fsdp_flattened", False))
+def find_flattened(module: nn.Module) -> set[str]:
+    """Return the names of parameters of `module` that FSDP1 (FullyShardedDataParallel) holds as parts now: its flat
+    parameters, and those that it keeps in flat ones.
+
+    A unit has whole parameters inside `summon_full_params`, and always if it does not shard. A module inside a unit
+    does not say whether they are whole, so that its parameters count as parts.
+    """
+    flattened = {
+        name: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if getattr(parameter, "_fsdp_flattened", False)
+    }
+    whole = _list_whole(module) if flattened else set()
+    return {name for name, parameter in flattened.items() if id(parameter) not in whole}
+
+
+def _list_whole(module: nn.Module) -> set[int]:
+    """The ids of the parameters that units of FSDP1 in `module` hold whole now."""
+    # Takes a second to import, and is imported already if a module has units.
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    whole: set[int] = set()
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        handle = unit._handle
+        # A unit without parameters of its own has no handle.
+        if handle is not None and not handle.is_sharded(handle.flat_param):
+            flat = handle.flat_param
+            parameters = (flat, *(flat._params or ()), *(flat._shared_params or ()))
+            whole.update(map(id, parameters))
+    return whole

@@ -374,10 +374,12 @@ class _Binder:
 def _pile_copies(one: Layout, other: Layout) -> Layout:
     """The layout of two copies on different ranks; `one` may be that of several already. Raises StoreError if the
     copies are laid out differently."""
-    copies = one.mesh.shape.get("copy", 1)
     meshes = [one.mesh, other.mesh]
-    if one.mesh.shape == {"copy": copies, **other.mesh.shape}:
-        meshes = [*(one.mesh.select(copy=copy) for copy in range(copies)), other.mesh]
+    first, *others = [*one.mesh.shape, ""]
+    # An axis more, before those of the copy, does not divide: along it are the copies so far.
+    if others == [*other.mesh.shape, ""]:
+        copies = range(one.mesh.shape[first])
+        meshes = [*(one.mesh.select(**{first: copy}) for copy in copies), other.mesh]
     if one.dims != other.dims or meshes[0].shape != other.mesh.shape:
         what = f"a tensor has layout '{one}', and its copy, by the row with 'also', '{other}'"
         raise StoreError(f"{what}; divide both by the same axes in the same way")

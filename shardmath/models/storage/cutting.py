@@ -48,7 +48,8 @@ class Frame:
         if number not in self.numbers:
             known = ", ".join(self.numbers) or "none"
             what = f"unknown number {number!r}; the numbers of this side are: {known}"
-            raise LayoutError(f"{what}; write one of them or an integer, or add it to numbers=")
+            fix = f"or pass it where the side is made, as {number}= or in numbers="
+            raise LayoutError(f"{what}; write one of them or an integer, {fix}")
         return self.numbers[number]
 
     def is_axis(self, word: Word) -> bool:

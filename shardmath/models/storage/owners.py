@@ -345,10 +345,13 @@ def _make_group(*words: Word) -> GroupedDim:
 
 
 def pile(meshes: Sequence[Mesh]) -> Mesh:
-    """Join meshes of equal shape into one mesh with a new first axis, named "copy", along which `meshes` follow each
-    other."""
+    """Join meshes of equal shape into one mesh with a new first axis, along which `meshes` follow each other. The axis
+    is named "copy" or, if the meshes have such an axis, "copy2", "copy3" and so on."""
     ranks = [rank for mesh in meshes for rank in mesh.ranks]
-    shape = {"copy": len(meshes), **meshes[0].shape}
+    axes = meshes[0].shape
+    names = itertools.chain(["copy"], (f"copy{number}" for number in itertools.count(2)))
+    new = next(name for name in names if name not in axes)
+    shape = {new: len(meshes), **axes}
     return Mesh(shape, ranks=ranks)
 
 

@@ -344,16 +344,20 @@ def _check_spread(row: Row, line: str) -> None:
 
 
 def _check_components(row: Row, line: str) -> None:
-    """Raise NotationError for a component that is twice in the logical name, or twice in the structure."""
+    """Raise NotationError for a component that is twice in the logical name, or twice in one dimension."""
     components = row.logical.components
-    words = [word.name for word in list_words(row.dims or ())]
-    written = {f"the logical name {row.logical}": components, "the structure": words}
-    for where, listed in written.items():
-        twice = next((name for name in components if listed.count(name) > 1), None)
-        if twice is not None:
-            at = max(line.rfind(twice), 0)
-            what = f"component {twice!r} is twice in {where}"
-            raise NotationError(what, line, at, "write each component once")
+    written = {f"the logical name {row.logical}": [components]}
+    # Several dimensions can have the same components: each then has its own part of every one, as in a block diagonal.
+    written["a dimension"] = [
+        tuple(str(word.name) for word in list_words([dim])) for dim in row.dims or ()
+    ]
+    for where, places in written.items():
+        for listed in places:
+            twice = next((name for name in components if listed.count(name) > 1), None)
+            if twice is not None:
+                at = max(line.rfind(twice), 0)
+                what = f"component {twice!r} is twice in {where}"
+                raise NotationError(what, line, at, "write each component once")
 
 
 def _check(row: Row, line: str) -> None:

@@ -52,37 +52,40 @@ class _Backend(NamedTuple):
     """What a backend of experts does to their storage.
 
     The multiple to which rows and columns of a rank's part of an expert are padded; the order of gate and up once
-    weights are processed, "" if no row describes it; whether the backend `refines` FP8 tiles, which it reads in any
-    size. Others get whole tiles of FP8 experts.
+    weights are `processed`, "" if no row describes it, and the same for `tiled` FP8 experts; whether the backend
+    `refines` FP8 tiles, which it reads in any size. Others get whole tiles of FP8 experts.
     """
 
     tile: int = 1
     processed: str = ""
+    tiled: str = ""
     refines: bool = False
 
 
 BACKENDS = {
-    "triton": _Backend(processed="parts", refines=True),
-    "batched_triton": _Backend(processed="parts", refines=True),
-    "flashinfer_cutlass": _Backend(processed="swapped"),
+    "triton": _Backend(processed="parts", tiled="parts", refines=True),
+    "batched_triton": _Backend(processed="parts", tiled="parts", refines=True),
+    "flashinfer_cutlass": _Backend(processed="swapped", tiled="swapped"),
     "flashinfer_trtllm": _Backend(tile=128, processed="blocked"),
     "cpu": _Backend(refines=True),
+    # vLLM refines tiles before it chooses one, and then only among those that read these.
+    "auto": _Backend(refines=True),
+    # Of FP8 experts as they were loaded; vLLM has none of these for others without a quantization.
+    **dict.fromkeys(("cutlass", "emulation", "hpc"), _Backend(tiled="parts")),
     **dict.fromkeys(
         (
             "aiter",
             "aiter_mega_moe",
             "aiter_triton_mxfp4_bf16",
+            "aiter_triton_mxfp4_mxfp4",
             "b12x",
-            "cutlass",
             "deep_gemm",
             "deep_gemm_mega_moe",
-            "emulation",
             "flashinfer_b12x",
             "flashinfer_cutedsl",
             "flashinfer_moe_ep_cutedsl",
             "flashinfer_moe_ep_mega_deep_gemm",
             "flydsl",
-            "hpc",
             "humming",
             "marlin",
             "rdna3",
@@ -93,6 +96,8 @@ BACKENDS = {
     ),
 }
 """Backends of experts: those of vLLM's option `--moe-backend`, and those of CPUs and Intel's GPUs."""
+MOST_PADDED = 128
+"""The multiple of the rows of an expert's part that no backend pads."""
 UNREPEATED = ("gptoss",)
 """Kinds of model that vLLM does not load on more ranks than key heads."""
 SMALLEST_TILE = 32
@@ -122,17 +127,19 @@ def vllm(
     its parallel sizes and the options below.
 
     `ep` deals experts whole, by `placement`, with `redundant` copies of the first ones; `backend` is the experts'
-    backend; `stages` are the layers of each pipeline stage, vLLM's own choice if not given; `processed` is the storage
-    after `process_weights_after_loading`, `draft` the model that predicts further tokens; `unknown` is "refuse" or
-    "replicate". Raises MeshError if ranks do not factor, StoreError if layers do not fit the stages, for an unknown
-    word, and for processed weights whose order rows cannot describe.
+    backend, as in vLLM's option `--moe-backend`; `stages` are the layers of each pipeline stage, vLLM's own choice if
+    not given; `processed` is the storage after `process_weights_after_loading`, `draft` the model that predicts further
+    tokens; `unknown` is "refuse" or "replicate". Raises MeshError if ranks do not factor, StoreError if layers do not
+    fit the stages, for an unknown word, for processed weights whose order rows cannot describe, and for the backend
+    "auto" where the storage depends on vLLM's choice.
     """
     fields = Config(config)
     meshes = _make_meshes(ranks, tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
     of_backend = _find_backend(backend)
-    gated = _choose_gated(fields, backend) if processed else "parts"
     parts = 1 if ep else tp * dp
+    _check_chosen(fields, backend, parts, processed)
+    gated = _choose_gated(fields, backend) if processed else "parts"
     whole = _has_whole_tiles(fields, parts, of_backend)
     form = VLLMForm(deal, gated, fields.tile is not None, replicates(unknown), whole)
     make = draft_table if draft else table
@@ -146,24 +153,46 @@ def vllm(
     return Stored(make(fields.kind, form), meshes, layers, numbers)
 
 
-def _find_backend(backend: str) -> _Backend:
-    """What the backend of this name does. Raises StoreError for an unknown name."""
-    chosen = known(backend, tuple(BACKENDS))
+def _name_backend(backend: str) -> str:
+    """The name of the backend in `BACKENDS`, spelled as vLLM's option allows. Raises StoreError for an unknown name."""
+    plain = backend.lower().replace("-", "_") if isinstance(backend, str) else backend
+    chosen = known(plain, tuple(BACKENDS))
     if chosen is None:
         listed = ", ".join(BACKENDS)
         raise StoreError(f"backend={backend!r} is not a backend of experts; use one of {listed}")
-    return BACKENDS[chosen]
+    return chosen
+
+
+def _find_backend(backend: str) -> _Backend:
+    """What the backend of this name does. Raises StoreError for an unknown name."""
+    return BACKENDS[_name_backend(backend)]
+
+
+def _check_chosen(config: Config, backend: str, parts: int, processed: bool) -> None:
+    """Raise StoreError if vLLM chooses the backend of experts, and stores them as its choice needs: once they are
+    processed, or if a part's rows are padded. FP8 tiles are not padded for a backend that vLLM chooses."""
+    if not config.experts or _name_backend(backend) != "auto":
+        return
+    is_padded = config.tile is None and config.expert_ffn // parts % MOST_PADDED > 0
+    if processed or is_padded:
+        what = (
+            "backend='auto' lets vLLM choose the backend, and the backend decides how experts are "
+        )
+        what += "processed" if processed else "padded"
+        fix = "pass the backend that vLLM has chosen, which its log names, such as 'triton'"
+        raise StoreError(f"{what}; {fix}")
 
 
 def _choose_gated(config: Config, backend: str) -> str:
     """The order of gate and up in an expert whose weights are processed: "parts", "swapped" for up first, or "blocked"
     for blocks with up first. Raises StoreError if rows cannot describe it."""
-    gated = _find_backend(backend).processed
+    if not config.experts:
+        return "parts"
+    chosen = _find_backend(backend)
+    gated = chosen.processed if config.tile is None else chosen.tiled
     what = ""
     if not gated:
-        what = "experts"
-    elif gated == "blocked" and config.tile is not None:
-        what = "FP8 experts"
+        what = "FP8 experts" if chosen.processed else "experts"
     elif gated != "parts" and config.kind in INTERLEAVES:
         what = "experts that store gate and up row by row in turn"
     if what:

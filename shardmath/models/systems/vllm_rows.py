@@ -152,15 +152,15 @@ EXPERTS = """
 experts.routed_experts.w13_weight = experts.{e}.[gate up]_proj.weight : (DEAL) GATED h
 experts.routed_experts.w13_weight = experts.{e}.up_proj.weight        : (DEAL) (etp n^tile) h
 experts.routed_experts.w2_weight  = experts.{e}.down_proj.weight      : (DEAL) h (etp n^tile)
-experts.routed_experts.w13_bias   = experts.{e}.[gate up]_proj.bias   : (DEAL) GATED
+experts.routed_experts.w13_bias   = experts.{e}.[gate up]_proj.bias   : (DEAL) GATED_B
 experts.routed_experts.w13_bias   = experts.{e}.up_proj.bias          : (DEAL) (etp n^tile)
 experts.routed_experts.w2_bias    = experts.{e}.down_proj.bias        : (DEAL) (etp n=wide)
 experts.routed_experts.w13_weight = experts.{e}.[w1 w3].weight        : (DEAL) GATED_W h
 experts.routed_experts.w2_weight  = experts.{e}.w2.weight             : (DEAL) h (etp n^tile)
 """
 """DEAL stands for the division of experts among ranks, GATED for the order of gate and up in an expert, GATED_W for the
-same order of w1 and w3. One rank has the output bias, the others zeros: `wide` is such a multiple of the output that
-the first part is all of it."""
+same order of w1 and w3, GATED_B for the order in a bias, which backends leave as loaded. One rank has the output bias,
+the others zeros: `wide` is such a multiple of the output that the first part is all of it."""
 
 BLOCKED = """
 experts.routed_experts.w13_weight = paired_blocks(experts.{e}.[gate up]_proj.weight) : (DEAL) GATED h
@@ -367,7 +367,11 @@ def write_experts(text: str, kind: str, deal: str, gated: str = "parts") -> str:
     such as "ep e", and the order `gated` of gate and up."""
     order = GATED["interleaved" if kind in INTERLEAVES else gated]
     renamed = order.replace("gate", "w1").replace("up", "w3")
-    return text.replace("DEAL", deal).replace("GATED_W", renamed).replace("GATED", order)
+    loaded = GATED["interleaved" if kind in INTERLEAVES else "parts"]
+    texts = {"DEAL": deal, "GATED_W": renamed, "GATED_B": loaded, "GATED": order}
+    for mark, structure in texts.items():
+        text = text.replace(mark, structure)
+    return text
 
 
 def write_modules(native: str, logical: str, attention: str, mlp: str, *, scales: bool) -> str:

@@ -515,3 +515,13 @@ def test_fsdp1(pool: Pool) -> None:
         for kind, said in found:
             assert kind == "LayoutError" and "is under FSDP1" in said, said
             assert "fully_shard" in said
+    for kind, said in pool.run(work.scalar_under_fsdp1):
+        assert kind == "LayoutError" and "is under FSDP1" in said, said
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_whole_under_fsdp1(pool: Pool, original: bool) -> None:
+    """Its parameters are whole on every rank inside `summon_full_params`, and always without sharding."""
+    for inside, unsharded in pool.run(work.whole_under_fsdp1, original):
+        assert set(inside.values()) == {(16, 16), (16,)}
+        assert set(unsharded.values()) == ({(16, 16), (16,)} if original else {(272,)})

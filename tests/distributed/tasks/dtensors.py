@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import (
     Partial,
@@ -752,9 +752,35 @@ def under_fsdp1(rank: int) -> list[Any]:
     inside the unit."""
     out = []
     for original in (True, False):
-        unit = FullyShardedDataParallel(
-            nn.Linear(16, 16), device_id=torch.device(DEVICE), use_orig_params=original
-        )
+        unit = _make_unit(ShardingStrategy.FULL_SHARD, original)
         for module in (nn.Sequential(nn.Linear(2, 2), unit), unit.module):
             out.append(caught(lambda module=module: smt.layout_of(module)))
     return out
+
+
+def whole_under_fsdp1(rank: int, original: bool) -> list[dict[str, tuple[int, ...]]]:
+    """The shapes that `layout_of` gives inside `summon_full_params`, and for a unit that does not shard."""
+    unit = _make_unit(ShardingStrategy.FULL_SHARD, original)
+    whole = _make_unit(ShardingStrategy.NO_SHARD, original)
+    with FullyShardedDataParallel.summon_full_params(unit, writeback=False):
+        inside = smt.layout_of(unit)
+    found = (inside, smt.layout_of(whole))
+    return [{name: layout.shape for name, layout in each.items()} for each in found]
+
+
+def scalar_under_fsdp1(rank: int) -> Any:
+    """What `layout_of` says of a unit with one element, which one rank has whole, and the other ranks do not."""
+    unit = _make_unit(ShardingStrategy.FULL_SHARD, True, nn.PReLU())
+    return caught(lambda: smt.layout_of(unit))
+
+
+def _make_unit(
+    strategy: ShardingStrategy, original: bool, module: nn.Module | None = None
+) -> FullyShardedDataParallel:
+    """A unit of FSDP1 around `module`, by default a linear layer."""
+    return FullyShardedDataParallel(
+        nn.Linear(16, 16) if module is None else module,
+        sharding_strategy=strategy,
+        device_id=torch.device(DEVICE),
+        use_orig_params=original,
+    )

@@ -91,6 +91,18 @@ def test_an_engine_rank_by_hand() -> None:
     assert (0, "layers.0.w13") not in stored
 
 
+def test_components_in_two_dimensions() -> None:
+    """A block diagonal: each component at its own rows and columns, and padding beside it."""
+    side = Stored(rows.parse("w = [a b] : (a + b) (tp (a + b))"), (Mesh(tp=2),))
+    bound = bind(side, dict.fromkeys("ab", ((2, 2), "int64")))
+    arrays = {"a": np.array([[1, 2], [3, 4]]), "b": np.array([[5, 6], [7, 8]])}
+    stored = {rank: fill(bound, arrays, rank) for rank in range(2)}
+    assert stored[0][0, "w"].tolist() == [[1, 0], [3, 0], [0, 5], [0, 7]]
+    back = gather(bound, stored, range(2))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(back[name], array)
+
+
 def test_a_trainer_rank_by_hand() -> None:
     arrays = draw()
     stored = fill(bind(trainer(), SHAPES), arrays, rank=7)  # stage 1: layers 1 and 3
@@ -148,6 +160,45 @@ def test_a_tied_tensor_is_one_layout_with_copies() -> None:
     assert bound.layouts["embed.weight"].mesh == Mesh(copy=2, dp=2, tp=2)
     one_stage = Stored(rows.parse("a @pp=0 = w\nalso b @pp=-1 = w"), (Mesh(pp=1, tp=2),))
     assert bind(one_stage, {"w": ((2,), "int8")}).natives(0) == {(0, "a"): (2,)}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dim", "wanted"),
+    [
+        (Mesh(pp=3), "n", Mesh(copy=3)),
+        (Mesh(pp=3, tp=2), "(tp n)", Mesh(copy=3, tp=2)),
+        (Mesh(pp=3, copy=2), "(copy n)", Mesh(copy2=3, copy=2)),
+        (Mesh(pp=3, copy=2, tp=2), "(tp n)", Mesh(copy2=3, copy=2, tp=2)),
+        (Mesh(pp=3, copy=1, tp=1), "n", Mesh(copy2=3, copy=1, tp=1)),
+    ],
+)
+def test_copies_beside_an_axis_of_this_name(mesh: Mesh, dim: str, wanted: Mesh) -> None:
+    """The axis of copies has another name if the tensor's mesh has an axis `copy`."""
+    text = f"a @pp=0 = w : {dim}\nalso b @pp=1 = w : {dim}\nalso c @pp=2 = w : {dim}"
+    side = Stored(rows.parse(text), (mesh,))
+    bound = bind(side, {"w": ((4,), "int64")})
+    assert bound.layouts["w"].mesh == wanted
+    arrays = {"w": np.arange(4)}
+    stored = {rank: fill(bound, arrays, rank) for rank in mesh.ranks}
+    for rank in mesh.ranks:
+        (held,) = stored[rank].values()
+        (cells,) = bound.layouts["w"].indices(rank)
+        assert held.tolist() == cells.tolist()
+    assert gather(bound, stored, mesh.ranks)["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_copies_of_redundant_experts() -> None:
+    """Two numbers in four slots of four ranks, on each of two stages."""
+    rule = "e.{e}.w : (ep e%slots) n"
+    side = Stored(
+        rows.parse(f"x @pp=0 = {rule}\nalso y @pp=1 = {rule}"),
+        (Mesh(pp=2, ep=4),),
+        {},
+        {"slots": 4},
+    )
+    bound = bind(side, {f"e.{e}.w": ((2,), "int8") for e in range(2)})
+    assert bound.layouts["e.0.w"].mesh == Mesh(copy2=2, copy=2, ranks=[0, 2, 4, 6])
+    assert bound.layouts["e.1.w"].mesh == Mesh(copy2=2, copy=2, ranks=[1, 3, 5, 7])
 
 
 def test_experts_that_several_ranks_have() -> None:

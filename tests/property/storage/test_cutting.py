@@ -182,7 +182,7 @@ CUTTING = "/ and ~ say how an axis or a number cuts, and q is cut; leave the mar
         (
             "(q=many)",
             "unknown number 'many'; the numbers of this side are: hd, rep; "
-            "write one of them or an integer, or add it to numbers=",
+            "write one of them or an integer, or pass it where the side is made, as many= or in numbers=",
         ),
     ],
 )

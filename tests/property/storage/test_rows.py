@@ -67,8 +67,8 @@ def test_heads_that_follow_each_other_share_rows() -> None:
             7,
             "the stored name spreads two indices over axes, {ep e} and {tp l}",
         ),
-        # Stored with each component at its own rows and columns, and nothing between them.
-        ("w = [q k] : (q + k) (q + k)", 21, "component 'q' is twice in the structure"),
+        ("w = [q k] : (q + k + q) h", 21, "component 'q' is twice in a dimension"),
+        ("w = [q k] : h (tp (q + k + k))", 27, "component 'k' is twice in a dimension"),
         ("w = [q k q] : (q + k) h", 15, "component 'q' is twice in the logical name [q k q]"),
         ("[a. = b.] @pp=0 w", 16, "unexpected 'w' after [NATIVE = LOGICAL]"),
         ("[a. = b.", 8, "expected ']', found the end of the line"),

@@ -142,6 +142,17 @@ def test_cutlass_swaps_gate_and_up_once_processed() -> None:
     assert np.array_equal(processed, np.concatenate([loaded[2:], loaded[:2]]))
 
 
+@pytest.mark.parametrize("backend", ["flashinfer_cutlass", "flashinfer_trtllm"])
+def test_processing_leaves_the_biases_of_experts(backend: str) -> None:
+    """vLLM passes only the weights of unquantized experts to the backend's arrangement."""
+    shapes = {f"{LAYER}mlp.experts.0.{part}_proj.bias": (4,) for part in ("gate", "up")}
+    arrays = number(shapes)
+    sizes: dict[str, Any] = {"tp": 2, "backend": backend}
+    loaded = store(SPARSE, arrays, 1, **sizes)
+    processed = store(SPARSE, arrays, 1, processed=True, **sizes)
+    assert np.array_equal(processed[f"{ROUTED}w13_bias"], loaded[f"{ROUTED}w13_bias"])
+
+
 def test_trtllm_pads_each_part_of_an_expert() -> None:
     """Rule 9: to 128 rows of gate, 128 of up, and 128 columns."""
     arrays = number(experts(1, 8, 4, "gate", "up", "down"))
@@ -217,7 +228,52 @@ def test_processed_experts_that_no_row_describes_are_refused(
     )
 
 
-@pytest.mark.parametrize("backend", ["flashinfer-trtllm", "FLASHINFER_TRTLLM", "nonsense", None])
+@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize("backend", ["auto", "cutlass", "deep_gemm", "flashinfer_trtllm"])
+def test_every_backend_stores_a_dense_model_alike(backend: str, processed: bool) -> None:
+    config = {**SPARSE, "model_type": "llama", "num_experts": 0}
+    usual = vllm(config, ranks=range(2), tp=2)
+    sizes: dict[str, Any] = {"ranks": range(2), "tp": 2, "processed": processed}
+    assert vllm(config, backend=backend, **sizes).rows == usual.rows
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "hpc", "emulation"])
+def test_fp8_experts_that_a_backend_leaves_as_loaded(backend: str) -> None:
+    scaled = {**SPARSE, "quantization_config": {"weight_block_size": [128, 128]}}
+    loaded = vllm(scaled, ranks=range(1), backend=backend)
+    assert vllm(scaled, ranks=range(1), backend=backend, processed=True) == loaded
+
+
+def test_a_backend_that_vllm_chooses(fails: Fails) -> None:
+    """It stores what is loaded as Triton, if no backend pads it. FP8 tiles are refined, and never padded."""
+    sparse = {**SPARSE, "moe_intermediate_size": 256, "hidden_size": 256}
+    scaled = {**sparse, "quantization_config": {"weight_block_size": [128, 128]}}
+    for config, tp in ((sparse, 1), (sparse, 2), (scaled, 2), (scaled, 4)):
+        usual = vllm(config, ranks=range(tp), tp=tp)
+        assert vllm(config, ranks=range(tp), tp=tp, backend="auto") == usual
+    assert expert_tile(scaled, tp=4, backend="auto") == expert_tile(scaled, tp=4) == (64, 64)
+    what = "backend='auto' lets vLLM choose the backend, and the backend decides how experts are "
+    fix = "; pass the backend that vLLM has chosen, which its log names, such as 'triton'"
+    fails(
+        lambda: vllm(sparse, ranks=range(4), tp=4, backend="auto"),
+        StoreError,
+        f"{what}padded{fix}",
+    )
+    for config in (sparse, scaled):
+        fails(
+            lambda config=config: vllm(config, ranks=range(1), backend="auto", processed=True),
+            StoreError,
+            f"{what}processed{fix}",
+        )
+
+
+@pytest.mark.parametrize("backend", ["flashinfer-cutlass", "FlashInfer_Cutlass"])
+def test_a_backend_is_spelled_as_vllms_option_allows(backend: str) -> None:
+    usual = vllm(SPARSE, ranks=range(1), backend="flashinfer_cutlass", processed=True)
+    assert vllm(SPARSE, ranks=range(1), backend=backend, processed=True) == usual
+
+
+@pytest.mark.parametrize("backend", ["flashinfer cutlass", "nonsense", "", None, 3])
 def test_an_unknown_backend_is_refused(backend: Any) -> None:
     what = f"backend={backend!r} is not a backend of experts; use one of triton, batched_triton, "
     scaled = {**SPARSE, "quantization_config": {"weight_block_size": [128, 128]}}

@@ -47,9 +47,10 @@ def layout_of(module: nn.Module, *, mesh: Mesh | None = None) -> dict[str, Layou
     CheckpointableTensor and what spmd_types has typed do, are that part, and then the call is
     collective over the default group. It is collective over the ranks of the DTensors' meshes if
     placements have two readings that differ. Raises LayoutError, naming the parameter, for a local
-    shape that fits no reading, for a lazy module that has not run yet, for a module under FSDP1,
-    and for a parameter that is divided along a mesh dimension whose ranks do not ascend: there
-    torch's collectives, and FSDP2, have another order of parts.
+    shape that fits no reading, for a lazy module that has not run yet, for parameters that FSDP1
+    holds as parts (it holds them whole with NO_SHARD, and inside `summon_full_params`), and for a
+    parameter that is divided along a mesh dimension whose ranks do not ascend: there torch's
+    collectives, and FSDP2, have another order of parts.
     """
     return lay_out(module, mesh)
 
@@ -99,20 +100,22 @@ def _check_ascending(name: str, dtensor: DTensor) -> None:
 
 
 def _list_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters under all their names. Raises LayoutError for one that is lazy or under FSDP1, and for a value
-    that is not a module."""
+    """The parameters under all their names. Raises LayoutError for one that is lazy or a part under FSDP1, and for
+    a value that is not a module."""
     if not isinstance(module, nn.Module):
         raise LayoutError(
             f"{type(module).__name__} is not a torch.nn.Module; pass the module with the parameters"
         )
     parameters = dict(module.named_parameters(remove_duplicate=False))
+    flattened = compat.find_flattened(module)
     for name, parameter in parameters.items():
         if is_lazy(parameter):
             raise LayoutError(f"parameter {name!r} {SHAPELESS}")
-        if compat.is_flattened(parameter):
+        if name in flattened:
             raise LayoutError(
                 f"parameter {name!r} is under FSDP1 (FullyShardedDataParallel), which joins parameters and shards "
-                f"them together; use FSDP2 (torch.distributed.fsdp.fully_shard)"
+                f"them together; use FSDP2 (torch.distributed.fsdp.fully_shard), or pass FSDP1's module itself inside "
+                f"its summon_full_params"
             )
     return parameters
 
