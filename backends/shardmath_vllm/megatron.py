@@ -115,7 +115,7 @@ def _count_positions(chunk: Any) -> int:
 
 
 def _check_norms(model_config: Any, kind: str, shapes: Shapes, norms: str) -> None:
-    """Raise StoreError if a norm differs by one from that of a checkpoint of this kind, unless norms are kept."""
+    """Raise StoreError if norms differ by one from the norms in checkpoints of this kind, unless norms are kept."""
     if known(norms, NORMS) is None:
         raise StoreError(f"norms={norms!r} is not known; use one of {', '.join(NORMS)}")
     if norms == "keep":

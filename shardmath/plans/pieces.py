@@ -52,32 +52,25 @@ def expand(
 
     lo and hi are at boxes, or at rows of a box, as `snap` gives them.
     """
-    find_sending = _find_columns if relayed else _find_source_columns
-    sending = find_sending(t, unit, sender)
-    receiving = _find_columns(t, unit, receiver)
+    # A relay sends from its destination tensor.
+    at_source = not relayed
+    sending = _find_columns(t, unit, sender, at_source)
+    receiving = _find_columns(t, unit, receiver, False)
     return _expand(t, unit, sending, receiving, lo, hi, relayed)
 
 
-@memo(1 << 14)
-def _find_source_columns(t: Template, unit: int, position: int) -> Columns:
-    """By dimension, the index in the unit's key of the part that a source position holds."""
+@memo(1 << 15)
+def _find_columns(t: Template, unit: int, position: int, at_source: bool) -> Columns:
+    """By dimension, the index of the part that a position holds: in the unit's key `at_source`, else in its goal (the
+    parts that get the unit)."""
     columns = []
     pairs = t.unit_pairs[unit].tolist()
     for over, pair in zip(t.overlays, pairs, strict=True):
-        key_parts = over.keys[over.pair_key[pair]]
-        columns.append(_find_column(key_parts, over.source, position, t.src.mesh))
-    return tuple(columns)
-
-
-@memo(1 << 14)
-def _find_columns(t: Template, unit: int, position: int) -> Columns:
-    """By dimension, the index in the unit's goal (the parts that get the unit) of the part that the destination
-    position holds."""
-    columns = []
-    pairs = t.unit_pairs[unit].tolist()
-    for over, pair in zip(t.overlays, pairs, strict=True):
-        goal = over.goals[over.pair_goal[pair]]
-        columns.append(_find_column(goal, over.target, position, t.dst.mesh))
+        if at_source:
+            parts, held, mesh = over.keys[over.pair_key[pair]], over.source, t.src.mesh
+        else:
+            parts, held, mesh = over.goals[over.pair_goal[pair]], over.target, t.dst.mesh
+        columns.append(_find_column(parts, held, position, mesh))
     return tuple(columns)
 
 

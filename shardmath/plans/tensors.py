@@ -292,7 +292,7 @@ def _translate(last: Grouped, ends: tuple[_End, _End], given: Ends, now: Ends) -
 
 
 def _join(parts: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """The names of all parts, ascending; those of a part are."""
+    """The names of all parts, ascending, as they are in each part."""
     return parts[0] if len(parts) == 1 else tuple(sorted(itertools.chain.from_iterable(parts)))
 
 

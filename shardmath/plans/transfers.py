@@ -203,7 +203,7 @@ def _name_pieces(
         by_piece.append(map(_make_transfer, rows))
     if len(by_piece) == 1:
         return by_piece[0]
-    # All pieces of a tensor, then those of the next.
+    # All pieces of a tensor, then all pieces of the next.
     return itertools.chain.from_iterable(zip(*by_piece, strict=True))
 
 

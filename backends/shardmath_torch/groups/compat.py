@@ -485,7 +485,7 @@ def _list_whole(module: nn.Module) -> set[int]:
     whole: set[int] = set()
     for unit in FullyShardedDataParallel.fsdp_modules(module):
         handle = unit._handle
-        # A unit without parameters of its own has no handle.
+        # A unit has no handle if all its parameters belong to other units.
         if handle is not None and not handle.is_sharded(handle.flat_param):
             flat = handle.flat_param
             parameters = (flat, *(flat._params or ()), *(flat._shared_params or ()))

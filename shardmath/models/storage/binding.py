@@ -372,14 +372,14 @@ class _Binder:
 
 
 def _pile_copies(one: Layout, other: Layout) -> Layout:
-    """The layout of two copies on different ranks; `one` may be that of several already. Raises StoreError if the
-    copies are laid out differently."""
+    """The layout of two copies on different ranks; `one` may stand for several already. Raises StoreError if the copies
+    are laid out differently."""
     meshes = [one.mesh, other.mesh]
-    first, *others = [*one.mesh.shape, ""]
-    # An axis more, before those of the copy, does not divide: along it are the copies so far.
-    if others == [*other.mesh.shape, ""]:
-        copies = range(one.mesh.shape[first])
-        meshes = [*(one.mesh.select(**{first: copy}) for copy in copies), other.mesh]
+    axes = list(one.mesh.shape)
+    # One axis more, before the axes of the copy: along it are the copies so far.
+    if axes and axes[1:] == list(other.mesh.shape):
+        copies = range(one.mesh.shape[axes[0]])
+        meshes = [*(one.mesh.select(**{axes[0]: copy}) for copy in copies), other.mesh]
     if one.dims != other.dims or meshes[0].shape != other.mesh.shape:
         what = f"a tensor has layout '{one}', and its copy, by the row with 'also', '{other}'"
         raise StoreError(f"{what}; divide both by the same axes in the same way")

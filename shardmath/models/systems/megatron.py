@@ -235,8 +235,9 @@ def _find_experts(config: MegatronConfig, spec: str) -> str:
     if spec == "te":
         if config.get("moe_use_legacy_grouped_gemm"):
             return "legacy"
-        stacked = (config.get(f"moe_single_grouped_{part}") for part in ("weight", "bias"))
-        return GROUPED[bool(next(stacked)), bool(next(stacked))]
+        weights = bool(config.get("moe_single_grouped_weight"))
+        biases = bool(config.get("moe_single_grouped_bias"))
+        return GROUPED[weights, biases]
     # From 0.17 on, Megatron's own modules of experts are not grouped, whatever the configuration says.
     return "sequential" if SINCE_0_17 in config.fields else "legacy"
 

@@ -95,7 +95,7 @@ BACKENDS = {
         _Backend(),
     ),
 }
-"""Backends of experts: those of vLLM's option `--moe-backend`, and those of CPUs and Intel's GPUs."""
+"""Backends of experts: all words of vLLM's option `--moe-backend`, and the backends of CPUs and Intel's GPUs."""
 MOST_PADDED = 128
 """The multiple of the rows of an expert's part that no backend pads."""
 UNREPEATED = ("gptoss",)
@@ -136,9 +136,11 @@ def vllm(
     fields = Config(config)
     meshes = _make_meshes(ranks, tp, pp, dp, ep)
     deal = _choose_deal(fields, dp, ep, placement, redundant)
-    of_backend = _find_backend(backend)
+    backend = _name_backend(backend)
+    of_backend = BACKENDS[backend]
     parts = 1 if ep else tp * dp
-    _check_chosen(fields, backend, parts, processed)
+    if backend == "auto" and fields.experts:
+        _check_chosen(fields, parts, processed)
     gated = _choose_gated(fields, backend) if processed else "parts"
     whole = _has_whole_tiles(fields, parts, of_backend)
     form = VLLMForm(deal, gated, fields.tile is not None, replicates(unknown), whole)
@@ -163,22 +165,13 @@ def _name_backend(backend: str) -> str:
     return chosen
 
 
-def _find_backend(backend: str) -> _Backend:
-    """What the backend of this name does. Raises StoreError for an unknown name."""
-    return BACKENDS[_name_backend(backend)]
-
-
-def _check_chosen(config: Config, backend: str, parts: int, processed: bool) -> None:
-    """Raise StoreError if vLLM chooses the backend of experts, and stores them as its choice needs: once they are
-    processed, or if a part's rows are padded. FP8 tiles are not padded for a backend that vLLM chooses."""
-    if not config.experts or _name_backend(backend) != "auto":
-        return
+def _check_chosen(config: Config, parts: int, processed: bool) -> None:
+    """Raise StoreError if experts are stored as the backend that vLLM chooses needs them: once they are processed, or
+    if a part's rows are padded. FP8 tiles are not padded for a backend that vLLM chooses."""
     is_padded = config.tile is None and config.expert_ffn // parts % MOST_PADDED > 0
     if processed or is_padded:
-        what = (
-            "backend='auto' lets vLLM choose the backend, and the backend decides how experts are "
-        )
-        what += "processed" if processed else "padded"
+        how = "processed" if processed else "padded"
+        what = f"backend='auto' lets vLLM choose the backend, and the backend decides how experts are {how}"
         fix = "pass the backend that vLLM has chosen, which its log names, such as 'triton'"
         raise StoreError(f"{what}; {fix}")
 
@@ -188,7 +181,7 @@ def _choose_gated(config: Config, backend: str) -> str:
     for blocks with up first. Raises StoreError if rows cannot describe it."""
     if not config.experts:
         return "parts"
-    chosen = _find_backend(backend)
+    chosen = BACKENDS[backend]
     gated = chosen.processed if config.tile is None else chosen.tiled
     what = ""
     if not gated:
@@ -267,7 +260,7 @@ def expert_tile(
     fields = Config(config)
     parts = 1 if ep else tp * dp
     tile = fields.tile
-    refines = _find_backend(backend).refines
+    refines = BACKENDS[_name_backend(backend)].refines
     if tile is None or not refines or not _cuts_tiles(fields, parts):
         return tile
     # As `refine_fp8_moe_block_shape` does; it repeats the scales of larger tiles, which changes no value.

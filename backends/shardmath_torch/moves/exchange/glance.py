@@ -121,7 +121,7 @@ def look(tensors: Mapping[str, Tensor], signed: Sequence[Any]) -> Glance | None:
     """Return a Glance of the tensors, of which `signed` is the signature. Return None if they are few, or if one of
     them may be anything but an ordinary tensor whose elements all lie in existing memory."""
     count = len(tensors)
-    # Sparse and nested tensors, and those of torch.func, have no storage or no one shape, hence fewer facts.
+    # Sparse tensors, nested tensors and wrappers of torch.func have no storage or no single shape, hence fewer facts.
     if count < MANY or len(signed) != count * (1 + FACTS):
         return None
     columns = (signed[count + fact :: FACTS] for fact in range(FACTS))
