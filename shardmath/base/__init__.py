@@ -4,6 +4,7 @@ In reading order:
 
 - `moved`: modules found by their former names;
 - `public`: classes by the names that users know;
+- `views`: mappings that cannot be changed;
 - `errors`: every error that is raised on purpose;
 - `text`: values as people read them, and sizes as people write them;
 - `arguments`: values as callers pass them, checked and made plain;

@@ -25,6 +25,7 @@ from shardmath.base.drawn import html, svg
 from shardmath.base.errors import PlanError
 from shardmath.base.operations import OPERATIONS
 from shardmath.base.public import public
+from shardmath.base.views import Unchanging
 from shardmath.layouts.algebra.partition import overlapping
 from shardmath.layouts.edits import repartialed
 from shardmath.layouts.holdings import Windows, count_stored, label
@@ -78,7 +79,7 @@ class Flip:
 
 @public
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Transposed:
+class Transposed(Unchanging):
     """The adjoint of a plan, made by `adjoint`: the transfers of the plan `forward` with their ends swapped.
 
     `src` and `dst` are the transposed layouts of the plan's `dst` and `src`, `rules` their reductions;

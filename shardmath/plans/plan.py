@@ -42,6 +42,7 @@ from shardmath.base.errors import PlanError
 from shardmath.base.memo import add_cache
 from shardmath.base.public import public
 from shardmath.base.text import plural, shown
+from shardmath.base.views import Unchanging
 from shardmath.layouts.holdings import Windows, count_stored
 from shardmath.plans.balance import balance
 from shardmath.plans.demands import Batch, Demands, Ranks, gather_lines
@@ -135,15 +136,14 @@ def rule_of(rules: Mapping[str, Reduction], name: str) -> Reduction:
 
 @public
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False, repr=False)
-class Plan:
+class Plan(Unchanging):
     """All transfers that take tensors from their source layouts to their destination layouts; made by `plan`.
 
-    `src` and `dst` map each tensor's name to its windows, in ascending order of names; a plan of two
-    Layouts has the one name "". `rules` says how each tensor's Partial axes are reduced. `in_part`
-    lists the tensors that the destination does not hold whole. `alike` are groups
-    of tensors that share their windows. `left` are ranks that have left the destination of the plan
-    `whole` (`without`). Two plans are equal if they move the same elements of tensors of the same
-    names, between the same ranks.
+    `src` and `dst` map each tensor's name to its windows, in ascending order of names; a plan of two Layouts has the
+    one name "". `rules` says how each tensor's Partial axes are reduced. These mappings cannot be changed.
+    `in_part` lists the tensors that the destination does not hold whole. `alike` are groups of tensors that share
+    their windows. `left` are ranks that have left the destination of the plan `whole` (`without`). Two plans are
+    equal if they move the same elements of tensors of the same names, between the same ranks.
     """
 
     src: Mapping[str, Windows]

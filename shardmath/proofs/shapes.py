@@ -7,7 +7,7 @@ Once that holds, later checks find wrong tables by their content (`tables`), and
 from __future__ import annotations
 
 from dataclasses import fields
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -163,7 +163,7 @@ def _check_forward(forward: object) -> None:
 def _check_windows(side: object, what: str, checked_ids: set[int]) -> None:
     """Check that every tensor of a side has windows, and that they are layouts."""
     _check_values(side, Windows, what, checked_ids)
-    assert isinstance(side, dict)
+    assert isinstance(side, MappingProxyType)
     # Tens of thousands of tensors share their windows.
     distinct = {id(windows): windows for windows in side.values()}
     for windows in distinct.values():
@@ -172,9 +172,10 @@ def _check_windows(side: object, what: str, checked_ids: set[int]) -> None:
 
 
 def _check_values(by_name: object, kind: type, what: str, checked_ids: set[int]) -> None:
-    """Check that values by name are a dict of exactly this class: another mapping may change between two reads."""
-    _check_kind(by_name, dict, what, checked_ids)
-    assert isinstance(by_name, dict)
+    """Check that values by name are in the view that Plan makes of a dict: another mapping may change between two
+    reads."""
+    _check_kind(by_name, MappingProxyType, what, checked_ids)
+    assert isinstance(by_name, MappingProxyType)
     # Of tens of thousands of names, one of each class is enough.
     name_by_class = {type(name): name for name in by_name}
     for name in name_by_class.values():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
+import pickle
 import weakref
 
 import numpy as np
@@ -18,6 +20,7 @@ from shardmath import (
     StridedShard,
     Topology,
     Transfer,
+    adjoint,
     clear_caches,
     plan,
     testing,
@@ -414,3 +417,20 @@ def test_what_only_seems_to_be_the_last_plan_is_planned_anew() -> None:
     assert numbered.dst["w"].local_names("w") == ["w[1]"]
     assert plain.dst["w"].local_names("w") == ["w"]
     assert plan({}, {}) == plan({}, {}) != plan({"w": whole}, {"w": whole})
+
+
+def test_the_mappings_of_a_plan_cannot_be_changed() -> None:
+    """A plan that is made later may share them. Copies and pickles are plans as well."""
+    src = {name: Layout((8, 2), TP2, "(tp n) h") for name in "ab"}
+    copies = Mesh(dp=2, tp=2, ranks=range(4, 8))
+    dst = {name: Layout((8, 2), copies, "n (tp h)") for name in "ab"}
+    made = plan(src, dst)
+    for one in (made, without(made, [4, 5]), adjoint(made)):
+        for value in (one, copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            for by_name in (value.src, value.dst, value.rules):
+                with pytest.raises(TypeError, match="does not support item assignment"):
+                    by_name["c"] = by_name["a"]
+                with pytest.raises(AttributeError, match="no attribute 'clear'"):
+                    by_name.clear()
+            assert value == one
+            assert list(value.transfers()) == list(one.transfers())
