@@ -58,7 +58,7 @@ def find_other_ranks(a: Layout, b: Layout) -> Counterexample | None:
         return Counterexample("", None, f"the layouts are of {a.dtype} and of {b.dtype}")
     only = sorted(set(a.mesh.ranks) ^ set(b.mesh.ranks))
     if only:
-        return Counterexample("", None, f"rank {only[0]} is in one of the meshes alone", only[0])
+        return Counterexample("", None, f"rank {only[0]} is in only one of the meshes", only[0])
     for rank in sorted(a.mesh.ranks):
         one, other = (_describe_addend(layout, rank) for layout in (a, b))
         if one != other:

@@ -75,7 +75,7 @@ class Verdict:
             return f"not proved, but tested for {tested}: {self.law}; {words}"
         run = self._list("definition", "{0.name} < {0.lengths}")
         if run:
-            notes.insert(0, f"by the definition of its cuts, which was run for {run}")
+            notes.insert(0, f"by the definition of its cuts; the code was run for {run}")
         deciding = self._list("every", "{0.lengths} lengths of {0.name}")
         if deciding:
             notes.insert(0, f"{deciding} decide")
