@@ -105,7 +105,7 @@ GROUPS = {
         smt.checkpointable smt.digest smt.amax smt.sendable""",
     "JAX": "shardmath_jax.*",
     "Checkpoints": """smt.save smt.load smt.save_state smt.load_state smt.state_of smt.load_weights smt.export
-        smt.open_checkpoint smt.CheckpointError""",
+        smt.open_checkpoint smt.CheckpointError smt.WeightsError""",
     "Quantized formats": """smt.quantize smt.dequantize smt.quantized_parts smt.compile_quantize smt.Quantizer
         sm.formats.*""",
     "Transforms on the way": "sm.transforms.*",

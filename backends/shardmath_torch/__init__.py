@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from shardmath_torch.checkpoints.exports.export import export
     from shardmath_torch.checkpoints.files.places import CheckpointError
     from shardmath_torch.checkpoints.opening import open_checkpoint
+    from shardmath_torch.checkpoints.safetensors.headers import WeightsError
     from shardmath_torch.checkpoints.states.training import load_state, save_state, state_of
     from shardmath_torch.checkpoints.weights.filling import load_weights
     from shardmath_torch.groups.joint.connect import connect, disconnect
@@ -79,6 +80,7 @@ LATE = {
     "Quantizer": "tensors.transforms.amaxes",
     "Refit": "tensors.refits.refit",
     "TransformedMover": "tensors.transforms.compile",
+    "WeightsError": "checkpoints.safetensors.headers",
     "amax": "tensors.dtensors.scales",
     "checkpointable": "tensors.parts.checkpointable",
     "commit": "moves.commits.blocks",
@@ -149,6 +151,7 @@ __all__ = [
     "Quantizer",
     "Refit",
     "TransformedMover",
+    "WeightsError",
     "amax",
     "checkpointable",
     "commit",

@@ -22,6 +22,7 @@ Only `workers` and `plugin` import vLLM: a trainer needs none.
 
 from shardmath_vllm.clients import Client, HTTPClient, LLMClient
 from shardmath_vllm.infos import TrainerInfo
+from shardmath_vllm.link import NotJoinedError
 from shardmath_vllm.megatron import read_megatron
 from shardmath_vllm.source import Source
 from shardmath_vllm.trainer import Trainer
@@ -30,6 +31,7 @@ __all__ = [
     "Client",
     "HTTPClient",
     "LLMClient",
+    "NotJoinedError",
     "Source",
     "Trainer",
     "TrainerInfo",

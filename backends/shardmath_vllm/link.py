@@ -25,7 +25,7 @@ from shardmath_torch.groups.agreement.naming import attempt, word_objection
 from shardmath_vllm.board import WAITED_FOR, Board, name_rank
 from shardmath_vllm.update import Phase, Step, Update
 
-__all__ = ["Life", "Link", "together"]
+__all__ = ["Life", "Link", "NotJoinedError", "together"]
 
 _T = TypeVar("_T")
 
@@ -56,6 +56,12 @@ def together(
     if faults:
         raise ExchangeError("\n".join(faults))
     return results[0]
+
+
+class NotJoinedError(ExchangeError, RuntimeError):
+    """The error for an update before the worker is connected to a trainer; a RuntimeError, as vLLM's engines raise."""
+
+    code = "SM114"
 
 
 @dataclass(frozen=True)

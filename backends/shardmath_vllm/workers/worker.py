@@ -30,7 +30,7 @@ from shardmath_torch.groups.agreement.naming import word_objection
 from shardmath_torch.groups.agreement.turns import as_main
 from shardmath_vllm import infos
 from shardmath_vllm.cells import Cells
-from shardmath_vllm.link import Life, Link
+from shardmath_vllm.link import Life, Link, NotJoinedError
 from shardmath_vllm.meeting import Given, Meeting
 from shardmath_vllm.source import Told
 from shardmath_vllm.update import Phase, Update
@@ -54,12 +54,6 @@ class _Joining(infos.Joining, WeightTransferInitInfo):
 
 class _Updating(infos.Updating, WeightTransferUpdateInfo):
     """The message to a worker, as a class that vLLM accepts."""
-
-
-class NotJoinedError(ExchangeError, RuntimeError):
-    """The error for an update before the worker is connected to a trainer; a RuntimeError, as vLLM's engines raise."""
-
-    code = "SM114"
 
 
 class WorkerEngine(WeightTransferEngine[_Joining, _Updating]):

@@ -20,6 +20,7 @@ from typing import TypeGuard
 
 from shardmath import ShardError
 from shardmath.base.dtypes import itemsize
+from shardmath.base.public import public
 from shardmath_torch.checkpoints.files.json_text import MOST, count_elements, read_json, shown
 from shardmath_torch.checkpoints.files.places import Place, length_of, opened
 
@@ -70,6 +71,7 @@ HEADER_LIMIT = 100_000_000
 """The most bytes of a header, as in the safetensors library."""
 
 
+@public
 class WeightsError(ShardError):
     """The error for safetensors that are missing, cut short or damaged, or that lack what the caller asks for."""
 
