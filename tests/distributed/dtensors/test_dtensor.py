@@ -519,6 +519,13 @@ def test_fsdp1(pool: Pool) -> None:
         assert kind == "LayoutError" and "is under FSDP1" in said, said
 
 
+def test_state_under_fsdp1(pool: Pool) -> None:
+    """Inside a unit, a rank's part of a parameter would be saved as the whole parameter."""
+    for found in pool.run(work.state_under_fsdp1):
+        for kind, said in found:
+            assert kind == "CheckpointError" and "is under FSDP1" in said, said
+
+
 @pytest.mark.parametrize("original", [True, False])
 def test_whole_under_fsdp1(pool: Pool, original: bool) -> None:
     """Its parameters are whole on every rank inside `summon_full_params`, and always without sharding."""

@@ -758,6 +758,17 @@ def under_fsdp1(rank: int) -> list[Any]:
     return out
 
 
+def state_under_fsdp1(rank: int) -> list[Any]:
+    """What `state_of` says of units of FSDP1, sharded or not, and of what is inside a sharded one."""
+    out = []
+    for original in (True, False):
+        unit = _make_unit(ShardingStrategy.FULL_SHARD, original)
+        whole = _make_unit(ShardingStrategy.NO_SHARD, original)
+        for module in (nn.Sequential(nn.Linear(2, 2), unit), unit.module, whole):
+            out.append(caught(lambda module=module: smt.state_of(module)))
+    return out
+
+
 def whole_under_fsdp1(rank: int, original: bool) -> list[dict[str, tuple[int, ...]]]:
     """The shapes that `layout_of` gives inside `summon_full_params`, and for a unit that does not shard."""
     unit = _make_unit(ShardingStrategy.FULL_SHARD, original)

@@ -69,6 +69,9 @@ __all__ = [
 
 _T = TypeVar("_T")
 
+FSDP1 = "_fsdp_wrapped_module"
+"""The name of the module inside a unit of FSDP1."""
+
 
 class ModuleSlot(NamedTuple):
     """This rank's local tensor of a module's parameter or buffer, and the layout of the whole tensor."""
@@ -135,11 +138,12 @@ def describe(module: nn.Module) -> Description:
     """Return the parameters, persistent buffers and extra states of `module` by name, without communication. The call
     makes FSDP2 reshard any parameters that it has gathered.
 
-    Raises CheckpointError for a value that is not a module, an extra state that is not bytes, a tensor without a shape,
+    Raises CheckpointError for a value that is not a module, a module under FSDP1, an extra state that is not bytes, a tensor without a shape,
     and two names that are equal without wrappers' parts.
     """
     if not isinstance(module, nn.Module):
         raise CheckpointError(f"the module is {shown(module)}, not a torch.nn.Module; give one")
+    _check_not_flat(module)
     state = _unwrap(module.state_dict(keep_vars=True).items())
     parameters = _unwrap(module.named_parameters(remove_duplicate=False))
     all_buffers = _unwrap(module.named_buffers(remove_duplicate=False))
@@ -154,6 +158,17 @@ def describe(module: nn.Module) -> Description:
     first_by_id, names_by_first = _list_names(parameters)
     names_by_first |= {name: [name] for name in (*buffers, *extra)}
     return Description(module, parameters, buffers, extra, names_by_first, first_by_id)
+
+
+def _check_not_flat(module: nn.Module) -> None:
+    """Raise CheckpointError for a module under FSDP1."""
+    # Inside a unit, names do not show that parameters are parts.
+    is_unit = any(FSDP1 in name.split(".") for name, _ in module.named_modules())
+    if is_unit or compat.find_flattened(module):
+        raise CheckpointError(
+            "the module is under FSDP1 (FullyShardedDataParallel), which joins parameters and shards them together; "
+            "use FSDP2 (torch.distributed.fsdp.fully_shard)"
+        )
 
 
 def _list_names(
