@@ -138,8 +138,8 @@ def describe(module: nn.Module) -> Description:
     """Return the parameters, persistent buffers and extra states of `module` by name, without communication. The call
     makes FSDP2 reshard any parameters that it has gathered.
 
-    Raises CheckpointError for a value that is not a module, a module under FSDP1, an extra state that is not bytes, a tensor without a shape,
-    and two names that are equal without wrappers' parts.
+    Raises CheckpointError for a value that is not a module, a module under FSDP1, an extra state that is not bytes, a
+    tensor without a shape, and two names that are equal without wrappers' parts.
     """
     if not isinstance(module, nn.Module):
         raise CheckpointError(f"the module is {shown(module)}, not a torch.nn.Module; give one")
