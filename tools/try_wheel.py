@@ -29,8 +29,12 @@ assert plan.svg().startswith("<svg") and "torch" not in sys.modules
 print(plan)
 """
 TORCH = """
+import importlib.util
 import torch, torch.distributed as dist
-import shardmath as sm, shardmath_torch as smt
+import shardmath as sm, shardmath_sglang, shardmath_torch as smt, shardmath_vllm
+# They import their own framework.
+for name in ("shardmath_jax", "shardmath_ray", "shardmath_trl", "shardmath_verl"):
+    assert importlib.util.find_spec(name), name
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 one = sm.Mesh(tp=1)
