@@ -84,17 +84,17 @@ def _decide_cuts(name: str, families: list[Family]) -> tuple[Decided, Counterexa
 
     If these are too many, the definition of the cuts decides.
     """
-    how = "every"
-    most = 0
+    deciding, tested = [], []
     for family in families:
         for layer in _split_layers(family):
             decided, found = _run_layer(name, layer)
             if found is not None:
                 return decided, found
-            most = max(most, decided.lengths)
-            if decided.how == "tested":
-                how = "definition"
-    return Decided(name, how, most), None
+            (tested if decided.how == "tested" else deciding).append(decided.lengths)
+    if tested:
+        # All layers were run at these lengths, or at all that decide about the layer.
+        return Decided(name, "definition", min(tested)), None
+    return Decided(name, "every", max(deciding, default=0)), None
 
 
 def _split_layers(family: Family) -> Iterator[Family]:

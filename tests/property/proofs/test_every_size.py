@@ -464,6 +464,17 @@ def test_many_parts_are_proved_soon(axes: dict[str, int], spec: str) -> None:
     )
 
 
+def test_the_verdict_names_the_lengths_of_the_stage_that_ran_in_part() -> None:
+    """The first stage runs at all 8,322 lengths that decide about it."""
+    mesh = sm.Mesh(tp=64, dp=64, pp=64)
+    first, second, both = (
+        str(sm.prove(sm.Layout((65536,), mesh, text)))
+        for text in ("(2 tp n)", "(dp pp n)", "(2 tp n | dp pp n)")
+    )
+    assert first.endswith("8322 lengths of n decide")
+    assert both == second and "the code was run for n < " in second
+
+
 @dataclass(frozen=True)
 class Odd:
     """Refuses odd lengths."""
