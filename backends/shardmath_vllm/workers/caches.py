@@ -111,7 +111,7 @@ def _check_can_drop(scheduler: Any, workers: int) -> None:
         keeping.append(type(scheduler.ec_connector).__name__)
     if keeping:
         raise ExchangeError(
-            f"{', '.join(keeping)} may cache keys and values of old weights, which vLLM cannot drop there; "
+            f"{', '.join(keeping)} may cache what was computed with old weights, which vLLM cannot drop there; "
             f"start the engine without that connector"
         )
 

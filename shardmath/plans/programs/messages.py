@@ -117,8 +117,8 @@ class Round(NamedTuple):
 
     @property
     def step(self) -> Step:
-        """The round's place in its program: (phase, slot, turn). They number the partial value that is sent, the slice
-        of it, and the group of peers with which a rank exchanges it."""
+        """The round's place in its program: (phase, slot, turn). They number the partial value that is sent, the time
+        slot, and the group of peers with which a rank exchanges it."""
         return self.messages[0].step
 
     @property
