@@ -84,10 +84,10 @@ def main() -> None:
         for ranks in RANKS
     ]
     about = (
-        "The table says which share of a model's flat buffers is padding, for each [rule](flat-buffers.md#rules). Each "
-        "model is complete. It is in bfloat16, except for routers that transformers keeps in float32. The model is "
-        "divided only by data parallelism. Buckets have the default size. For flat_parameter (FSDP1) and "
-        "megatron_fsdp, no module is a separate FSDP unit."
+        "The table says which share of a model's flat buffers is padding, for each [rule](flat-buffers.md#rules). The "
+        "buffers hold all layers and all experts of the model. Each model is in bfloat16, except for routers that "
+        "transformers keeps in float32. The model is divided only by data parallelism. Buckets have the default size. "
+        "For flat_parameter (FSDP1) and megatron_fsdp, no module is a separate FSDP unit."
     )
     show(
         given.page, "Padding of flat buffers", about, ["model", "parameters", "ranks", *RULES], rows

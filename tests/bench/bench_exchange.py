@@ -164,9 +164,13 @@ def show_agreement(workers: Pool, repeats: int, page: Path | None) -> None:
     """Milliseconds of a call that moves nothing."""
     ranks = workers.run(agree, repeats, timeout=300)
     found = [slowest([r[way] for r in ranks]) / CALLS * 1e3 for way in ranks[0]]
-    about = f"milliseconds of a call, 8 gloo processes, median of {repeats}, slowest rank."
+    about = (
+        "Each call moves no data, so it takes only the time in which ranks agree. Figures are milliseconds of the "
+        f'slowest of 8 gloo processes, in the median of {repeats} runs. "barrier" is `dist.barrier`. "once, committed" '
+        'is a move with `agree="once"` and `commit="all"`.'
+    )
     heads = ["barrier", "agree every time", "agree once", "once, committed"]
-    show(page, "Agreement", f"A move of nothing: {about}", heads, [[f"{x:.3f}" for x in found]])
+    show(page, "Agreement", about, heads, [[f"{x:.3f}" for x in found]])
 
 
 def main(megabytes: int = 256, repeats: int = 7, page: Path | None = None) -> None:

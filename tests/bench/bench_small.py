@@ -181,7 +181,7 @@ def show_small(count: int, repeats: int, page: Path | None) -> None:
         f"`tests/bench/bench_small.py` measures this."
     )
     heads = ["processes", "way", "ms", "processor ms", "/ shardmath", "processor / shardmath"]
-    show(page, "Small trees", about, heads, rows)
+    show(page, "Many small tensors", about, heads, rows)
 
 
 def show_agreement(repeats: int, page: Path | None) -> None:

@@ -42,7 +42,7 @@ HEADS = [
     "a worker receives",
     "a worker must receive",
     "a worker's memory grows by",
-    "one layer, and bytes in flight",
+    "its limit: one layer, and bytes in flight",
     "a trainer's memory grows by",
 ]
 
