@@ -70,9 +70,11 @@ def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
     """Return the names, shapes and layouts of the tensors that `rank` must pass to a move: source, and destination."""
     sides = []
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):
-        tensors = {}
-        for key, (_, layout) in stored_on(layouts, rank).items():
-            tensors[key] = layout.local_shape(rank), layout
+        stored = stored_on(layouts, rank)
+        # Tens of thousands of tensors have few layouts, which are looked at once.
+        distinct = {layout for _, layout in stored.values()}
+        shapes = {layout: layout.local_shape(rank) for layout in distinct}
+        tensors = {key: (shapes[layout], layout) for key, (_, layout) in stored.items()}
         # A plan that is not of mappings calls its tensor "".
         single = not plan.is_tree and layouts[""].is_single
         sides.append(Wanted(side, rank, tensors, single))
