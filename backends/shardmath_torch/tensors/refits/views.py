@@ -141,7 +141,8 @@ def describe(tensor: Tensor) -> tuple[object, ...]:
     storage = local.untyped_storage()
     # An address alone may be reused after memory is freed; the views keep their storage alive, and so its identity.
     where = compat.identity_of(storage), local.data_ptr(), storage.nbytes()
-    return (*where, local.shape, local.stride(), local.dtype)
+    # Flat, as shape and strides are equally long: the garbage collector does not visit tuples of plain values.
+    return (*where, *local.shape, *local.stride(), local.dtype)
 
 
 def bind_side(
