@@ -61,7 +61,9 @@ class Owner(NamedTuple):
             return [name] * len(local)
         # Both {e} and {ep e} stand for the expert's number, which alone differs from name to name.
         expert = "{0}"
-        pattern = row.native.fill({**self.local, self.stack.index: expert, spread.name: expert}, star=star)
+        pattern = row.native.fill(
+            {**self.local, self.stack.index: expert, spread.name: expert}, star=star
+        )
         return list(map(pattern.format, local))
 
     def list_names(self, row: Row, star: str) -> list[str]:

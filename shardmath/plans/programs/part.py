@@ -38,6 +38,7 @@ __all__ = [
     "Outline",
     "RankProgram",
     "LocalTensor",
+    "layouts_on",
     "make_parts",
     "outline_part",
     "own_boxes",
@@ -124,7 +125,16 @@ def plan_of(plan: Plan | Transposed | Program) -> Plan | Transposed:
 def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
     """Return the tensors that `rank` stores on `side`, the source or destination of a plan. Keys are local names: a
     tensor's name, or name[i] for its part under layout i if it has several layouts."""
-    stored: dict[str, LocalTensor] = {}
+    return {local: LocalTensor(name, layout) for local, name, layout in _list_stored(side, rank)}
+
+
+def layouts_on(side: Mapping[str, Windows], rank: int) -> dict[str, Layout]:
+    """Return the layout of each tensor that `rank` stores on `side`, by local name, as in `stored_on`."""
+    return {local: layout for local, _, layout in _list_stored(side, rank)}
+
+
+def _list_stored(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
+    """(local name, tensor's name, layout) of each tensor that the rank stores on the side."""
     # Tens of thousands of tensors have few windows, which are looked at once; kept, no other gets the id of one.
     seen: dict[int, tuple[Windows, bool, bool]] = {}
     for tensor, windows in side.items():
@@ -133,11 +143,10 @@ def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
             seen[id(windows)] = windows, is_here, windows.is_single
         _, is_here, is_single = seen[id(windows)]
         if is_here and is_single:
-            stored[tensor] = LocalTensor(tensor, windows[0])
+            yield tensor, tensor, windows[0]
         elif is_here:
             for local, layout in windows.locals(tensor, rank):
-                stored[local] = LocalTensor(tensor, layout)
-    return stored
+                yield local, tensor, layout
 
 
 def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
