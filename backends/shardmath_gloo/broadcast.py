@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmath.plans.programs.messages import Round
-from shardmath.plans.programs.part import stored_on
+from shardmath.plans.programs.part import layouts_on
 from shardmath.plans.transfers import Transfer
 from shardmath_gloo.wire import GlooWire
 from shardmath_torch.groups import dtypes
@@ -107,8 +107,7 @@ class Broadcast:
             local = src[source.key].detach()
             whole = local.clone(memory_format=torch.contiguous_format)
         else:
-            stored = stored_on(self._part.plan.src, source.rank)
-            layout = stored[source.key].layout
+            layout = layouts_on(self._part.plan.src, source.rank)[source.key]
             shape = layout.local_shape(source.rank)
             whole = torch.empty(shape, dtype=dtypes.dtype_of(layout.dtype), device="cpu")
         memory = dtypes.words(whole).view(-1).view(torch.uint8)

@@ -221,14 +221,15 @@ def sum_received(demands: Demands) -> dict[int, int]:
 
 def _find_local(demands: Demands) -> Iterator[tuple[int, int]]:
     """(rank, bytes) of the blocks that receivers hold themselves."""
-    lines = demands.blocks.owners()
     asking = lengths(demands.sets)[demands.receivers]
     # `count` leaves out the receivers that are holders.
-    some_local = demands.count < asking
-    for block in np.flatnonzero(some_local).tolist():
-        nbytes = int(demands.nbytes[block])
-        holders = demands.held_by(lines[block])
-        receivers = set(demands.asked_by(block))
-        both = receivers.intersection(holders)
-        for rank in sorted(both):
+    blocks = np.flatnonzero(demands.count < asking)
+    holders = demands.holders[demands.blocks.owners_of(blocks)]
+    columns = demands.receivers[blocks], holders, demands.nbytes[blocks]
+    # Many blocks have the same receivers, of which a set is made once.
+    receivers: dict[int, set[int]] = {}
+    for asked, held, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        if asked not in receivers:
+            receivers[asked] = set(demands.sets[asked])
+        for rank in receivers[asked].intersection(demands.sets[held]):
             yield rank, nbytes

@@ -97,10 +97,13 @@ def move(rank: int, port: int, results: Any) -> None:
     trainer = megatron(TINY, ranks=range(2), tp=2, ep=2, etp=1, vocab=TINY_VOCAB, vocab_multiple=1)
     shapes = logical_shapes(TINY, vocab=TINY_VOCAB)
     moved = sm.refit(trainer, engine(range(2, 4), 2, TINY_VOCAB, 4), shapes)
-    refit = smt.Refit(moved, timeout=300.0)
     side = moved.trainer if rank < 2 else moved.engines["engine"]
     own = {name: torch.zeros(shape) for (_, name), shape in side.natives(rank).items()}
+    start = time.thread_time()
+    refit = smt.Refit(moved, timeout=300.0)
+    made = time.thread_time() - start
     refit.prepare(*((own, None) if rank < 2 else (None, own)))
+    prepared = time.thread_time() - start - made
     seconds = []
     for _ in range(CALLS):
         start = time.thread_time()
@@ -110,7 +113,7 @@ def move(rank: int, port: int, results: Any) -> None:
     start = time.thread_time()
     by_hand()
     hand = time.thread_time() - start
-    results.put((rank, len(own), seconds[0], min(seconds[1:]), hand))
+    results.put((rank, len(own), made, prepared, seconds[0], min(seconds[1:]), hand))
     dist.destroy_process_group()
 
 
@@ -317,11 +320,14 @@ def _run(task: Callable[..., None], ranks: int) -> list[str]:
     return list(_word_calls(found) if task is move else _word_exchange(found))
 
 
-def _word_calls(found: Sequence[tuple[int, int, float, float, float]]) -> Iterator[str]:
-    for rank, stored, first, later, hand in found:
+def _word_calls(
+    found: Sequence[tuple[int, int, float, float, float, float, float]],
+) -> Iterator[str]:
+    for rank, stored, *seconds in found:
+        made, prepared, first, later, hand = (f"{1000 * each:.0f} ms" for each in seconds)
         yield (
-            f"rank {rank}: 45,395 local views of {stored} tensors: first call {1000 * first:.0f} ms "
-            f"(by hand {1000 * hand:.0f} ms), next {1000 * later:.0f} ms"
+            f"rank {rank}: 45,395 local views of {stored} tensors: Refit {made}, prepare {prepared}, "
+            f"first call {first} (by hand {hand}), next {later}"
         )
 
 

@@ -45,7 +45,7 @@ def find_faults(stored: Natives, has: Natives, own: Sequence[str] = ()) -> list[
                 f"the side stores {show_native(native)} as {shape}, and the rank has no such tensor; "
                 f"pass it too, or correct the row"
             )
-        elif math.prod(has[native]) != math.prod(shape) or _differ(shape, has[native]):
+        elif has[native] != shape and _differ(shape, has[native]):
             faults.append(
                 f"the side stores {show_native(native)} as {shape}, the rank has "
                 f"{tuple(has[native])}; pass a tensor of shape {shape}, or correct the row"

@@ -25,9 +25,9 @@ import dataclasses
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from shardmath.base.errors import ShardError, StoreError
 from shardmath.layouts.layout import Layout, intern
@@ -87,7 +87,13 @@ class Bound:
 
     def natives(self, rank: int) -> dict[tuple[int, str], _Shape]:
         """The shape of each tensor that `rank` stores, by (virtual stage, stored name)."""
-        return {(slot.chunk, slot.native): shape for _, slot, shape in self.visit(rank)}
+        natives = {}
+        for held, block, coords, numbers in self._list_blocks(rank, self.held):
+            # Components have the same stored tensors, which are named once.
+            names = block.owner.name(held.row, held.star, [local for local, _ in numbers])
+            keys = zip(itertools.repeat(block.owner.chunk), names)
+            natives.update(dict.fromkeys(keys, block.laid.shape(coords)))
+        return natives
 
     def row_of(self, native: tuple[int, str], rank: int) -> Row:
         """The Row (declaration) of how `rank` stores the tensor `native`. Raises StoreError if it does not."""
@@ -117,17 +123,32 @@ class Bound:
     ) -> Iterator[tuple[str, Slot, _Shape]]:
         """Yield (logical name, Slot (location), stored tensor's shape) for each tensor with a part on `rank`, or only
         for those declared by `rows`."""
+        for at in self._list_blocks(rank, self.held if rows is None else rows):
+            yield from _list_slots(*at)
+
+    def _list_blocks(self, rank: int, rows: Iterable[Held]) -> Iterator[_BlockAt]:
+        """The stored tensors on the rank that these rows declare."""
         # An axis in several meshes of a side gives a rank the same coordinate in all of them.
         coords: dict[str, int] = {}
         for mesh in self.stored.meshes:
             coords = {**mesh.coords(rank), **coords}
-        for held in self.held if rows is None else rows:
+        for held in rows:
             for block in held.blocks:
                 meshes = block.owner.meshes
                 pairs = _list_numbers(block, coords)
                 rank_pairs = [(local, number) for local, number in pairs if rank in meshes[number]]
                 if rank_pairs:
-                    yield from _list_slots(held, block, coords, rank_pairs)
+                    yield _BlockAt(held, block, coords, rank_pairs)
+
+
+class _BlockAt(NamedTuple):
+    """A stored tensor of a row at the coordinates of a rank, with (local number, number) of each stacked tensor that
+    the rank has; (0, 0) without a stack."""
+
+    held: Held
+    block: OwnedTensor
+    coords: Mapping[str, int]
+    numbers: list[tuple[int, int]]
 
 
 def _list_numbers(block: OwnedTensor, coords: Mapping[str, int]) -> list[tuple[int, int]]:

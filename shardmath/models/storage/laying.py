@@ -115,7 +115,8 @@ class Laid:
                 point = tuple(coords[axis] for axis in stored.axes)
                 spans.append(stored.trims[component][point].span)
         if stack_dim is None:
-            return [tuple(spans) for _ in numbers]
+            cut = tuple(spans)
+            return [cut for _ in numbers]
         before, after = spans[:stack_dim], spans[stack_dim + 1 :]
         return [(*before, number, *after) for number in numbers]
 

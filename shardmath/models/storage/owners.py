@@ -55,19 +55,16 @@ class Owner(NamedTuple):
         """List the names under which ranks store their experts: for each index in `local`, the name of a rank's expert
         at that index, counted from 0. In the names of the storage rule `row`, `star` replaces `*`, and the index
         replaces a placeholder such as {ep e}."""
-        numbers = dict(self.local)
         spread = row.spread
         if self.stack is None or spread is None:
-            name = row.native.fill(numbers, star=star)
+            name = row.native.fill(self.local, star=star)
             return [name] * len(local)
-        names = []
-        for number in local:
-            # Both {e} and {ep e} stand for the expert's number.
-            numbers[self.stack.index] = number
-            numbers[spread.name] = number
-            name = row.native.fill(numbers, star=star)
-            names.append(name)
-        return names
+        # Both {e} and {ep e} stand for the expert's number, which alone differs from name to name.
+        expert = "{0}"
+        pattern = row.native.fill(
+            {**self.local, self.stack.index: expert, spread.name: expert}, star=star
+        )
+        return list(map(pattern.format, local))
 
     def list_names(self, row: Row, star: str) -> list[str]:
         """List, without repetition, the names under which ranks store the tensor of the storage rule `row`; `star`

@@ -137,6 +137,9 @@ def _group_by_stream(transfers: Iterable[Transfer], pace: Pace) -> dict[_Stream,
 
 def _cut_stream(stream: list[Transfer], limit: int) -> Iterator[list[Transfer]]:
     """The stream as lists of pieces, each list of at most `limit` bytes."""
+    if sum(t.nbytes for t in stream) + ALIGNMENT * len(stream) <= limit:
+        yield stream  # even if each piece is aligned
+        return
     pieces: list[Transfer] = []
     end = 0
     uncut = stream[::-1]  # a stack: the next transfer is the last

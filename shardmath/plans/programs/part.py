@@ -25,10 +25,11 @@ from shardmath.layouts.algebra.runs import Runs
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.adjoint import Transposed
-from shardmath.plans.plan import Movable, Plan
+from shardmath.plans.plan import Plan
 from shardmath.plans.programs.cutting import Pace, cut_transfers, most_peers, set_pace
 from shardmath.plans.programs.messages import Round, gather_rounds, keeps_fold_order
 from shardmath.plans.programs.program import Program
+from shardmath.plans.reduction import Reduction
 from shardmath.plans.transfers import Transfer
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Outline",
     "RankProgram",
     "LocalTensor",
+    "layouts_on",
     "make_parts",
     "outline_part",
     "own_boxes",
@@ -123,19 +125,28 @@ def plan_of(plan: Plan | Transposed | Program) -> Plan | Transposed:
 def stored_on(side: Mapping[str, Windows], rank: int) -> dict[str, LocalTensor]:
     """Return the tensors that `rank` stores on `side`, the source or destination of a plan. Keys are local names: a
     tensor's name, or name[i] for its part under layout i if it has several layouts."""
-    stored: dict[str, LocalTensor] = {}
+    return {local: LocalTensor(name, layout) for local, name, layout in _list_stored(side, rank)}
+
+
+def layouts_on(side: Mapping[str, Windows], rank: int) -> dict[str, Layout]:
+    """Return the layout of each tensor that `rank` stores on `side`, by local name, as in `stored_on`."""
+    return {local: layout for local, _, layout in _list_stored(side, rank)}
+
+
+def _list_stored(side: Mapping[str, Windows], rank: int) -> Iterator[tuple[str, str, Layout]]:
+    """(local name, tensor's name, layout) of each tensor that the rank stores on the side."""
     # Tens of thousands of tensors have few windows, which are looked at once; kept, no other gets the id of one.
-    seen: dict[int, tuple[Windows, bool]] = {}
+    seen: dict[int, tuple[Windows, bool, bool]] = {}
     for tensor, windows in side.items():
         if id(windows) not in seen:
-            seen[id(windows)] = windows, any(rank in layout.mesh for layout in windows)
-        _, is_here = seen[id(windows)]
-        if is_here and windows.is_single:
-            stored[tensor] = LocalTensor(tensor, windows[0])
+            is_here = any(rank in layout.mesh for layout in windows)
+            seen[id(windows)] = windows, is_here, windows.is_single
+        _, is_here, is_single = seen[id(windows)]
+        if is_here and is_single:
+            yield tensor, tensor, windows[0]
         elif is_here:
             for local, layout in windows.locals(tensor, rank):
-                stored[local] = LocalTensor(tensor, layout)
-    return stored
+                yield local, tensor, layout
 
 
 def own_boxes(runs: tuple[Runs, ...]) -> tuple[Slices, ...]:
@@ -179,14 +190,12 @@ class Outline:
     @property
     def operations(self) -> frozenset[tuple[str, str]]:
         """The pairs (tensor name, operation) that the rank computes: reductions, "fill" and "divide"."""
-        plan = self.given
         computed = set()
-        stored = stored_on(plan.dst, self.rank)
-        for tensor, _ in stored.values():
-            if plan.fill(tensor) is not None:
-                computed.add((tensor, "fill"))
-            if plan.divisor(tensor) != 1:
-                computed.add((tensor, "divide"))
+        for one in _list_reduced(plan_of(self.given), self.rank):
+            if one.rule.fill is not None:
+                computed.add((one.tensor, "fill"))
+            if one.rule.divisor != 1:
+                computed.add((one.tensor, "divide"))
         for t in self.pieces:
             if t.dst_rank == self.rank and t.op != "copy":
                 computed.add((t.tensor, t.op))
@@ -217,8 +226,9 @@ class Outline:
         plan = plan_of(self.given)
         sources = stored_on(plan.src, self.rank)
         destinations = stored_on(plan.dst, self.rank)
-        fills = _list_fills(plan, self.rank, destinations)
-        divisions = _list_divisions(plan, self.rank, destinations)
+        reduced = _list_reduced(plan, self.rank)
+        fills = _list_fills(reduced, self.rank)
+        divisions = _list_divisions(reduced, self.rank)
         return RankProgram(
             plan=plan,
             rank=self.rank,
@@ -272,21 +282,35 @@ def make_parts(
     return parts
 
 
-def _list_fills(plan: Movable, rank: int, stored: Mapping[str, LocalTensor]) -> Iterator[CellWork]:
+class _Reduced(NamedTuple):
+    """A destination tensor of a rank, named `key` there, that is filled or divided by the reduction `rule`."""
+
+    key: str
+    tensor: str
+    layout: Layout
+    rule: Reduction
+
+
+def _list_reduced(plan: Plan | Transposed, rank: int) -> list[_Reduced]:
+    """The rank's destination tensors that are filled or divided: few plans have any."""
+    found = []
+    for tensor, windows in plan.dst.items():
+        rule = plan.rules[tensor]
+        if rule.fill is not None or rule.divisor != 1:
+            for key, layout in windows.locals(tensor, rank):
+                found.append(_Reduced(key, tensor, layout, rule))
+    return found
+
+
+def _list_fills(reduced: Iterable[_Reduced], rank: int) -> Iterator[CellWork]:
     """The fills: destinations of a fold start at the identity of their reduction."""
-    for key, (tensor, layout) in stored.items():
-        value = plan.fill(tensor)
-        if value is not None:
-            boxes = own_boxes(layout.runs(rank))
-            yield CellWork(key, boxes, value)
+    for one in reduced:
+        if one.rule.fill is not None:
+            yield CellWork(one.key, own_boxes(one.layout.runs(rank)), one.rule.fill)
 
 
-def _list_divisions(
-    plan: Movable, rank: int, stored: Mapping[str, LocalTensor]
-) -> Iterator[CellWork]:
+def _list_divisions(reduced: Iterable[_Reduced], rank: int) -> Iterator[CellWork]:
     """The divisions: averages are sums until everything has arrived, and then divided."""
-    for key, (tensor, layout) in stored.items():
-        divisor = plan.divisor(tensor)
-        if divisor != 1:
-            boxes = own_boxes(layout.runs(rank))
-            yield CellWork(key, boxes, divisor)
+    for one in reduced:
+        if one.rule.divisor != 1:
+            yield CellWork(one.key, own_boxes(one.layout.runs(rank)), one.rule.divisor)

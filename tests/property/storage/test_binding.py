@@ -71,6 +71,14 @@ def test_what_ranks_store_is_what_there_was(side: Stored) -> None:
         np.testing.assert_array_equal(back[name], array)
 
 
+@pytest.mark.parametrize("side", [trainer(), engine()])
+def test_stored_tensors_are_those_of_all_slots(side: Stored) -> None:
+    bound = bind(side, SHAPES)
+    for rank in side.meshes[0].ranks:
+        shapes = {(slot.chunk, slot.native): shape for _, slot, shape in bound.visit(rank)}
+        assert list(bound.natives(rank).items()) == list(shapes.items())
+
+
 def stack(arrays: dict[str, np.ndarray], layer: int, experts: range) -> np.ndarray:
     """w13 of an engine rank, by hand: gate and up columns in halves."""
     made = []

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardmath.base.errors import ExchangeError
+from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.plan import Movable
-from shardmath.plans.programs.part import own_boxes, stored_on
+from shardmath.plans.programs.part import layouts_on, own_boxes
 from shardmath_torch.moves.exchange.glance import Glance, are_apart, look, sign_memory
 from shardmath_torch.moves.exchange.memory import missing_memory, plain
 from shardmath_torch.moves.exchange.overlaps import (
@@ -42,6 +43,7 @@ __all__ = [
     "check_written",
     "fits",
     "signature",
+    "want_side",
     "wanted",
     "witness",
 ]
@@ -70,13 +72,20 @@ def wanted(plan: Movable, rank: int) -> tuple[Wanted, Wanted]:
     """Return the names, shapes and layouts of the tensors that `rank` must pass to a move: source, and destination."""
     sides = []
     for side, layouts in (("source", plan.src), ("destination", plan.dst)):
-        tensors = {}
-        for key, (_, layout) in stored_on(layouts, rank).items():
-            tensors[key] = layout.local_shape(rank), layout
         # A plan that is not of mappings calls its tensor "".
         single = not plan.is_tree and layouts[""].is_single
-        sides.append(Wanted(side, rank, tensors, single))
+        sides.append(want_side(side, rank, layouts, single))
     return sides[0], sides[1]
+
+
+def want_side(side: str, rank: int, windows: Mapping[str, Windows], single: bool) -> Wanted:
+    """Return what `rank` must pass for one side, called `side` in errors, of which it holds its part of `windows`: one
+    tensor instead of a dict if `single`."""
+    layouts = layouts_on(windows, rank)
+    # Tens of thousands of tensors have few layouts, which are looked at once.
+    entries = {layout: (layout.local_shape(rank), layout) for layout in set(layouts.values())}
+    tensors = {key: entries[layout] for key, layout in layouts.items()}
+    return Wanted(side, rank, tensors, single)
 
 
 # Names

@@ -16,7 +16,6 @@ from shardmath.base.arguments import as_integer
 from shardmath.base.digest import digest as digest_text
 from shardmath.base.errors import ExchangeError
 from shardmath.layouts.holdings import LayoutOrWindows, Windows, holdings_digest
-from shardmath.plans.programs.part import stored_on
 from shardmath.values.digests.content import Held, read_side
 from shardmath.values.digests.shares import add_patches, seal
 from shardmath_torch.groups import compat
@@ -33,7 +32,7 @@ from shardmath_torch.moves.digests.sides import (
     divide_shares,
     gather_numbers,
 )
-from shardmath_torch.moves.exchange.local import Local, Tensors, Wanted, by_key, fits
+from shardmath_torch.moves.exchange.local import Local, Tensors, by_key, fits, want_side
 
 __all__ = ["digest"]
 
@@ -134,10 +133,7 @@ def _prepare(party: Party, given: _Given) -> _Prepared:
 
 def _read_tensors(rank: int, side: Mapping[str, Windows], given: Local, single: bool) -> Tensors:
     """This rank's tensors by local name. Raises ExchangeError for those that do not fit."""
-    tensors = {}
-    for key, (_, layout) in stored_on(side, rank).items():
-        tensors[key] = layout.local_shape(rank), layout
-    wanted = Wanted("given", rank, tensors, single)
+    wanted = want_side("given", rank, side, single)
     held = by_key(wanted, given)
     fits(wanted, held)
     return held

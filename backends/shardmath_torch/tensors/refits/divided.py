@@ -39,11 +39,16 @@ def find_contradictions(
     Elements are compared only for a DTensor that is one whole logical tensor, has the planned shape, and has placements
     that tell its elements.
     """
+    divided = {
+        native: tensor
+        for native, tensor in natives.items()
+        if isinstance(tensor, DTensor) and native in stored
+    }
+    if not divided:
+        return []
     name_by_native = _find_whole(stored, slots)
     faults = []
-    for native, tensor in natives.items():
-        if native not in stored or not isinstance(tensor, DTensor):
-            continue
+    for native, tensor in divided.items():
         placements = tuple(tensor.placements)
         if any(placement.is_partial() for placement in placements):
             placed = f"a DTensor with placements {placements}, of which a rank holds a partial sum"

@@ -406,15 +406,16 @@ class Refit(Leaves):
         tensors: dict[str, Tensor] = {}
         computed = []
         stored_by_engine: dict[str, Natives] = {}
-        watched = self._watch("source", src, src_natives, self.planned.trainer)
+        watched = watch("source", src, self._keep_stored(src_natives, self.planned.trainer))
         for engine, engine_tensors in self._name_engines(dst).items():
             natives = name_natives(engine_tensors)
-            stored_by_engine[engine] = self._keep_stored(natives, self.planned.engines[engine])
-            check_not_gathered(stored_by_engine[engine])
+            stored = self._keep_stored(natives, self.planned.engines[engine])
+            check_not_gathered(stored)
             views = bind_side(self.planned, rank, engine, natives, own, functions)
             tensors |= views.tensors
             computed += views.computed
-            watched += self._watch(engine, engine_tensors, natives, self.planned.engines[engine])
+            stored_by_engine[engine] = stored
+            watched += watch(engine, engine_tensors, stored)
         self._check_computed(computed, src_natives, stored_by_engine)
         self._dst = Views(tensors, computed)
         self._fsdp_groups = find_groups(
@@ -439,16 +440,10 @@ class Refit(Leaves):
             src = {label(*native): to_local(tensor) for native, tensor in sent.items()}
         _check_written({each.name for each in computed}, src, received)
 
-    def _watch(
-        self, name: str, given: Given | None, natives: Natives, bound: KnownSide
-    ) -> list[Watched]:
-        """Watch the tensors that move; a rank's other tensors may be replaced at any time."""
-        if self._party.rank not in bound.ranks:
-            return []
-        return watch(name, given, self._keep_stored(natives, bound))
-
     def _keep_stored(self, natives: Natives, bound: KnownSide) -> Natives:
-        """The given tensors that the side stores on this rank."""
+        """The given tensors that the side stores on this rank; its other tensors may be replaced at any time."""
+        if self._party.rank not in bound.ranks:
+            return {}
         stored = bound.natives(self._party.rank)
         return {native: tensor for native, tensor in natives.items() if native in stored}
 

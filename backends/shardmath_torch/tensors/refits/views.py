@@ -141,7 +141,8 @@ def describe(tensor: Tensor) -> tuple[object, ...]:
     storage = local.untyped_storage()
     # An address alone may be reused after memory is freed; the views keep their storage alive, and so its identity.
     where = compat.identity_of(storage), local.data_ptr(), storage.nbytes()
-    return (*where, local.shape, local.stride(), local.dtype)
+    # Flat, as shape and strides are equally long: the garbage collector does not visit tuples of plain values.
+    return (*where, *local.shape, *local.stride(), local.dtype)
 
 
 def bind_side(
@@ -199,17 +200,22 @@ def bind_views(
     faults += find_contradictions(stored, slots, layouts, natives, rank)
     if faults:
         raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
-    for native in stored:
-        check_memory(show_native(native), plain(locals_[native]))
-    # An engine may store the (C, k) of rows as (C, 1, k), the weight of a convolution.
-    reshaped = {native: locals_[native].detach().view(shape) for native, shape in stored.items()}
+    reshaped = {}
+    stored_dtypes = {}
+    for native, shape in stored.items():
+        local = locals_[native]
+        check_memory(show_native(native), plain(local))
+        # An engine may store the (C, k) of rows as (C, 1, k), the weight of a convolution.
+        whole = local.detach()
+        reshaped[native] = whole if shapes[native] == shape else whole.view(shape)
+        stored_dtypes[native] = dtypes.canonical(local.dtype)
     tensors = {}
     computed = []
     for name, slot in slots.items():
         view = make_view(reshaped, slot)
         dtype = layouts[name].dtype
         if not slot.function:
-            _check_dtype(view, dtype, slot)
+            _check_dtype(stored_dtypes[slot.chunk, slot.native], dtype, slot)
             tensors[name] = view
             continue
         if not receives:
@@ -229,14 +235,15 @@ def make_view(stored: Mapping[Native, Tensor], slot: Slot) -> Tensor:
     in the order of the checkpoint tensor.
     """
     view = stored[slot.chunk, slot.native][slot.cut]
+    if slot.order == tuple(range(len(slot.order))):
+        return view
     # Position i of `inverse` is the dimension of the slice that is dimension i of the checkpoint tensor.
     inverse = sorted(range(len(slot.order)), key=slot.order.__getitem__)
     return view.permute(inverse)
 
 
-def _check_dtype(view: Tensor, wanted: str, slot: Slot) -> None:
-    """Raise StoreError if the view has another dtype than the plan."""
-    dtype = dtypes.canonical(view.dtype)
+def _check_dtype(dtype: str, wanted: str, slot: Slot) -> None:
+    """Raise StoreError if the stored tensor has another dtype than the plan."""
     if dtype != wanted:
         raise StoreError(
             f"{show_native((slot.chunk, slot.native))} is {dtype}, but the refit was planned for {wanted} and "
