@@ -84,7 +84,8 @@ def _decide_cuts(name: str, families: list[Family]) -> tuple[Decided, Counterexa
 
     If these are too many, the definition of the cuts decides.
     """
-    deciding, tested = [], []
+    deciding: list[int] = []
+    tested: list[int] = []
     for family in families:
         for layer in _split_layers(family):
             decided, found = _run_layer(name, layer)
