@@ -27,7 +27,7 @@ import shardmath_torch as smt
 from shardmath.formats import FP8, MXFP8, NVFP4, Format, FP8Blocks
 from tests.bench.section import arguments, show
 
-HEAD = ["format", "KL", "KL, of masters", "KL between the orders", "same likeliest byte"]
+HEAD = ["format", "KL", "KL, of masters", "KL between the two", "same likeliest byte"]
 FORMATS: list[Format] = [
     MXFP8(),
     MXFP8(rounding="floor"),
@@ -44,10 +44,11 @@ WIDTH = 128
 BATCH = 8
 PUBLISHED = (
     "Others have published figures for other models and texts. In these, activations are quantized, too. "
-    "InternLM/xtuner#2044 compares a trainer in FP8 with an engine in FP8 (Qwen3.5-35B-A3B, k3 estimates). If both "
-    "quantize weights rounded to bfloat16, the KL is 3.3e-4 to 3.7e-4. If the trainer quantizes its float32 masters, "
-    "the KL is 8.7e-3 after one step. voipmonitor/rtx6kpro, `benchmarks/kld-evaluation.md`, compares NVFP4 with FP8 "
-    "(lukealonso/Qwen3.5-397B-A17B-NVFP4, WikiText-2). There the KL is 0.035 to 0.036."
+    "[InternLM/xtuner#2044](https://github.com/InternLM/xtuner/issues/2044) compares a trainer in FP8 with an engine "
+    "in FP8 (Qwen3.5-35B-A3B, k3 estimates). If both quantize weights rounded to bfloat16, the KL is 3.3e-4 to 3.7e-4. "
+    "If the trainer quantizes its float32 masters, the KL is 8.7e-3 after one step. "
+    "[voipmonitor/rtx6kpro](https://github.com/voipmonitor/rtx6kpro), `benchmarks/kld-evaluation.md`, compares NVFP4 "
+    "with FP8 (lukealonso/Qwen3.5-397B-A17B-NVFP4, WikiText-2). There the KL is 0.035 to 0.036."
 )
 
 Tensor: TypeAlias = torch.Tensor
@@ -161,8 +162,10 @@ def main(steps: int, count: int, page: Path | None = None) -> None:
         f"{loss:.2f} nats per byte. Arithmetic is in bfloat16, and only the weights of linear layers are quantized. In "
         'the column "KL", they are rounded to bfloat16 before they are quantized. In the column "KL, of masters", the '
         "float32 weights are quantized directly. The first row quantizes nothing: it compares the model in bfloat16 "
-        'with the model in float32. The column "KL between the orders" compares the two ways of quantizing with each '
-        "other. It uses float32 arithmetic, since bfloat16 would hide the difference. If a trainer and an engine "
+        'with the model in float32. The column "KL between the two" compares weights that were rounded to bfloat16 '
+        "before quantization with weights that were quantized directly. It uses float32 arithmetic, since bfloat16 "
+        'would hide the difference. The column "same likeliest byte" is the share of bytes for which the model in '
+        'bfloat16 and the model of the column "KL" predict the same likeliest byte. If a trainer and an engine '
         "quantize the same way, their bytes are equal, and the KL between them is 0. `tests/bench/bench_kl.py` "
         f"measures this.\n\n{PUBLISHED}"
     )

@@ -110,7 +110,7 @@ def test_runs_of_one_rank(
     held = sm.Layout((N,), MESH, PLACEMENTS[name])
     seconds = measured(benchmark, lambda: (held.local_shape(RANK), held.runs(RANK)), 2000)
     assert held.local_shape(RANK) == (len(held.runs(RANK)[0]),)
-    row = (f"`runs` of one rank, 2^27 rows, {name}", seconds, 30e-6)
+    row = (f"`local_shape` and `runs` of one rank, 2^27 rows, {name}", seconds, 30e-6)
     if name not in TORCH:
         record(*row)
         return

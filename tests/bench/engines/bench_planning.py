@@ -20,7 +20,7 @@ from tests.bench.section import arguments, show
 from tests.vllm.planning import TP, TRAINERS, plan
 from tests.vllm.test_recording import describe_qwen3_30b
 
-TITLE = "Meeting a vLLM of Qwen3-30B-A3B"
+TITLE = "Time to connect to a vLLM of Qwen3-30B-A3B"
 HEADS = [
     "the trainer stores experts",
     "tensors",

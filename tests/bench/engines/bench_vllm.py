@@ -72,9 +72,9 @@ def main(layers: int, updates: int, page: Path | None = None) -> None:
     about = (
         f"A trainer with 4 processes under FSDP2 sends bfloat16 weights over gloo to vLLM 0.32.0 on this processor. "
         f'vLLM has tensor parallelism of 2. The peer, "gathered whole", gathers each tensor and sends the whole tensor '
-        f"to every worker, as vLLM's backend `nccl` does. Updates of the two ways take turns. Seconds are the median "
-        f"of {updates} updates. Memory is the largest growth of any process in any update. Processor seconds are the "
-        f"sum over all processes."
+        f"to every worker, as vLLM's backend `nccl` does. Updates by shardmath and by the peer alternate. Seconds are "
+        f"the median of {updates} updates. Memory is the largest growth of any process in any update. Processor "
+        f"seconds are the sum over all processes."
     )
     show(page, TITLE, about, HEADS, rows)
 
