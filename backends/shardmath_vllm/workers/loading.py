@@ -40,13 +40,13 @@ from shardmath.base.errors import StoreError
 from shardmath.models.storage.stored import Shapes
 from shardmath_vllm.converting import convert
 from shardmath_vllm.workers.biases import BIAS, materialize_bias, take_back_bias
-from shardmath_vllm.workers.memory import free, take_like
-from shardmath_vllm.workers.repacking import process_tied, repacks_anew
+from shardmath_vllm.workers.memory import Lent, free, take_like
+from shardmath_vllm.workers.repacking import drop_kernel, packs_apart, process_tied, repacks_anew
 
 __all__ = ["Loading"]
 
 LARGE = 1 << 20
-"""Bytes from which on memory is given back right after a module; that of norms and routers goes with the next."""
+"""Bytes from which on memory is given back right after a module; that of norms and routers goes later."""
 
 
 class Loading:
@@ -58,6 +58,7 @@ class Loading:
         # Asked before anything is taken back: afterwards tied modules have a tensor each.
         self._tied_names = _find_tied(model)
         self._other_values: dict[nn.Module, dict[str, Any]] = {}
+        self._lent = Lent()
 
     def record(
         self,
@@ -116,6 +117,7 @@ class Loading:
         they are loaded. The model cannot run until `finish` or `undo`.
         """
         self._other_values = {module: _find_others(module) for module in self._model.modules()}
+        self._lent = Lent()
         initialize_layerwise_reload(self._model)
         for module in self._model.modules():
             take_back_bias(module)
@@ -134,6 +136,7 @@ class Loading:
         # In `begin`, vLLM turned off its own reload of models that torchao quantized, and kept the earlier flag.
         model: Any = self._model
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
+        self._lent.end()
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
@@ -148,14 +151,18 @@ class Loading:
             materialize_layer(module, get_layerwise_info(module))
             materialize_bias(module)
             _keep_others(module, set(names.values()))
+            # Others are packed beside themselves, for which the memory of a module must be free before the next one.
+            lent = self._lent if packs_apart(module) else None
             for native, name in names.items():
                 tensor = getattr(module, name)
                 if name in taken_back:
                     # In memory of the system, to which it goes back when the weights have been converted.
-                    tensor.data = take_like(tensor.data)
+                    tensor.data = take_like(tensor.data, lent)
                     if natives[native]:
                         tensor.data.zero_()
                 tensors[native] = tensor.data
+        # Of other sizes; nothing has been written to what was taken instead.
+        self._lent.drop()
         return tensors
 
     @torch.no_grad()
@@ -164,17 +171,26 @@ class Loading:
         tensors are turned from the loaded form into the form that kernels use.
         """
         # In one order on all ranks: vLLM's quantization of a module may be collective over them.
-        modules = [module for module, _ in self._find_modules(sorted(natives))]
+        found = [module for module, _ in self._find_modules(sorted(natives))]
+        modules = [module for module in found if get_layerwise_info(module).can_load()]
+        apart = [module for module in modules if packs_apart(module)]
+        if apart:
+            for module in apart:
+                drop_kernel(module)
+            # Before memory for the new kernels is taken, as pieces of it may not fit where others were.
+            free()
         # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
         for module in sorted(modules, key=_count_bytes):
-            info = get_layerwise_info(module)
-            if info.can_load():
-                large = _count_bytes(module) >= LARGE
-                with set_default_torch_dtype(self._config.dtype), repacks_anew(module):
-                    _layerwise_process(module, info)
-                self._other_values.pop(module, None)
-                if large:
-                    free()
+            large = module not in apart and _count_bytes(module) >= LARGE
+            self._process(module)
+            if large:
+                free()
+
+    def _process(self, module: nn.Module) -> None:
+        """Have vLLM process one module."""
+        with set_default_torch_dtype(self._config.dtype), repacks_anew(module):
+            _layerwise_process(module, get_layerwise_info(module))
+        self._other_values.pop(module, None)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -196,6 +212,7 @@ class Loading:
                 process(self._config.dtype)
         for module in list(self._other_values):
             self._restore_others(module)
+        self._lent.end()
         process_tied(self._model, self._tied_names)
 
     def _put_back(self, module: nn.Module) -> None:
