@@ -3,7 +3,8 @@
 1. vLLM may have repacked or quantized the tensors that it runs. `begin` restores every parameter to its form before
    that, without memory; `materialize` gives memory to the parameters of some modules, and `process` has vLLM make from
    them the tensors that it runs, at their previous addresses (`vllm.model_executor.model_loader.reload`).
-2. `undo` restores the running tensors of everything that has not been processed.
+2. `undo` restores the running tensors of everything that has not been processed. If `process` raises, it may have freed
+   kernels of modules that it has not processed: these cannot run before an update has written to them.
 3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written in place, except for
    biases that it has made wider since (`biases`).
 4. If an update writes to a module, the module's tensors that only the engine has keep their values.
@@ -156,7 +157,8 @@ class Loading:
             for native, name in names.items():
                 tensor = getattr(module, name)
                 if name in taken_back:
-                    # In memory of the system, to which it goes back when the weights have been converted.
+                    # In memory of the system, to which it goes back: when the weights have been converted, or, if it
+                    # is lent, when no module of the update needs it.
                     tensor.data = take_like(tensor.data, lent)
                     if natives[native]:
                         tensor.data.zero_()

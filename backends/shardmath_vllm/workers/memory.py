@@ -4,9 +4,9 @@
 2. It goes back as soon as nobody has the tensor. What vLLM allocates meanwhile comes from glibc's allocator, which
    keeps freed memory for later requests. These are pieces of many sizes, few of which fit where others were, so that a
    worker's memory would grow by several layers.
-3. Where vLLM packs what is received into memory of a kernel, the former kernels of a layer are freed first. Their memory
-   and the layer's are then enough for the new kernels, so the next layer is received into the memory of this one
-   (`Lent`): to fault it in again takes a third of the time to receive the data.
+3. Where vLLM packs what is received into memory of a kernel, a layer's kernels are freed before. What they had is
+   enough for the new ones, so the memory in which the layer was received need not go back: the next layer is received
+   in it (`Lent`). To fault new memory in takes a third of the time to receive the data.
 """
 
 from __future__ import annotations
