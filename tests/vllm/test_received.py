@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 
 from shardmath_vllm.workers.answers import sleep_until_answered
 from shardmath_vllm.workers.memory import LEAST, Lent, take_like
-from shardmath_vllm.workers.repacking import drop_kernel, packs_apart
+from shardmath_vllm.workers.repacking import drop_kernels, packs_apart
 
 
 def make(count: int = LEAST // 4) -> Tensor:
@@ -79,7 +79,7 @@ def test_packed_weights_are_freed_before_they_are_packed_again() -> None:
         out = module.cpu_linear(hidden, module.weight, None)
         torch.testing.assert_close(out, hidden @ (sign * weight).t(), rtol=0.1, atol=0.5)
         assert packs_apart(module)
-        drop_kernel(module)
+        drop_kernels([module])
         # All ranks still find the module among those that pack apart, also one on which an update failed here.
         assert module.cpu_linear is None and packs_apart(module)
 

@@ -42,7 +42,7 @@ from shardmath.models.storage.stored import Shapes
 from shardmath_vllm.converting import convert
 from shardmath_vllm.workers.biases import BIAS, materialize_bias, take_back_bias
 from shardmath_vllm.workers.memory import Lent, free, take_like
-from shardmath_vllm.workers.repacking import drop_kernel, packs_apart, process_tied, repacks_anew
+from shardmath_vllm.workers.repacking import drop_kernels, packs_apart, process_tied, repacks_anew
 
 __all__ = ["Loading"]
 
@@ -177,22 +177,21 @@ class Loading:
         modules = [module for module in found if get_layerwise_info(module).can_load()]
         apart = [module for module in modules if packs_apart(module)]
         if apart:
-            for module in apart:
-                drop_kernel(module)
-            # Before memory for the new kernels is taken, as pieces of it may not fit where others were.
+            drop_kernels(apart)
+            # Before memory for the new kernels is taken, since pieces of it may not fit where others were.
             free()
         # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
         for module in sorted(modules, key=_count_bytes):
-            large = module not in apart and _count_bytes(module) >= LARGE
-            self._process(module)
-            if large:
-                free()
+            self._process(module, frees=module not in apart)
 
-    def _process(self, module: nn.Module) -> None:
-        """Have vLLM process one module."""
+    def _process(self, module: nn.Module, frees: bool) -> None:
+        """Have vLLM process one module. If `frees`, return to the system what that leaves of a large one."""
+        large = _count_bytes(module) >= LARGE
         with set_default_torch_dtype(self._config.dtype), repacks_anew(module):
             _layerwise_process(module, get_layerwise_info(module))
         self._other_values.pop(module, None)
+        if frees and large:
+            free()
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-__all__ = ["drop_kernel", "packs_apart", "process_tied", "repacks_anew"]
+__all__ = ["drop_kernels", "packs_apart", "process_tied", "repacks_anew"]
 
 KERNEL = "cpu_linear"
 """The attribute of linear layers on CPUs in which vLLM keeps the function that has their packed weights."""
@@ -81,8 +81,7 @@ def process_tied(model: nn.Module, tied: Iterable[str]) -> None:
     for native in tied:
         module = model.get_submodule(native.rpartition(".")[0])
         if isinstance(module, ParallelLMHead):
-            if packs_apart(module):
-                drop_kernel(module)
+            drop_kernels([module])
             module.quant_method.process_weights_after_loading(module)
 
 
@@ -91,6 +90,7 @@ def packs_apart(module: nn.Module) -> bool:
     return current_platform.is_cpu() and hasattr(module, KERNEL)
 
 
-def drop_kernel(module: nn.Module) -> None:
-    """Free the packed weights of a module that packs them apart. It cannot run until vLLM has processed it again."""
-    setattr(module, KERNEL, None)
+def drop_kernels(modules: Iterable[nn.Module]) -> None:
+    """Free the packed weights of modules that pack them apart. They cannot run until vLLM has processed them again."""
+    for module in modules:
+        setattr(module, KERNEL, None)
