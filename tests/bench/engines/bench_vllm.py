@@ -10,7 +10,7 @@ Its share of the processors' seconds is counted in updates by shardmath, where i
 
 Seconds are those of `send_weights` on rank 0, the median; those of processors are of all processes together, the mean.
 Memory is how far a process rose in an update, the most of all. What a worker has to receive is what its own loader
-stores. The goals: no byte more, a third of the time, and a worker's memory of at most one layer and
+stores. The goals: no byte more, a quarter of the time, and a worker's memory of at most one layer and
 `max_inflight_bytes`.
 """
 
