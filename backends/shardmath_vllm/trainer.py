@@ -167,7 +167,8 @@ class Trainer:
         """Send this rank's tensors, one refit of the link after the other."""
         for refit in self.link.refits:
             src = self.source.select(refit.planned.trainer.natives(self.link.place))
-            refit.prepare(src=src, modules=self.source.modules)
+            # Without modules: `_check` has found, once for all portions, that the modules still have these tensors.
+            refit.prepare(src=src, modules=())
             refit(acknowledge=self.link.acknowledges)
             refit.release()
 

@@ -74,6 +74,18 @@ def test_caches_go_before_weights_come(backend: str, images: bool) -> None:
     assert asked == ["start_weight_update", *ours, "update_weights"]
 
 
+@pytest.mark.parametrize("backend", ["shardmath", "nccl"])
+def test_an_engine_sleeps_while_weights_come(backend: str) -> None:
+    """Rather than look for its workers' answers all the time, as between two steps."""
+    core = make_core([], backend)
+    waiting = SimpleNamespace(last_read=1.0)
+    core.model_executor.response_mqs = [SimpleNamespace(_spin_condition=waiting)]
+    core.collective_rpc("start_weight_update")
+    assert waiting.last_read == 1.0
+    core.collective_rpc("update_weights")
+    assert (waiting.last_read < 0) == (backend == "shardmath")
+
+
 def fail() -> None:
     raise RuntimeError("Failed to reset KV cache")
 

@@ -135,6 +135,29 @@ def test_ranks_process_modules_in_one_order(monkeypatch: pytest.MonkeyPatch) -> 
     assert processed == [model.first, model.second] * 2
 
 
+def test_kernels_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of all modules that arrive together, so that the memory of a layer is enough for its new kernels."""
+    model: Any = nn.Module()
+    model.first, model.second, model.third = Part(), Part(), Part()
+    record_metadata_for_reloading(model)
+    config: Any = SimpleNamespace(dtype=torch.float32)
+    loading = Loading(model, config)
+    seen = []
+    monkeypatch.setattr(loading_module, "packs_apart", lambda module: module is not model.third)
+    monkeypatch.setattr(
+        loading_module,
+        "_layerwise_process",
+        lambda module, info: seen.append((model.first.cpu_linear, model.second.cpu_linear)),
+    )
+    model.first.cpu_linear = model.second.cpu_linear = "packed"
+    natives = ["first.weight", "second.weight", "third.weight"]
+    loading.begin()
+    loading.materialize(dict.fromkeys(natives, 0))
+    loading.process(natives)
+    loading.undo()
+    assert seen == [(None, None)] * 3
+
+
 class Joining:
     """A meeting in which a worker is asked for what it stores."""
 

@@ -4,16 +4,20 @@
 their queues. From then on each call gets the answers to the one before: what all workers have refused once fails the
 next time, too. Here each call knows which answer of a worker is its own, and passes over earlier ones. Workers answer
 in the order in which they are asked.
+
+vLLM looks for an answer without a pause until it has had none for a second. While workers receive weights, they and the
+trainer need that processor, where processors are few, so an engine is made to sleep until an update is answered.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-__all__ = ["pass_over_old_answers"]
+__all__ = ["pass_over_old_answers", "sleep_until_answered"]
 
 DONE = "_shardmath_passes_over_old_answers"
 
@@ -99,3 +103,14 @@ def _count(ask: Callable[..., Any]) -> Callable[..., Any]:
         return ask(self, *args, **named)
 
     return collective_rpc
+
+
+def sleep_until_answered(executor: Any) -> None:
+    """Have the executor's next call sleep until its workers answer, rather than look for their answers all the time."""
+    # An executor whose one worker is in its own process has no queues.
+    for queue in getattr(executor, "response_mqs", ()):
+        # None where the answers come from another node, for which vLLM sleeps by itself.
+        waiting = getattr(queue, "_spin_condition", None)
+        if waiting is not None:
+            # As if the last answer had come long ago.
+            waiting.last_read = -math.inf

@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.base import OffloadingManager
 from shardmath.base.errors import ExchangeError
 from shardmath.base.text import message_of
 from shardmath_vllm.infos import BACKEND
+from shardmath_vllm.workers.answers import sleep_until_answered
 
 __all__ = ["drop_caches", "drop_parts"]
 
@@ -67,6 +68,7 @@ def _drop_before(ask: Callable[..., Any]) -> Callable[..., Any]:
             if self.vllm_config.model_config.runner_type == "pooling":
                 _drop_pooled(self.model_executor)
             _drop(self)
+            sleep_until_answered(self.model_executor)
         return ask(self, method, *args, **named)
 
     return collective_rpc

@@ -3,7 +3,8 @@
 1. vLLM may have repacked or quantized the tensors that it runs. `begin` restores every parameter to its form before
    that, without memory; `materialize` gives memory to the parameters of some modules, and `process` has vLLM make from
    them the tensors that it runs, at their previous addresses (`vllm.model_executor.model_loader.reload`).
-2. `undo` restores the running tensors of everything that has not been processed.
+2. `undo` restores the running tensors of everything that has not been processed. If `process` raises, it may have freed
+   kernels of modules that it has not processed: these cannot run before an update has written to them.
 3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written in place, except for
    biases that it has made wider since (`biases`).
 4. If an update writes to a module, the module's tensors that only the engine has keep their values.
@@ -40,13 +41,13 @@ from shardmath.base.errors import StoreError
 from shardmath.models.storage.stored import Shapes
 from shardmath_vllm.converting import convert
 from shardmath_vllm.workers.biases import BIAS, materialize_bias, take_back_bias
-from shardmath_vllm.workers.memory import free, take_like
-from shardmath_vllm.workers.repacking import process_tied, repacks_anew
+from shardmath_vllm.workers.memory import Lent, free, take_like
+from shardmath_vllm.workers.repacking import drop_kernels, packs_apart, process_tied, repacks_anew
 
 __all__ = ["Loading"]
 
 LARGE = 1 << 20
-"""Bytes from which on memory is given back right after a module; that of norms and routers goes with the next."""
+"""Bytes from which on memory is given back right after a module; that of norms and routers goes later."""
 
 
 class Loading:
@@ -58,6 +59,7 @@ class Loading:
         # Asked before anything is taken back: afterwards tied modules have a tensor each.
         self._tied_names = _find_tied(model)
         self._other_values: dict[nn.Module, dict[str, Any]] = {}
+        self._lent = Lent()
 
     def record(
         self,
@@ -116,6 +118,7 @@ class Loading:
         they are loaded. The model cannot run until `finish` or `undo`.
         """
         self._other_values = {module: _find_others(module) for module in self._model.modules()}
+        self._lent = Lent()
         initialize_layerwise_reload(self._model)
         for module in self._model.modules():
             take_back_bias(module)
@@ -134,6 +137,7 @@ class Loading:
         # In `begin`, vLLM turned off its own reload of models that torchao quantized, and kept the earlier flag.
         model: Any = self._model
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
+        self._lent.end()
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:
@@ -148,14 +152,19 @@ class Loading:
             materialize_layer(module, get_layerwise_info(module))
             materialize_bias(module)
             _keep_others(module, set(names.values()))
+            # Others are packed beside themselves, for which the memory of a module must be free before the next one.
+            lent = self._lent if packs_apart(module) else None
             for native, name in names.items():
                 tensor = getattr(module, name)
                 if name in taken_back:
-                    # In memory of the system, to which it goes back when the weights have been converted.
-                    tensor.data = take_like(tensor.data)
+                    # In memory of the system, to which it goes back: when the weights have been converted, or, if it
+                    # is lent, when no module of the update needs it.
+                    tensor.data = take_like(tensor.data, lent)
                     if natives[native]:
                         tensor.data.zero_()
                 tensors[native] = tensor.data
+        # Of other sizes; nothing has been written to what was taken instead.
+        self._lent.drop()
         return tensors
 
     @torch.no_grad()
@@ -164,17 +173,25 @@ class Loading:
         tensors are turned from the loaded form into the form that kernels use.
         """
         # In one order on all ranks: vLLM's quantization of a module may be collective over them.
-        modules = [module for module, _ in self._find_modules(sorted(natives))]
+        found = [module for module, _ in self._find_modules(sorted(natives))]
+        modules = [module for module in found if get_layerwise_info(module).can_load()]
+        apart = [module for module in modules if packs_apart(module)]
+        if apart:
+            drop_kernels(apart)
+            # Before memory for the new kernels is taken, since pieces of it may not fit where others were.
+            free()
         # The largest last: vLLM packs it beside itself, and the memory of the others is free then.
         for module in sorted(modules, key=_count_bytes):
-            info = get_layerwise_info(module)
-            if info.can_load():
-                large = _count_bytes(module) >= LARGE
-                with set_default_torch_dtype(self._config.dtype), repacks_anew(module):
-                    _layerwise_process(module, info)
-                self._other_values.pop(module, None)
-                if large:
-                    free()
+            self._process(module, frees=module not in apart)
+
+    def _process(self, module: nn.Module, frees: bool) -> None:
+        """Have vLLM process one module. If `frees`, return to the system what that leaves of a large one."""
+        large = _count_bytes(module) >= LARGE
+        with set_default_torch_dtype(self._config.dtype), repacks_anew(module):
+            _layerwise_process(module, get_layerwise_info(module))
+        self._other_values.pop(module, None)
+        if frees and large:
+            free()
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -196,6 +213,7 @@ class Loading:
                 process(self._config.dtype)
         for module in list(self._other_values):
             self._restore_others(module)
+        self._lent.end()
         process_tied(self._model, self._tied_names)
 
     def _put_back(self, module: nn.Module) -> None:

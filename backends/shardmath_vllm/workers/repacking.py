@@ -8,6 +8,8 @@
 4. On processors with AMX, latent attention packs a projection's weight, and leaves an empty one instead, into which a
    reload would copy. So a whole one is put there, until attention has packed it.
 
+5. vLLM packs the weights of a linear layer before it frees those that it packed before. So they are freed first.
+
 On a GPU none of this happens, and nothing is done here.
 """
 
@@ -24,7 +26,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-__all__ = ["process_tied", "repacks_anew"]
+__all__ = ["drop_kernels", "packs_apart", "process_tied", "repacks_anew"]
+
+KERNEL = "cpu_linear"
+"""The attribute of linear layers on CPUs in which vLLM keeps the function that has their packed weights."""
 
 
 @contextmanager
@@ -76,4 +81,16 @@ def process_tied(model: nn.Module, tied: Iterable[str]) -> None:
     for native in tied:
         module = model.get_submodule(native.rpartition(".")[0])
         if isinstance(module, ParallelLMHead):
+            drop_kernels([module])
             module.quant_method.process_weights_after_loading(module)
+
+
+def packs_apart(module: nn.Module) -> bool:
+    """Whether vLLM packs the module's weights into memory of a kernel, apart from the module's tensors."""
+    return current_platform.is_cpu() and hasattr(module, KERNEL)
+
+
+def drop_kernels(modules: Iterable[nn.Module]) -> None:
+    """Free the packed weights of modules that pack them apart. They cannot run until vLLM has processed them again."""
+    for module in modules:
+        setattr(module, KERNEL, None)

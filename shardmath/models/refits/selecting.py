@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardmath.layouts.layout import Layout
 from shardmath.models.storage.stored import KnownSide, Slot
@@ -26,6 +26,10 @@ class Selected:
 
     side: KnownSide
     names: frozenset[str]
+    # What `visit` found for the rank that was visited last: portions of a model visit all of its tensors, each time.
+    _visited: dict[int, list[tuple[str, Slot, tuple[int, ...]]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -54,9 +58,13 @@ class Selected:
 
     def visit(self, rank: int) -> Iterator[tuple[str, Slot, tuple[int, ...]]]:
         """Yield (logical name, Slot (location), stored tensor's shape) for each selected tensor on `rank`."""
-        for name, slot, shape in self.side.visit(rank):
-            if name in self.names:
-                yield name, slot, shape
+        found = self._visited.get(rank)
+        if found is None:
+            found = [visit for visit in self.side.visit(rank) if visit[0] in self.names]
+            # Of one rank only: whoever looks at all ranks would keep a list for each.
+            self._visited.clear()
+            self._visited[rank] = found
+        return iter(found)
 
     def find_computed(self, names: Collection[str]) -> tuple[str, Slot] | None:
         """Return the name and Slot (location) of a selected tensor in `names` that is stored as a function of its

@@ -17,9 +17,22 @@ from typing import Any
 from tests.bench.engines import costs
 from tests.bench.engines.costs import Cost
 
-__all__ = ["ENVIRONMENT", "OURS", "PEER", "Case", "Update", "WAYS", "count_parameters", "train"]
+__all__ = [
+    "ENVIRONMENT",
+    "FLOOR",
+    "OURS",
+    "PEER",
+    "WAYS",
+    "Case",
+    "Update",
+    "count_parameters",
+    "train",
+]
 
 OURS, PEER = "shardmath", "whole_gloo"
+FLOOR = "repacking alone"
+"""No way to update an engine, but what each of them has to wait for."""
+
 WAYS = (OURS, PEER)
 """In this order ours has other weights to replace, and the peer says what tokens are then."""
 
@@ -52,6 +65,8 @@ class Case:
     seeds: tuple[int, ...]
     max_inflight_bytes: int
     ways: tuple[str, ...] = WAYS
+    has_floor: bool = False
+    """Whether workers also repack weights that are there, as often as there are seeds."""
 
     def configure(self) -> Any:
         """Its transformers configuration: heads of 64, four of which share keys and values."""
@@ -190,6 +205,22 @@ class _Job:
         for way, trainer in trainers.items():
             self._use(way)
             trainer.shutdown()
+        if self.case.has_floor and self.llm is not None:
+            # At the end, since the engine's weights are others afterwards.
+            for seed in self.case.seeds:
+                say((FLOOR, *self._repack(seed)))
+
+    def _repack(self, seed: int) -> tuple[Cost, Update]:
+        """What it takes when all workers repack weights that are there, at the same time."""
+        self._ask("begin_repacking")
+        self._ask("begin_measuring")
+        since = costs.begin()
+        start = time.perf_counter()
+        self._ask("repack")
+        seconds = time.perf_counter() - start
+        own = since.end()
+        theirs = tuple(costs.Cost(*one) for one in self._ask("end_measuring"))
+        return own, Update(FLOOR, seed, seconds, (), (), theirs, (), ())
 
     def _use(self, way: str) -> None:
         if self.llm is not None:

@@ -86,7 +86,7 @@ def _listen(case: Case, said: Any, processes: Sequence[BaseProcess], patience_s:
             done += 1
             continue
         way, cost, update = one
-        found.trainers[way].append(cost)
+        found.trainers.setdefault(way, []).append(cost)
         if update is not None:
             found.updates.append(update)
     return found

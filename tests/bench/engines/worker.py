@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 import shardmath as sm
 from shardmath_torch.groups.dtypes import dtype_of
-from tests.bench.engines import costs, peer
+from tests.bench.engines import costs, peer, repacking
 
 __all__ = ["Extension"]
 
@@ -32,6 +32,7 @@ class Extension:
     measured_since: costs.Since
     processed: float
     transfer_engines: dict[str, Any]
+    to_repack: repacking.Weights
 
     def use_backend(self, name: str) -> None:
         """Have this backend's engine in the place of the one that there is, which is kept."""
@@ -70,6 +71,15 @@ class Extension:
     def count_processed(self) -> float:
         """Seconds in which vLLM made what it runs of what had arrived, in the latest update by shardmath."""
         return self.processed
+
+    def begin_repacking(self) -> None:
+        """Before `repack`, at the first call: make the weights."""
+        if "to_repack" not in vars(self):
+            self.to_repack = repacking.make_weights(self.model_runner.get_model())
+
+    def repack(self) -> None:
+        """Pack weights that are there for the processor."""
+        repacking.repack(self.to_repack)
 
     def count_received(self) -> int:
         """Bytes that came from other ranks in the latest update."""

@@ -160,3 +160,21 @@ def test_layers_are_the_outermost_numbers() -> None:
     ]
     assert group_by_layer(["h.².w", "h.٣.w", "h.3.w"]) == [["h.².w"], ["h.٣.w"], ["h.3.w"]]
     assert join_modules([["x"], ["y"]], []) == [["x"], ["y"]]
+
+
+def test_a_portion_tells_each_rank_its_own() -> None:
+    """Whoever was asked for before, and in whatever order."""
+    planned = sm.refit(trainer(), ENGINES["two that differ"], list_shapes())
+    for portion in sm.divide(planned):
+        for side in (portion.trainer, *portion.engines.values()):
+            ranks = sorted(side.ranks)
+            wanted = {}
+            for rank in ranks:
+                wanted[rank] = {
+                    name: slot
+                    for name, slot in side.side.slots(rank).items()  # type: ignore[attr-defined]
+                    if name in side.names  # type: ignore[attr-defined]
+                }
+            for rank in (*ranks, *reversed(ranks)):
+                assert side.slots(rank) == wanted[rank]
+                assert len(side.natives(rank)) == len({s.native for s in wanted[rank].values()})

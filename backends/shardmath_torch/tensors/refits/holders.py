@@ -107,9 +107,11 @@ def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None 
         by_id.setdefault(id(each.tensor), []).append(each)
     if not by_id:
         return
+    searched = _list_modules() if modules is None else _list_submodules(modules)
+    if not searched:
+        return
     # With FSDP2's object for a parameter, later checks know gathered parameters from replacements.
     keepers = _find_keepers()
-    searched = _list_modules() if modules is None else _list_submodules(modules)
     unowned = dict(by_id)
     for held_at in _list_places(searched):
         for each in by_id.get(id(held_at.tensor), []):
@@ -117,7 +119,8 @@ def find_owners(watched: Iterable[Watched], modules: Iterable[nn.Module] | None 
             keeper = keepers.get(id(each.tensor))
             each.places.append(held_at._replace(memory_layout=layout, keeper=keeper))
             unowned.pop(id(each.tensor), None)
-    if modules is not None:
+    # To look for shared memory takes much longer than to look for the tensors themselves.
+    if modules is not None and unowned:
         _find_owners_of_views([*chain.from_iterable(unowned.values())], searched, keepers)
 
 

@@ -12,7 +12,7 @@ torch.Size([3, 1])
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -167,7 +167,9 @@ def bind_side(
             )
         return Views({}, [])
     slots = planned.slots(rank, engine)
-    layouts = {name: bound.layouts[drop_window(name, bound)] for name in slots}
+    # Read once: the sides of a portion make this mapping at each access.
+    bound_layouts = bound.layouts
+    layouts = {name: bound_layouts[drop_window(name, bound_layouts)] for name in slots}
     receives = engine is not None
     return bind_views(bound, slots, layouts, natives, rank, own, functions, receives=receives)
 
@@ -332,11 +334,12 @@ def is_by_name(dst: object, engines: Mapping[str, KnownSide]) -> bool:
     return not any(isinstance(given, Tensor) for given in dst.values())
 
 
-def drop_window(local: str, bound: KnownSide) -> str:
+def drop_window(local: str, layouts: Container[str]) -> str:
     """Return the name of the checkpoint tensor to which the plan's tensor `local` belongs: "w" for a slice such as
-    "w[0]". A name in `bound.layouts` is a checkpoint tensor's name already, and is returned unchanged.
+    "w[0]". A name in `layouts`, the layouts of a side by name, is a checkpoint tensor's name already, and is returned
+    unchanged.
     """
-    return local if local in bound.layouts else local.rpartition("[")[0]
+    return local if local in layouts else local.rpartition("[")[0]
 
 
 def are_related(one: Planned, other: Planned) -> bool:
