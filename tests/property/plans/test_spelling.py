@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, MeshError, Plan, Program, Transfer, plan
 from shardmath.plans.demands import Demands
 from shardmath.plans.programs.program import list_slices
-from shardmath.plans.programs.spelling import spell_parts
 from shardmath.plans.programs.streams import list_streams
-from shardmath.plans.programs.stretch_parts import Stretches, list_parts
+from shardmath.plans.spelling import spell_parts
+from shardmath.plans.stretch_parts import Stretches, list_parts
 from shardmath.plans.stretches import Stretch, list_kept, list_received, list_sent
-from shardmath.plans.transfers import spell_transfers
 from tests.property.drawn.programs import PROGRAMS, cut_anywhere, plans, programs
+from tests.property.drawn.spelled import spell_transfers
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,9 @@ def spelled(
     """The transfers of each stretch, of all at once."""
     rows = np.array(stretches, np.int64).reshape(-1, 5)
     columns = Stretches(*rows.T)
-    parts = list_parts(on, p.batches, columns)
-    found, by_part = spell_parts(p, on, columns, np.array(relayed, bool), parts)
+    parts = list_parts(on, columns)
+    transfers, by_part = spell_parts(p, on, columns, parts, np.array(relayed, bool))
+    found = list(transfers)
     out: list[list[Transfer]] = [[] for _ in stretches]
     assert len(found) == by_part.first[-1]
     for part, transfer in zip(by_part.owners().tolist(), found, strict=True):
