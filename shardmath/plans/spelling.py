@@ -138,11 +138,7 @@ def list_names(plan: Planned, batch: Ints, relayed: Bools, rows: Rows) -> Names:
         received += target
         counts.append(len(target))
     first = Offsets.of_counts(np.array(counts, np.int64)).first[which]
-    place = first[rows.part] + rows.tensor
-    # Most tensors are one window on both sides, whose local name is the tensor's.
-    return Names(
-        names, names if sent == names else sent, names if received == names else received, place
-    )
+    return Names(names, sent, received, first[rows.part] + rows.tensor)
 
 
 def _list_local_names(plan: Planned, batch: Batch) -> list[Sequence[str]]:

@@ -182,9 +182,12 @@ def make_table(plan: Planned, src: int | None, dst: int | None) -> TransferTable
     }
     rows = list_rows(parts, boxes, kind)
     names = list_names(plan, plan.lines.batch[parts.row], relayed[parts.stretch], rows)
-    tensors = _number(names.names)
+    is_used = np.zeros(len(names.names), bool)
+    is_used[names.place] = True
+    tensors = _number(names.names, is_used)
+    # Most tensors are one window on both sides, whose local name is the tensor's.
     sent, received = (
-        tensors if column is names.names else _number(column)
+        tensors if column == names.names else _number(column, is_used)
         for column in (names.sent, names.received)
     )
     by_name = {"tensor": tensors.place, "src_tensor": sent.place, "dst_tensor": received.place}
@@ -203,18 +206,19 @@ def _find_strides(boxes: PartBoxes, shape: Ints) -> Ints:
 
 
 class _Numbered(NamedTuple):
-    """Distinct names, and the place among them of each of some names."""
+    """Distinct names, and the place among them of each of some names; any place for a name that is not used."""
 
     names: tuple[str, ...]
     place: Ints
 
 
-def _number(names: Sequence[str]) -> _Numbered:
-    """Number the names in the order in which they first come."""
-    number = dict(zip(dict.fromkeys(names), itertools.count(), strict=False))
-    if len(number) == len(names):
-        return _Numbered(tuple(names), np.arange(len(names)))
-    return _Numbered(tuple(number), np.fromiter(map(number.__getitem__, names), np.int64))
+def _number(names: Sequence[str], is_used: Bools) -> _Numbered:
+    """Number the names that are used, in the order in which they first come."""
+    used = list(itertools.compress(names, is_used.tolist()))
+    number = dict(zip(dict.fromkeys(used), itertools.count(), strict=False))
+    place = np.zeros(len(names), np.int64)
+    place[is_used] = np.fromiter(map(number.__getitem__, used), np.int64)
+    return _Numbered(tuple(number), place)
 
 
 def swap_columns(

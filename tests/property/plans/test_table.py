@@ -103,7 +103,7 @@ def check_ranges(table: TransferTable) -> None:
         for (start, n), box in zip(ends, ("src", "dst"), strict=True):
             shape, strides = table.shape[row], getattr(table, f"{box}_strides")[row]
             itemsize = table.nbytes[row] // shape.prod()
-            index = np.array(list(np.ndindex(*shape)), np.int64).reshape(-1, len(shape))
+            index = np.array(list(np.ndindex(*shape)), np.int64).reshape(shape.prod(), len(shape))
             first = getattr(table, f"{box}_offset")[row] + index @ strides
             cells = [np.arange(a, a + count, itemsize) for a, count in zip(start, n, strict=True)]
             # In the same order at both ends, so that each element gets to its place.
