@@ -172,11 +172,13 @@ def _list_boxes(laid: _Laid, places: _Places) -> PartBoxes:
 
     row = units.row[:, box]
     find = partial(_find_columns, laid, places.template, units.pair[:, unit_of_part])
-    src, src_shape = laid.src.look_up(row, find(places.sender, True)[:, part])
-    dst, dst_shape = laid.dst.look_up(row, find(places.receiver, False)[:, part])
-    some = np.flatnonzero(places.relayed[part])
+    is_relayed = places.relayed > 0
+    is_any = np.ones_like(is_relayed)
+    src, src_shape = laid.src.look_up(row, find(places.sender, True, ~is_relayed)[:, part])
+    dst, dst_shape = laid.dst.look_up(row, find(places.receiver, False, is_any)[:, part])
+    some = np.flatnonzero(is_relayed[part])
     if len(some):
-        columns = find(places.sender, False)[:, part[some]]
+        columns = find(places.sender, False, is_relayed)[:, part[some]]
         src[:, some], src_shape[:, some] = laid.dst.look_up(row[:, some], columns)
     tensor = laid.start[row]
     size = laid.size[row]
@@ -369,8 +371,11 @@ def _group(numbers: Ints) -> Iterator[tuple[int, Ints]]:
         yield int(numbers[order[begin]]), order[begin:end]
 
 
-def _find_columns(laid: _Laid, template: Ints, pair: Ints, position: Ints, source: bool) -> Ints:
-    """By dimension and part, the index in the pair's key, or in its goal, of the part that a position holds."""
+def _find_columns(
+    laid: _Laid, template: Ints, pair: Ints, position: Ints, source: bool, is_asked: Bools
+) -> Ints:
+    """By dimension and part, the index in the pair's key, or in its goal, of the part that a position holds; 0 for
+    parts that are not asked for."""
     columns = np.zeros_like(pair)
     ends = (laid.src if source else laid.dst).ends
     # A key or a goal has one part unless shards overlap.
@@ -379,6 +384,7 @@ def _find_columns(laid: _Laid, template: Ints, pair: Ints, position: Ints, sourc
         return columns
     for i, some in _group(template):
         mesh = (laid.templates[i].src if source else laid.templates[i].dst).mesh
+        some = some[is_asked[some]]
         for d, number in enumerate(laid.number[:, i].tolist()):
             if is_wide[number]:
                 end = ends[number]
