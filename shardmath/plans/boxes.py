@@ -101,24 +101,25 @@ def list_boxes(
 
 
 class Rows(NamedTuple):
-    """By transfer: the number of its part, of its tensor in the part's batch, and of its box."""
+    """By transfer: the number of its part, the place of its tensor's name, and the number of its box."""
 
     part: Ints
-    tensor: Ints
+    name: Ints
     box: Ints
 
 
-def list_rows(parts: StretchParts, boxes: PartBoxes, kind: Ints) -> Rows:
+def list_rows(parts: StretchParts, first_name: Ints, boxes: PartBoxes, kind: Ints) -> Rows:
     """List the transfers of `parts`, which have the boxes of their `kind`: all boxes of a tensor, then all of the
-    next."""
-    tensor, part = ranges(parts.tensor, parts.tensor + parts.copies)
+    next. The name of the first tensor of a part's batch has place `first_name`."""
+    begin = first_name + parts.tensor
+    name, part = ranges(begin, begin + parts.copies)
     of_kind = Offsets.of_counts(np.bincount(boxes.kind)).first
     first = of_kind[kind]
     count = of_kind[kind + 1] - first
     if not (count > 1).any():
-        return Rows(part, tensor, first[part])
+        return Rows(part, name, first[part])
     box, copy = ranges(first[part], (first + count)[part])
-    return Rows(part[copy], tensor[copy], box)
+    return Rows(part[copy], name[copy], box)
 
 
 def list_global_boxes(

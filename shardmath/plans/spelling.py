@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, Offsets, distinct
-from shardmath.plans.boxes import OPS, PartBoxes, Rows, list_boxes, list_rows
+from shardmath.plans.boxes import OPS, PartBoxes, list_boxes, list_rows
 from shardmath.plans.demands import Batch, Demands, Ranks
 from shardmath.plans.stretch_parts import Stretches, StretchParts, list_parts
 from shardmath.plans.stretches import Stretch, list_kept, list_received, list_sent
@@ -96,9 +96,9 @@ def spell_parts(
     received and folded. Raises MeshError if a rank is not in the mesh of its side.
     """
     boxes, kind = list_boxes(demands, plan.batches, given, parts, relayed)
-    rows = list_rows(parts, boxes, kind)
-    named = list_names(plan, demands.batch[parts.row], relayed[parts.stretch], rows)
-    names, src_names, dst_names = ((column, named.place) for column in named[:3])
+    named = list_names(plan, demands.batch[parts.row], relayed[parts.stretch])
+    rows = list_rows(parts, named.first, boxes, kind)
+    names, src_names, dst_names = ((column, rows.name) for column in named[:3])
     sender, receiver = (
         (ranks[parts.stretch].tolist(), rows.part) for ranks in (given.sender, given.receiver)
     )
@@ -113,17 +113,17 @@ def spell_parts(
 
 class Names(NamedTuple):
     """The names of the tensors of some batches, of their local tensors at the sender, and of those at the receiver; and
-    by transfer, the place of its tensor among them."""
+    by part, the place of the first tensor of its batch among them."""
 
     names: Sequence[str]
     sent: Sequence[str]
     received: Sequence[str]
-    place: Ints
+    first: Ints
 
 
-def list_names(plan: Planned, batch: Ints, relayed: Bools, rows: Rows) -> Names:
-    """List the names of the tensors in `rows`, whose parts are of these batches. A sender that is `relayed` sends from
-    its tensors at the destination."""
+def list_names(plan: Planned, batch: Ints, relayed: Bools) -> Names:
+    """List the names of all tensors of the batches of parts, given the number of each part's batch. A sender that is
+    `relayed` sends from its tensors at the destination."""
     codes, which = distinct(batch * 2 + relayed)
     names: list[str] = []
     sent: list[str] = []
@@ -138,7 +138,7 @@ def list_names(plan: Planned, batch: Ints, relayed: Bools, rows: Rows) -> Names:
         received += target
         counts.append(len(target))
     first = Offsets.of_counts(np.array(counts, np.int64)).first[which]
-    return Names(names, sent, received, first[rows.part] + rows.tensor)
+    return Names(names, sent, received, first)
 
 
 def _list_local_names(plan: Planned, batch: Batch) -> list[Sequence[str]]:

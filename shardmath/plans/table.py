@@ -180,10 +180,10 @@ def make_table(plan: Planned, src: int | None, dst: int | None) -> TransferTable
         "src_rank": given.sender[parts.stretch],
         "dst_rank": given.receiver[parts.stretch],
     }
-    rows = list_rows(parts, boxes, kind)
-    names = list_names(plan, plan.lines.batch[parts.row], relayed[parts.stretch], rows)
+    names = list_names(plan, plan.lines.batch[parts.row], relayed[parts.stretch])
+    rows = list_rows(parts, names.first, boxes, kind)
     is_used = np.zeros(len(names.names), bool)
-    is_used[names.place] = True
+    is_used[rows.name] = True
     tensors = _number(names.names, is_used)
     # Most tensors are one window on both sides, whose local name is the tensor's.
     sent, received = (
@@ -192,7 +192,7 @@ def make_table(plan: Planned, src: int | None, dst: int | None) -> TransferTable
     )
     by_name = {"tensor": tensors.place, "src_tensor": sent.place, "dst_tensor": received.place}
     sources: dict[str, _Source] = {}
-    for columns, place in ((by_box, rows.box), (by_part, rows.part), (by_name, names.place)):
+    for columns, place in ((by_box, rows.box), (by_part, rows.part), (by_name, rows.name)):
         sources |= {name: _Source(values, place) for name, values in columns.items()}
     return TransferTable(tensors.names, sent.names, received.names, OPS, sources)
 
