@@ -79,6 +79,8 @@ def _list_of_ranks(
 
 def spell_stretches(plan: Planned, given: Stretches) -> Iterator[Transfer]:
     """Return the transfers of the byte ranges `given` of a plan, in their order."""
+    if not len(given.block):
+        return iter(())
     parts = list_parts(plan.lines, given)
     relayed = np.zeros(len(given.block), bool)
     transfers, _ = spell_parts(plan, plan.lines, given, parts, relayed)
@@ -98,7 +100,11 @@ def spell_parts(
     boxes, kind = list_boxes(demands, plan.batches, given, parts, relayed)
     named = list_names(plan, demands.batch[parts.row], relayed[parts.stretch])
     rows = list_rows(parts, named.first, boxes, kind)
-    names, src_names, dst_names = ((column, rows.name) for column in named[:3])
+    names = named.names, rows.name
+    # Most tensors are one window on both sides, whose local name is the tensor's: then they are one column.
+    src_names, dst_names = (
+        names if local == named.names else (local, rows.name) for local in named[1:3]
+    )
     sender, receiver = (
         (ranks[parts.stretch].tolist(), rows.part) for ranks in (given.sender, given.receiver)
     )
@@ -159,13 +165,16 @@ def _make_transfers(
 ) -> Iterator[Iterable[Transfer]]:
     """Transfers of these columns; a column is values, and the place among them of that of each transfer."""
     # An array of objects finds values in C; and few rows at a time stay in the processor's caches.
-    arrays = [(np.fromiter(values, object, len(values)), place) for values, place in columns]
+    arrays = {
+        id(column): (np.fromiter(column[0], object, len(column[0])), column[1])
+        for column in columns
+    }
     # The same as Transfer(...), and all of it in C.
     make = partial(tuple.__new__, Transfer)
     for begin in range(0, len(columns[0][1]), CHUNK):
         some = slice(begin, begin + CHUNK)
-        rows = (values.take(place[some]).tolist() for values, place in arrays)
-        yield map(make, zip(*rows, strict=True))
+        rows = {key: values.take(place[some]).tolist() for key, (values, place) in arrays.items()}
+        yield map(make, zip(*(rows[id(column)] for column in columns), strict=True))
 
 
 def _list_columns(boxes: PartBoxes) -> list[Sequence[object]]:
