@@ -327,7 +327,8 @@ def _measure_parts(over: Overlay, at_source: bool) -> Ints:
     owner = members.owners()
     table = np.zeros((len(end.sets), end.start.shape[1]), np.int64)
     index = np.arange(len(owner)) - members.first[owner]
-    table[owner, index] = lengths(end.held.parts)[join(end.sets)]
+    by_part = np.array([part.length for part in end.held.parts], np.int64)
+    table[owner, index] = by_part[join(end.sets)]
     set_of_row = Offsets(over.first).spread(end.set_of_pair)
     return table[set_of_row].ravel()
 

@@ -215,7 +215,10 @@ class _Numbered(NamedTuple):
 def _number(names: Sequence[str], is_used: Bools) -> _Numbered:
     """Number the names that are used, in the order in which they first come."""
     used = list(itertools.compress(names, is_used.tolist()))
-    number = dict(zip(dict.fromkeys(used), itertools.count(), strict=False))
+    each_once = dict.fromkeys(used)
+    if len(each_once) == len(names):
+        return _Numbered(tuple(used), np.arange(len(used)))
+    number = dict(zip(each_once, itertools.count(), strict=False))
     place = np.zeros(len(names), np.int64)
     place[is_used] = np.fromiter(map(number.__getitem__, used), np.int64)
     return _Numbered(tuple(number), place)
