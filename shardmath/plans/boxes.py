@@ -37,7 +37,7 @@ from shardmath.plans.stretch_parts import Stretches, StretchParts
 from shardmath.plans.template import Template
 from shardmath.plans.units import check_count
 
-__all__ = ["OPS", "PartBoxes", "Rows", "list_boxes", "list_global_boxes", "list_rows"]
+__all__ = ["OPS", "PartBoxes", "list_boxes", "list_global_boxes"]
 
 OPS = ("copy", *dict.fromkeys(operation.fold for operation in OPERATIONS.values()))
 """The operations that put a box into its receiver's tensor."""
@@ -98,28 +98,6 @@ def list_boxes(
     first_of_kind, kind = number_alike(places)
     kinds = _Places(*(column[first_of_kind] for column in places))
     return _list_boxes(_lay_out(list(number_of)), kinds), kind
-
-
-class Rows(NamedTuple):
-    """By transfer: the number of its part, the place of its tensor's name, and the number of its box."""
-
-    part: Ints
-    name: Ints
-    box: Ints
-
-
-def list_rows(parts: StretchParts, first_name: Ints, boxes: PartBoxes, kind: Ints) -> Rows:
-    """List the transfers of `parts`, which have the boxes of their `kind`: all boxes of a tensor, then all of the
-    next. The name of the first tensor of a part's batch has place `first_name`."""
-    begin = first_name + parts.tensor
-    name, part = ranges(begin, begin + parts.copies)
-    of_kind = Offsets.of_counts(np.bincount(boxes.kind)).first
-    first = of_kind[kind]
-    count = of_kind[kind + 1] - first
-    if not (count > 1).any():
-        return Rows(part, name, first[part])
-    box, copy = ranges(first[part], (first + count)[part])
-    return Rows(part[copy], name[copy], box)
 
 
 def list_global_boxes(

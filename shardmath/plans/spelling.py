@@ -13,8 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from shardmath.base.arrays import Bools, Ints, Offsets, distinct
-from shardmath.plans.boxes import OPS, PartBoxes, list_boxes, list_rows
+from shardmath.base.arrays import Bools, Ints, Offsets, distinct, ranges
+from shardmath.plans.boxes import OPS, PartBoxes, list_boxes
 from shardmath.plans.demands import Batch, Demands, Ranks
 from shardmath.plans.stretch_parts import Stretches, StretchParts, list_parts
 from shardmath.plans.stretches import Stretch, list_kept, list_received, list_sent
@@ -22,7 +22,9 @@ from shardmath.plans.transfers import Planned, Transfer
 
 __all__ = [
     "Names",
+    "Rows",
     "list_names",
+    "list_rows",
     "list_stretches",
     "list_transfers",
     "spell_parts",
@@ -115,6 +117,28 @@ def spell_parts(
     transfers = itertools.chain.from_iterable(_make_transfers([*ends, shape, nbytes, at, addend]))
     counts = np.bincount(rows.part, minlength=len(parts.row))
     return transfers, Offsets.of_counts(counts)
+
+
+class Rows(NamedTuple):
+    """By transfer: the number of its part, the place of its tensor's name, and the number of its box."""
+
+    part: Ints
+    name: Ints
+    box: Ints
+
+
+def list_rows(parts: StretchParts, first_name: Ints, boxes: PartBoxes, kind: Ints) -> Rows:
+    """List the transfers of `parts`, which have the boxes of their `kind`: all boxes of a tensor, then all of the
+    next. The name of the first tensor of a part's batch has place `first_name`."""
+    begin = first_name + parts.tensor
+    name, part = ranges(begin, begin + parts.copies)
+    of_kind = Offsets.of_counts(np.bincount(boxes.kind)).first
+    first = of_kind[kind]
+    count = of_kind[kind + 1] - first
+    if not (count > 1).any():
+        return Rows(part, name, first[part])
+    box, copy = ranges(first[part], (first + count)[part])
+    return Rows(part[copy], name[copy], box)
 
 
 class Names(NamedTuple):

@@ -32,8 +32,8 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints, distinct, ranges
 from shardmath.base.public import public
 from shardmath.base.text import plural
-from shardmath.plans.boxes import OPS, PartBoxes, list_boxes, list_rows
-from shardmath.plans.spelling import list_names, list_stretches
+from shardmath.plans.boxes import OPS, PartBoxes, list_boxes
+from shardmath.plans.spelling import list_names, list_rows, list_stretches
 from shardmath.plans.stretch_parts import list_parts
 from shardmath.plans.transfers import Planned
 
