@@ -97,7 +97,7 @@ def list_boxes(
     )
     first_of_kind, kind = number_alike(places)
     kinds = _Places(*(column[first_of_kind] for column in places))
-    return _list_boxes(_lay_out(list(number_of)), kinds), kind
+    return _list_boxes(_lay_out(tuple(number_of)), kinds), kind
 
 
 def list_global_boxes(
@@ -106,7 +106,7 @@ def list_global_boxes(
     """List the boxes of the tensor of which elements `lo` to `hi` - 1 of units consist, each with its addend. The units
     go from the positions `sender` to the positions `receiver`."""
     zero = np.zeros_like(unit)
-    boxes = _list_boxes(_lay_out([t]), _Places(zero, unit, sender, receiver, lo, hi, zero))
+    boxes = _list_boxes(_lay_out((t,)), _Places(zero, unit, sender, receiver, lo, hi, zero))
     ends = np.stack((boxes.tensor, boxes.tensor + boxes.size), axis=-1)
     found = [tuple(map(tuple, box)) for box in ends.swapaxes(0, 1).tolist()]
     return list(zip(boxes.addend.tolist(), found, strict=True))
@@ -246,7 +246,8 @@ class _Laid(NamedTuple):
     folds: Bools
 
 
-def _lay_out(templates: Sequence[Template]) -> _Laid:
+@memo()
+def _lay_out(templates: tuple[Template, ...]) -> _Laid:
     """The overlays of templates, end to end."""
     # One dimension at least, so that there always is a first one to look at.
     ndim = max([1, *(len(t.overlays) for t in templates)])

@@ -80,7 +80,7 @@ def test_plan_of_a_model(record: Record, name: str) -> None:
         TABLE_TARGET,
     )
     record(
-        f"{name}: the same, and six of its columns",
+        f"{name}: one receiver's transfers as a table, with six columns read",
         rounds_of(lambda: columns(p, receiver), 5, lambda: forget(p)),
         2 * TABLE_TARGET,
     )
