@@ -95,6 +95,8 @@ if TYPE_CHECKING:
     from shardmath.plans.programs.scheduling import schedule
     from shardmath.plans.relabeling.relabeling import Relabeling as Relabeling
     from shardmath.plans.relabeling.relabeling import relabel
+    from shardmath.plans.table import ByteRanges as ByteRanges
+    from shardmath.plans.table import TransferTable
     from shardmath.plans.transfers import Transfer
     from shardmath.proofs.simulate import simulate
     from shardmath.proofs.sizes.prove import prove, prove_equivalent
@@ -111,6 +113,7 @@ if TYPE_CHECKING:
     __version__: str
 
 LATE = {
+    "ByteRanges": "plans.table",
     "Certificate": "plans.flows.certificate",
     "Collective": "plans.collectives.collective",
     "Plan": "plans.plan",
@@ -119,6 +122,7 @@ LATE = {
     "Relabeling": "plans.relabeling.relabeling",
     "Topology": "plans.flows.topology",
     "Transfer": "plans.plan",
+    "TransferTable": "plans.table",
     "Transposed": "plans.adjoint",
     "Verdict": "proofs.sizes.verdict",
     "adjoint": "plans.adjoint",
@@ -262,6 +266,7 @@ __all__ = [
     "plan",
     "Plan",
     "Transfer",
+    "TransferTable",
     "prove",
     "prove_equivalent",
     "verify",

@@ -90,8 +90,8 @@ GROUPS = {
     "Who holds what": """sm.Layout sm.Mesh sm.Placement sm.Shard sm.StridedShard sm.Replicate sm.Partial sm.Ragged
         sm.Balanced sm.BlockCyclic sm.Packed sm.Table sm.Runs sm.from_ranges sm.from_holdings sm.window
         sm.equivalent""",
-    "Plans and proofs": """sm.plan sm.Plan sm.Transfer sm.verify sm.prove sm.prove_equivalent sm.simulate
-        sm.adjoint sm.relabel sm.recognize sm.explore sm.without""",
+    "Plans and proofs": """sm.plan sm.Plan sm.Transfer sm.TransferTable sm.verify sm.prove
+        sm.prove_equivalent sm.simulate sm.adjoint sm.relabel sm.recognize sm.explore sm.without""",
     "Rounds, and how close to the fastest": """sm.schedule sm.Program sm.certify sm.Certificate sm.crossing_bytes
         sm.Topology""",
     "Move tensors": """smt.compile smt.Mover smt.Handle smt.Moved smt.commit smt.redistribute smt.progress_bar

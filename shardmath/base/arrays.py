@@ -47,7 +47,9 @@ def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
     owner = np.arange(len(counts)).repeat(counts)
     # The i-th integer is the start of its range plus the number of integers of that range before it.
     shift = counts.cumsum() - counts - starts
-    return np.arange(len(owner)) - shift[owner], owner
+    integers = np.arange(len(owner))
+    integers -= shift[owner]
+    return integers, owner
 
 
 def begins(*sorted_: Ints) -> Ints:

@@ -8,9 +8,12 @@ In reading order:
 - `units`: the boxes of a unit, and the places where it may be cut;
 - `demands`: the bytes that receivers ask of holders, as integers;
 - `stretches`: the bytes from each sender to each receiver, given the cuts of lines;
-- `pieces`: the boxes of units, as their source and their destination see them;
-- `transfers`: the pieces of a plan, each one box of one tensor between two ranks;
 - `balance`: the choice of cuts;
+- `stretch_parts`: the parts of tensors in stretches of bytes;
+- `boxes`: the boxes of parts, as their source and their destination see them;
+- `transfers`: the pieces of a plan, each one box of one tensor between two ranks;
+- `spelling`: the transfers of parts of stretches;
+- `table`: the transfers of a plan as columns;
 - `uncovered`: checks that the source holds, once, everything that the destination needs;
 - `groups`: the tensors that have the same layouts on both sides;
 - `tensors`: the tensors of a move, all of them or those that differ from the last move;

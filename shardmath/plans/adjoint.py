@@ -33,6 +33,7 @@ from shardmath.layouts.layout import Layout
 from shardmath.plans.flows.topology import Topology
 from shardmath.plans.plan import Plan, describe, rule_of
 from shardmath.plans.reduction import Reduction, check_arithmetic, find_reduction, identity_of
+from shardmath.plans.table import TransferTable, swap_columns
 from shardmath.plans.transfers import Transfer
 from shardmath.plans.uncovered import find_not_whole
 
@@ -153,6 +154,11 @@ class Transposed(Unchanging):
         """Yield the transfers. If `src` is given, only those from that rank are yielded; if `dst` is given, only those
         to that rank."""
         return map(self.flip, self.forward.transfers(src=dst, dst=src))
+
+    def table(self, src: int | None = None, dst: int | None = None) -> TransferTable:
+        """Return what `transfers` yields for the same arguments, in the same order, as a TransferTable: numpy columns,
+        from which a custom transport posts its descriptors."""
+        return swap_columns(self.forward.table(src=dst, dst=src), self.flip.entry)
 
     def sent_bytes(self) -> dict[int, int]:
         """Return, by rank, the number of bytes that each rank of both sides sends to other ranks."""

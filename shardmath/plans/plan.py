@@ -57,10 +57,12 @@ from shardmath.plans.groups import (
     pair_by_name,
 )
 from shardmath.plans.reduction import Reduction
+from shardmath.plans.spelling import list_transfers
 from shardmath.plans.stretches import (
     sum_received,
     sum_sent,
 )
+from shardmath.plans.table import TransferTable, make_table
 from shardmath.plans.tensors import (
     Ends,
     Tensors,
@@ -69,7 +71,7 @@ from shardmath.plans.tensors import (
     read_tensors,
     reread_tensors,
 )
-from shardmath.plans.transfers import Transfer, list_transfers
+from shardmath.plans.transfers import Transfer
 from shardmath.plans.uncovered import check_covered
 
 __all__ = [
@@ -214,6 +216,11 @@ class Plan(Unchanging):
     def transfers(self, src: int | None = None, dst: int | None = None) -> Iterator[Transfer]:
         """Yield all transfers, or only those from rank `src`, to rank `dst`, or, given both, from `src` to `dst`."""
         return list_transfers(self, _as_rank(src), _as_rank(dst))
+
+    def table(self, src: int | None = None, dst: int | None = None) -> TransferTable:
+        """Return what `transfers` yields for the same arguments, in the same order, as a TransferTable: numpy columns,
+        from which a custom transport posts its descriptors."""
+        return make_table(self, _as_rank(src), _as_rank(dst))
 
     def sent_bytes(self) -> dict[int, int]:
         """Return a dict from each rank of the source or the destination to the number of bytes that it sends to other

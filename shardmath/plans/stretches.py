@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -89,14 +88,15 @@ def list_sent(demands: Demands, rank: int) -> Iterator[Stretch]:
 
 def _find_shares(demands: Demands, rank: int) -> list[tuple[int, int, int]]:
     """(line, first byte, last byte + 1) of the rank's share of each line."""
+    listed = _list_columns(demands)
     out = []
-    for line in range(len(demands.holders)):
-        holders = demands.held_by(line)
+    for line, number in enumerate(listed.holders):
+        holders = demands.sets[number]
         if not _among(holders, rank):
             continue
         # The h-th holder sends the bytes from cut h to cut h + 1.
-        h = bisect.bisect_left(holders, rank)
-        lo, hi = demands.cuts_of(line)[h : h + 2].tolist()
+        cut = listed.cut_first[line] + bisect.bisect_left(holders, rank)
+        lo, hi = listed.cuts[cut : cut + 2]
         if lo < hi:
             out.append((line, lo, hi))
     return out
@@ -125,25 +125,29 @@ def _send_of_block(
 
 def list_received(demands: Demands, rank: int) -> Iterator[Stretch]:
     """Yield the stretches (bytes of a block, with sender and receiver) that `rank` receives from other ranks."""
+    listed = _list_columns(demands)
     for line, block in _asked_by(demands, rank):
-        held = demands.held_by(line)
+        held = demands.sets[listed.holders[line]]
         if _among(held, rank):
             continue
-        nbytes = int(demands.nbytes[block])
-        start = int(demands.start[block])
-        place = _place_of(demands, held, block, rank)
-        begin = start + place * nbytes
+        nbytes = listed.nbytes[block]
+        asking = demands.sets[listed.receivers[block]]
+        place = bisect.bisect_left(asking, rank)
+        # Counts leave out the receivers that are holders.
+        if listed.counts[block] != len(asking):
+            place -= _count_lower(held, asking, rank)
+        begin = listed.start[block] + place * nbytes
         end = begin + nbytes
-        for sender, lo, hi in _find_senders(demands, line, begin, end):
+        for sender, lo, hi in _find_senders(listed, line, held, begin, end):
             yield Stretch(block, sender, rank, lo - begin, hi - begin)
 
 
 def list_kept(demands: Demands, rank: int) -> Iterator[Stretch]:
     """Yield the blocks of bytes that `rank` needs and already holds, as stretches from the rank to itself."""
+    listed = _list_columns(demands)
     for line, block in _asked_by(demands, rank):
-        if _among(demands.held_by(line), rank):
-            nbytes = int(demands.nbytes[block])
-            yield Stretch(block, rank, rank, 0, nbytes)
+        if _among(demands.sets[listed.holders[line]], rank):
+            yield Stretch(block, rank, rank, 0, listed.nbytes[block])
 
 
 def _among(ranks: Ranks, rank: int) -> bool:
@@ -152,15 +156,36 @@ def _among(ranks: Ranks, rank: int) -> bool:
     return at < len(ranks) and ranks[at] == rank
 
 
-def _place_of(demands: Demands, held: Ranks, block: int, rank: int) -> int:
-    """The place of a rank among the receivers of a block that are not holders."""
-    asking = demands.asked_by(block)
-    place = bisect.bisect_left(asking, rank)
-    # `count` leaves out the receivers that are holders: here there are none.
-    if demands.count[block] == len(asking):
-        return place
-    lower_holders = held[: bisect.bisect_left(held, rank)]
-    return place - sum(_among(asking, holder) for holder in lower_holders)
+def _count_lower(held: Ranks, asking: Ranks, rank: int) -> int:
+    """The number of ranks below `rank` that both hold and ask."""
+    lower = held[: bisect.bisect_left(held, rank)]
+    return sum(_among(asking, holder) for holder in lower)
+
+
+class _Columns(NamedTuple):
+    """The columns of Demands as lists, in which single items are found faster than in arrays."""
+
+    holders: list[int]
+    cut_first: list[int]
+    cuts: list[int]
+    receivers: list[int]
+    counts: list[int]
+    nbytes: list[int]
+    start: list[int]
+
+
+@memo(8)
+def _list_columns(demands: Demands) -> _Columns:
+    """The columns of `demands` as lists."""
+    return _Columns(
+        holders=demands.holders.tolist(),
+        cut_first=demands.cut_first.tolist(),
+        cuts=demands.cuts.tolist(),
+        receivers=demands.receivers.tolist(),
+        counts=demands.count.tolist(),
+        nbytes=demands.nbytes.tolist(),
+        start=demands.start.tolist(),
+    )
 
 
 @memo(64)
@@ -174,19 +199,19 @@ def _asked_by(demands: Demands, rank: int) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def _find_senders(demands: Demands, line: int, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+def _find_senders(
+    listed: _Columns, line: int, held: Ranks, lo: int, hi: int
+) -> Iterator[tuple[int, int, int]]:
     """(rank, first byte, last byte + 1) of the holders that send the bytes lo..hi-1 of a line."""
-    held = demands.held_by(line)
-    cuts = demands.cuts_of(line)
-    first = int(cuts.searchsorted(lo, "right")) - 1
-    end = int(cuts.searchsorted(hi, "left"))
-    places = cuts[first : end + 1].tolist()
-    ends = itertools.pairwise(places)
-    for holder, (begin, stop) in zip(held[first:end], ends, strict=True):
-        share_lo = max(lo, begin)
-        share_hi = min(hi, stop)
+    begin = listed.cut_first[line]
+    end = begin + len(held) + 1
+    first = bisect.bisect_right(listed.cuts, lo, begin, end) - 1
+    last = bisect.bisect_left(listed.cuts, hi, begin, end)
+    for i in range(first, last):
+        share_lo = max(lo, listed.cuts[i])
+        share_hi = min(hi, listed.cuts[i + 1])
         if share_lo < share_hi:
-            yield holder, share_lo, share_hi
+            yield held[i - begin], share_lo, share_hi
 
 
 def sum_sent(demands: Demands) -> dict[int, int]:

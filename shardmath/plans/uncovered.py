@@ -19,14 +19,14 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
-from shardmath.layouts.algebra.box import Box, first_gap, from_slices
+from shardmath.layouts.algebra.box import Box, first_gap
 from shardmath.layouts.algebra.dimension import Dimension
 from shardmath.layouts.algebra.overlay import Overlay
 from shardmath.layouts.algebra.partition import list_spans, partition
 from shardmath.layouts.holdings import label
 from shardmath.layouts.layout import Layout
+from shardmath.plans.boxes import list_global_boxes
 from shardmath.plans.demands import Batch
-from shardmath.plans.pieces import expand
 from shardmath.plans.template import Template
 
 if TYPE_CHECKING:
@@ -311,15 +311,14 @@ def _raise_uncovered(batches: Sequence[Batch], position: int) -> NoReturn:
 
 def _list_boxes(t: Template, position: int) -> list[Box]:
     """The global boxes of all units that a position of the destination gets."""
-    holders = [positions.tolist() for positions in t.holders]
-    receivers = [set(positions.tolist()) for positions in t.receivers]
-    boxes = []
-    for unit, size in enumerate(t.unit_size.tolist()):
-        cell = t.unit_cell[unit]
-        if position not in receivers[cell]:
-            continue
-        # All holders have the unit at the same global place: any one serves.
-        sender = holders[t.unit_class[unit]][0]
-        pieces = expand(t, unit, sender, position, 0, size)
-        boxes += [from_slices(piece.global_slices) for piece in pieces]
-    return boxes
+    receivers = [position in positions.tolist() for positions in t.receivers]
+    units = np.flatnonzero(np.array(receivers, bool)[t.unit_cell])
+    # All holders have a unit at the same global place: any one serves.
+    senders = t.holders.position[t.holders.first[t.unit_class[units]]]
+    zero = np.zeros_like(units)
+    return [
+        box
+        for _, box in list_global_boxes(
+            t, units, senders, zero + position, zero, t.unit_size[units]
+        )
+    ]

@@ -23,11 +23,10 @@ from shardmath.plans.template import Template
 
 __all__ = [
     "SMALL",
-    "Listed",
     "Rows",
     "Sizes",
+    "check_count",
     "is_legal_cut",
-    "list_columns",
     "snap",
     "stripe_unit",
     "unit_boxes",
@@ -108,29 +107,6 @@ def _measure_pairs(over: Overlay) -> tuple[Ints, Ints]:
     return count, largest
 
 
-class Listed(NamedTuple):
-    """The columns of an Overlay (what source and destination parts share) as lists, to read single items faster."""
-
-    first: list[int]
-    start: list[int]
-    size: list[int]
-    src: list[list[int]]
-    dst: list[list[int]]
-
-
-@memo()
-def list_columns(over: Overlay) -> Listed:
-    """Return the arrays `first`, `start`, `size`, `src` and `dst` of `over` as lists, in which single items are faster
-    to read."""
-    return Listed(
-        first=over.first.tolist(),
-        start=over.start.tolist(),
-        size=over.size.tolist(),
-        src=over.src.tolist(),
-        dst=over.dst.tolist(),
-    )
-
-
 @memo(8192)
 def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[int]]:
     """Return three lists with an item for each box of `unit` (elements that move together): its position, its shape,
@@ -142,21 +118,24 @@ def unit_boxes(t: Template, unit: int) -> tuple[list[Rows], list[Sizes], list[in
     rows = []
     sizes = []
     for over, pair in zip(t.overlays, t.unit_pairs[unit].tolist(), strict=True):
-        listed = list_columns(over)
-        first, end = listed.first[pair : pair + 2]
+        first, end = over.first[pair : pair + 2].tolist()
         rows.append(range(first, end))
-        sizes.append(listed.size[first:end])
-    count = math.prod(map(len, rows))
+        sizes.append(over.size[first:end].tolist())
+    check_count(t, math.prod(map(len, rows)))
+    boxes = list(itertools.product(*rows))
+    shapes = list(itertools.product(*sizes))
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    return boxes, shapes, ends
+
+
+def check_count(t: Template, count: int) -> None:
+    """Raise PlanError if a unit of `t` (elements that move together) has too many boxes, `count`, to list them all."""
     if count > MOST_BOXES:
         raise PlanError(
             f"{t.src} to {t.dst}: one rank would send another {count} boxes of one tensor, "
             f"more than {MOST_BOXES}; divide the tensor into larger blocks, "
             f"or write it with more dimensions"
         )
-    boxes = list(itertools.product(*rows))
-    shapes = list(itertools.product(*sizes))
-    ends = list(itertools.accumulate(map(math.prod, shapes)))
-    return boxes, shapes, ends
 
 
 def snap(t: Template, unit: int, at: int) -> int:

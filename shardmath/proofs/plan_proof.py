@@ -35,11 +35,11 @@ import numpy as np
 from shardmath.base.arrays import Bools, Ints, Offsets, begins, distinct, pick
 from shardmath.base.errors import PlanError
 from shardmath.base.memo import memo
-from shardmath.layouts.algebra.box import Box, first_gap, from_slices
+from shardmath.layouts.algebra.box import Box, first_gap
 from shardmath.layouts.algebra.mesh import Mesh
 from shardmath.layouts.holdings import label
+from shardmath.plans.boxes import list_global_boxes
 from shardmath.plans.demands import Batch, Demands
-from shardmath.plans.pieces import expand
 from shardmath.plans.plan import Plan
 from shardmath.plans.template import Template
 from shardmath.plans.uncovered import count_cells
@@ -399,9 +399,8 @@ def _list_boxes(plan: Plan, batches: Sequence[Batch], group: set[int]) -> dict[i
         sender = batch.src.position(holder_ranks[0])
         receiver_positions = map(batch.dst.position, receiver_ranks)
         for receiver in group.intersection(receiver_positions):
-            pieces = expand(batch.template, unit, sender, receiver, lo, hi)
-            for piece in pieces:
-                box = from_slices(piece.global_slices)
-                of_addend = boxes.setdefault(piece.addend, [])
+            row_and_ends = (np.array([i]) for i in (unit, sender, receiver, lo, hi))
+            for addend, box in list_global_boxes(batch.template, *row_and_ends):
+                of_addend = boxes.setdefault(addend, [])
                 of_addend.append(box)
     return boxes

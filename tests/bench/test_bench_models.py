@@ -37,6 +37,10 @@ ROWS: dict[str, tuple[Callable[[], models.Pair], float, float]] = {
 """The workload, the seconds that its plan and loads may take, and those of one rank's list."""
 
 
+TABLE_TARGET = 0.02
+"""The seconds that one rank's table may take."""
+
+
 def planned(src: dict[str, sm.Layout], dst: dict[str, sm.Layout]) -> sm.Plan:
     """The plan, and what every rank sends and receives."""
     p = sm.plan(src, dst)
@@ -71,10 +75,28 @@ def test_plan_of_a_model(record: Record, name: str) -> None:
         list_target,
     )
     record(
+        f"{name}: one receiver's transfers as a table",
+        rounds_of(lambda: p.table(dst=receiver), 5, lambda: forget(p)),
+        TABLE_TARGET,
+    )
+    record(
+        f"{name}: one receiver's transfers as a table, with six columns read",
+        rounds_of(lambda: columns(p, receiver), 5, lambda: forget(p)),
+        2 * TABLE_TARGET,
+    )
+    record(
         f"{name}: list one sender's transfers",
         rounds_of(lambda: count(p, src=sender), 5, lambda: forget(p)),
         list_target,
     )
+
+
+def columns(p: sm.Plan, rank: int) -> list[object]:
+    """What a transport posts descriptors from: ranks, tensors, offsets and bytes of all that a receiver gets."""
+    table = p.table(dst=rank)
+    assert table.names
+    ends = table.src_rank, table.src_tensor, table.src_offset, table.dst_tensor, table.dst_offset
+    return [*ends, table.nbytes]
 
 
 def forget(p: sm.Plan) -> None:

@@ -85,12 +85,12 @@ print(*(name for name in found if name.startswith("shardmath")))
         ("from shardmath.layouts.layout import Layout", 22, ("shardmath.plans",)),
         (
             "from shardmath.plans.plan import plan",
-            45,
+            48,
             ("shardmath.values", "shardmath.plans.programs"),
         ),
         (
             "from shardmath.proofs.claims import check_claim",
-            48,
+            51,
             ("shardmath.plans.programs", "shardmath.proofs.shapes"),
         ),
         (
@@ -106,7 +106,7 @@ print(*(name for name in found if name.startswith("shardmath")))
         ),
         (
             "import shardmath_torch as smt; smt.compile",
-            118,
+            119,
             (
                 "shardmath.buffers",
                 "shardmath.models",
@@ -116,7 +116,7 @@ print(*(name for name in found if name.startswith("shardmath")))
         ),
         (
             "import shardmath_torch as smt; smt.Refit",
-            175,
+            176,
             ("shardmath.buffers", "shardmath.display.pictures", "shardmath_torch.checkpoints"),
         ),
     ],

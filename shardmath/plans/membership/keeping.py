@@ -26,12 +26,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from shardmath.plans.plan import Plan
 from shardmath.plans.programs.cutting import Pace, cut_transfers
 from shardmath.plans.programs.messages import Message, Round, gather_rounds
 from shardmath.plans.programs.part import RankProgram
+from shardmath.plans.spelling import list_stretches, spell_stretches
 from shardmath.plans.stretches import list_sent
-from shardmath.plans.transfers import Transfer, spell_transfers
+from shardmath.plans.transfers import Transfer
 
 __all__ = ["MembershipChange", "compare", "count_peers", "follow"]
 
@@ -133,9 +136,9 @@ def _list_new(plan: Plan, rank: int, back: Collection[int]) -> Iterator[Transfer
     """The transfers from the rank to ranks that are back."""
     if not back:
         return
-    for stretch in list_sent(plan.lines, rank):
-        if stretch.receiver in back:
-            yield from spell_transfers(plan, plan.lines, stretch)
+    given = list_stretches(plan, rank, None)
+    is_new = np.isin(given.receiver, sorted(back))
+    yield from spell_stretches(plan, given.take(is_new))
 
 
 def _add_sends(

@@ -5,8 +5,6 @@ In reading order:
 - `legs`: cuts of blocks, and groups of ranks that share the bytes that enter them;
 - `streams`: bytes from rank to rank, straight or relayed;
 - `messages`: the messages and rounds that ranks post;
-- `stretch_parts`: the parts of tensors in stretches of bytes;
-- `spelling`: the transfers of these parts;
 - `program`: a plan as rounds of messages, with relays;
 - `cutting`: a plan as rounds of messages, without relays;
 - `part`: everything that one rank does;

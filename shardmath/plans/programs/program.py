@@ -47,9 +47,9 @@ from shardmath.plans.programs.legs import (
     find_relayed,
 )
 from shardmath.plans.programs.messages import Message, Round, gather_rounds
-from shardmath.plans.programs.spelling import spell_parts
 from shardmath.plans.programs.streams import list_bundles
-from shardmath.plans.programs.stretch_parts import Stretches, StretchParts, list_parts
+from shardmath.plans.spelling import spell_parts
+from shardmath.plans.stretch_parts import Stretches, StretchParts, list_parts
 from shardmath.plans.stretches import list_kept
 from shardmath.plans.transfers import Transfer
 
@@ -240,12 +240,12 @@ def _spell_messages(prog: Program, posted: _Posted) -> list[Message]:
     first, message_of_stretch = number_alike(keys)
     parts, message_of_part = _put_large_first(prog, stretches, message_of_stretch)
     is_relayed = find_relayed(posted.leg)
-    transfers, by_part = spell_parts(prog.plan, prog.legs.lines, stretches, is_relayed, parts)
+    transfers, by_part = spell_parts(prog.plan, prog.legs.lines, stretches, parts, is_relayed)
     numbers = np.arange(len(first) + 1)
     first_parts = np.searchsorted(message_of_part, numbers)
     by_message = Offsets(by_part.first[first_parts])
     *columns, _ = [key[first].tolist() for key in keys]
-    messages = _make_messages(transfers, by_message, columns)
+    messages = _make_messages(list(transfers), by_message, columns)
     return list(messages)
 
 
@@ -254,10 +254,8 @@ def _put_large_first(
 ) -> tuple[StretchParts, Ints]:
     """The parts of stretches, given the message of each stretch: message by message; and the message of each part."""
     demands = prog.legs.lines
-    batches = prog.plan.batches
-    parts = list_parts(demands, batches, stretches)
-    grid = make_grid(demands, batches)
-    itemsize = grid.item[parts.row]
+    parts = list_parts(demands, stretches)
+    itemsize = make_grid(demands, prog.plan.batches).item[parts.row]
     message_of_part = message[parts.stretch]
     # Large elements first, so that a message needs no padding; otherwise in the order of stretches.
     order = np.lexsort((-itemsize, message_of_part))

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-from unittest import mock
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, Plan, Table, Topology, clear_caches, from_ranges, plan
-from shardmath.plans import pieces
-from shardmath.plans.stretches import list_kept, list_received, list_sent
-from shardmath.plans.transfers import Transfer, spell_transfers
+from shardmath import Layout, Mesh, Plan, Table, Topology, Transfer, clear_caches, from_ranges, plan
+from shardmath.plans.stretches import list_received, list_sent
 from shardmath.testing.strategies import pairs, trees
+from tests.property.drawn.spelled import transfers_of
 
 Trees = tuple[dict[str, Layout], dict[str, Layout]]
-
-
-def one_by_one(p: Plan, rank: int, list_others) -> list[Transfer]:
-    """The transfers of a rank, a stretch after the other."""
-    out: list[Transfer] = []
-    for stretch in itertools.chain(list_kept(p.lines, rank), list_others(p.lines, rank)):
-        out += spell_transfers(p, p.lines, stretch)
-    return out
 
 
 def check(p: Plan) -> None:
@@ -32,20 +20,18 @@ def check(p: Plan) -> None:
             (p.transfers(dst=rank), list_received),
         ):
             found = list(listed)
-            assert found == one_by_one(p, rank, others)
+            assert found == transfers_of(p, rank, others)
             assert all(type(t) is Transfer for t in found)
 
 
 @given(pairs(), st.booleans())
 def test_pieces_of_two_layouts(pair: tuple[Layout, Layout], near: bool) -> None:
-    with mock.patch.object(pieces, "MANY", 0):
-        check(plan(*pair, topology=Topology(ranks_per_node=2) if near else None))
+    check(plan(*pair, topology=Topology(ranks_per_node=2) if near else None))
 
 
 @given(trees())
 def test_pieces_of_trees(tree: Trees) -> None:
-    with mock.patch.object(pieces, "MANY", 0):
-        check(plan(*tree))
+    check(plan(*tree))
 
 
 def test_boxes_that_are_cut() -> None:
@@ -54,8 +40,7 @@ def test_boxes_that_are_cut() -> None:
     other = Mesh(tp=2, ranks=[6, 7])
     dst = {name: Layout(w.shape, other, "k n (tp h)") for name, w in src.items()}
     p = plan(src, dst)
-    with mock.patch.object(pieces, "MANY", 0):
-        check(p)
+    check(p)
     assert any(t.shape[1] < 300 for t in p.transfers())
 
 
@@ -68,8 +53,7 @@ def test_shards_that_overlap() -> None:
     p = plan(dict.fromkeys(names, src), dict.fromkeys(names, dst))
     starts = {(t.src_rank, t.src_slices[0].start) for t in p.transfers()}
     assert {rank for rank, start in starts if not start} == {0, 1, 2}
-    with mock.patch.object(pieces, "MANY", 0):
-        check(p)
+    check(p)
 
 
 def test_numbers_are_python_integers() -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from shardmath import Layout, Mesh, Table, testing
 from shardmath.layouts.algebra.runs import from_ranges, identity
 from shardmath.layouts.edits import relabeled
-from shardmath.plans.pieces import BoxPiece, expand
 from shardmath.plans.reduction import find_reduction
 from shardmath.plans.template import Template, hidden_pairs, make_template, unit_addends
 from shardmath.plans.units import SMALL, is_legal_cut, snap, unit_boxes, unit_grains, unit_rows
+from tests.property.drawn.pieces import BoxPiece, expand
 
 MESH = Mesh(dp=2, tp=2)
 

@@ -254,11 +254,11 @@ def test_mutated_tables(most: int) -> None:
     if most == 1000:
         assert len(wrong) > 35 and min(wrong[f"Demands.{x}"] for x in READ) > 5, wrong
         assert min(wrong[f"Overlay.{x}"] for x in PAIRED) > 5, wrong
-        assert kept.total() > 2, kept
+        assert kept.total() > 1, kept
 
 
 READ = ("sets", "holders", "first", "cut_first", "cuts", "receivers", "count", "nbytes", "start")
-READ += ("row_first", "batch", "unit", "lo", "at", "each")
+READ += ("row_first", "batch", "unit", "lo", "hi", "at", "each")
 """What `transfers` reads of lines."""
 PAIRED = ("keys", "goals", "start", "size", "src", "dst", "first")
 

@@ -1,31 +1,23 @@
 """Pieces: the boxes of units, as their source and their destination see them.
 
 1. A piece is one box of a unit, or whole rows of one box.
-2. `expand` lists the pieces of some elements of a unit between two ranks. `expand_all` gives the same for many, in
-   arrays: most units are one box.
+2. `expand` lists the pieces of some elements of a unit between two ranks. `shardmath.plans.boxes` lists those of many,
+   in arrays.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
-
-from shardmath.base.arrays import Bools, Ints
-from shardmath.base.memo import memo
 from shardmath.layouts.algebra.mesh import Mesh
+from shardmath.layouts.algebra.overlay import Overlay
 from shardmath.layouts.algebra.partition import Partition
 from shardmath.plans.template import Template
-from shardmath.plans.units import Listed, Rows, Sizes, list_columns, unit_boxes
+from shardmath.plans.units import Rows, Sizes, unit_boxes
 
-__all__ = ["BoxPiece", "UnitRange", "expand", "expand_all"]
-
-MANY = 32
-"""The number of places from which on arrays are faster."""
+__all__ = ["BoxPiece", "expand"]
 
 
 class BoxPiece(NamedTuple):
@@ -59,7 +51,6 @@ def expand(
     return _expand(t, unit, sending, receiving, lo, hi, relayed)
 
 
-@memo(1 << 15)
 def _find_columns(t: Template, unit: int, position: int, at_source: bool) -> Columns:
     """By dimension, the index of the part that a position holds: in the unit's key `at_source`, else in its goal (the
     parts that get the unit)."""
@@ -82,20 +73,18 @@ def _find_column(parts: tuple[int, ...], held: Partition, position: int, mesh: M
     return parts.index(int(part_of_position[position]))
 
 
-@memo(1 << 14)
 def _expand(
     t: Template, unit: int, sending: Columns, receiving: Columns, lo: int, hi: int, relayed: bool
 ) -> list[BoxPiece]:
     """The pieces between any two positions with these columns."""
     boxes, sizes, ends = unit_boxes(t, unit)
-    listed = [list_columns(over) for over in t.overlays]
     first = bisect.bisect_right(ends, lo)
     last = bisect.bisect_left(ends, hi)
     out = []
     for box in range(first, last + 1):
         begin = ends[box - 1] if box else 0
         end = min(hi, ends[box])
-        starts = _find_starts(listed, boxes[box], sending, receiving, relayed)
+        starts = _find_starts(t.overlays, boxes[box], sending, receiving, relayed)
         shape = _cut_box(starts, sizes[box], max(lo - begin, 0), end - begin)
         piece = _make_piece(t, starts, shape)
         out.append(piece)
@@ -111,16 +100,16 @@ class _Starts(NamedTuple):
 
 
 def _find_starts(
-    listed: list[Listed], rows: Rows, sending: Columns, receiving: Columns, relayed: bool
+    overlays: tuple[Overlay, ...], rows: Rows, sending: Columns, receiving: Columns, relayed: bool
 ) -> _Starts:
     """The starts of the box of these rows."""
     starts = _Starts([], [], [])
-    for overlay, row, src, dst in zip(listed, rows, sending, receiving, strict=True):
+    for overlay, row, src, dst in zip(overlays, rows, sending, receiving, strict=True):
         # A relay sends from its destination tensor.
         source = overlay.dst if relayed else overlay.src
-        starts.src.append(source[row][src])
-        starts.dst.append(overlay.dst[row][dst])
-        starts.tensor.append(overlay.start[row])
+        starts.src.append(int(source[row, src]))
+        starts.dst.append(int(overlay.dst[row, dst]))
+        starts.tensor.append(int(overlay.start[row]))
     return starts
 
 
@@ -152,97 +141,3 @@ def _make_piece(t: Template, starts: _Starts, sizes: Sizes) -> BoxPiece:
 def _slice(start: list[int], shape: tuple[int, ...]) -> tuple[slice, ...]:
     """The box of this shape that begins at `start`."""
     return tuple([slice(a, a + n) for a, n in zip(start, shape, strict=True)])
-
-
-class UnitRange(NamedTuple):
-    """Elements lo..hi-1 of a unit, which go from a position of one mesh to a position of another."""
-
-    unit: int
-    sender: int
-    receiver: int
-    lo: int
-    hi: int
-
-
-def expand_all(t: Template, places: Sequence[UnitRange]) -> list[list[BoxPiece]]:
-    """List the BoxPieces of each of these places, as `expand` does."""
-    # A key or a goal has one part unless shards overlap: then no position has to look for its own.
-    is_plain = all(over.src.shape[1] == over.dst.shape[1] == 1 for over in t.overlays)
-    if len(places) < MANY or not is_plain:
-        return [expand(t, *place) for place in places]
-    unit, _, _, lo, hi = np.array(places, np.int64).T
-    boxes = _find_boxes(t, unit)
-    _cut_boxes(boxes, lo, hi)
-    pieces = [[piece] for piece in _make_pieces(t, boxes)]
-    for i in np.flatnonzero(~boxes.is_single).tolist():
-        pieces[i] = expand(t, *places[i])
-    return pieces
-
-
-class _Boxes(NamedTuple):
-    """By place, the first box of its unit: for each dimension the first position at the source, at the destination and
-    in the tensor, and the size; and whether there is no other box."""
-
-    src: Ints
-    dst: Ints
-    tensor: Ints
-    size: Ints
-    is_single: Bools
-
-
-def _find_boxes(t: Template, unit: Ints) -> _Boxes:
-    """The boxes of these units, in a row for each."""
-    shape = len(unit), len(t.overlays)
-    src, dst, tensor, size = (np.empty(shape, np.int64) for _ in range(4))
-    is_single = np.ones(len(unit), bool)
-    for d, over in enumerate(t.overlays):
-        pair = t.unit_pairs[unit, d]
-        row = over.first[pair]
-        is_single &= over.first[pair + 1] - row == 1
-        src[:, d] = over.src[row, 0]
-        dst[:, d] = over.dst[row, 0]
-        tensor[:, d] = over.start[row]
-        size[:, d] = over.size[row]
-    return _Boxes(src, dst, tensor, size, is_single)
-
-
-def _cut_boxes(boxes: _Boxes, lo: Ints, hi: Ints) -> None:
-    """Reduce each box to its elements lo..hi-1, which are whole rows, as `_cut_box` does."""
-    some = np.flatnonzero(boxes.is_single & (hi - lo != boxes.size.prod(axis=1)))
-    if not len(some):
-        return
-    size = boxes.size[some]
-    # The rows of a box are its slices along the first dimension that is longer than 1.
-    d = np.argmax(size > 1, axis=1)
-    row = size.prod(axis=1) // size[np.arange(len(some)), d]
-    for start in (boxes.src, boxes.dst, boxes.tensor):
-        start[some, d] += lo[some] // row
-    boxes.size[some, d] = (hi[some] - lo[some]) // row
-
-
-def _make_pieces(t: Template, boxes: _Boxes) -> list[BoxPiece]:
-    """The pieces of these boxes, as `_make_piece` makes them."""
-    hidden = t.hidden
-    size = boxes.size[:, hidden:]
-    nbytes = size.prod(axis=1) * t.src.itemsize
-    addend = boxes.tensor[:, 0] if t.reduction.folded else np.zeros_like(nbytes)
-    columns = (
-        _make_slices(boxes.src[:, hidden:], size),
-        _make_slices(boxes.dst[:, hidden:], size),
-        _make_slices(boxes.tensor[:, hidden:], size),
-        list(map(tuple, size.tolist())),
-        nbytes.tolist(),
-        addend.tolist(),
-    )
-    make = partial(tuple.__new__, BoxPiece)
-    return list(map(make, zip(*columns, strict=True)))
-
-
-def _make_slices(start: Ints, size: Ints) -> list[tuple[slice, ...]]:
-    """The slices of boxes, which begin at these positions."""
-    count, ndim = size.shape
-    if not ndim:
-        return [()] * count
-    first = start.T.tolist()
-    stop = (start + size).T.tolist()
-    return list(zip(*map(map, [slice] * ndim, first, stop), strict=True))

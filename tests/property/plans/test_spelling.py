@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmath import Layout, Mesh, MeshError, Plan, Program, Transfer, plan
+from shardmath import Layout, Mesh, MeshError, Plan, Program, Table, Transfer, from_ranges, plan
 from shardmath.plans.demands import Demands
 from shardmath.plans.programs.program import list_slices
-from shardmath.plans.programs.spelling import spell_parts
 from shardmath.plans.programs.streams import list_streams
-from shardmath.plans.programs.stretch_parts import Stretches, list_parts
+from shardmath.plans.spelling import spell_parts
+from shardmath.plans.stretch_parts import Stretches, list_parts
 from shardmath.plans.stretches import Stretch, list_kept, list_received, list_sent
-from shardmath.plans.transfers import spell_transfers
 from tests.property.drawn.programs import PROGRAMS, cut_anywhere, plans, programs
+from tests.property.drawn.spelled import spell_transfers
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,9 @@ def spelled(
     """The transfers of each stretch, of all at once."""
     rows = np.array(stretches, np.int64).reshape(-1, 5)
     columns = Stretches(*rows.T)
-    parts = list_parts(on, p.batches, columns)
-    found, by_part = spell_parts(p, on, columns, np.array(relayed, bool), parts)
+    parts = list_parts(on, columns)
+    transfers, by_part = spell_parts(p, on, columns, parts, np.array(relayed, bool))
+    found = list(transfers)
     out: list[list[Transfer]] = [[] for _ in stretches]
     assert len(found) == by_part.first[-1]
     for part, transfer in zip(by_part.owners().tolist(), found, strict=True):
@@ -124,6 +125,21 @@ def test_of_any_bytes(some: list[Stretch]) -> None:
     p = plan(whole(FEW), whole(MANY))
     assert max(np.diff(p.lines.row_first)) > 1 and max(len(batch.names) for batch in p.batches) > 2
     are_alike(p, p.lines, some, [False] * len(some))
+
+
+def test_relays_where_shards_overlap() -> None:
+    """A relay's position is in the destination's mesh, which has fewer ranks than the source's here."""
+    parts = tuple(from_ranges([(0, n)]) for n in (6, 2, 4, 3))
+    src = Layout((6, 2), Mesh(a=8, ranks=range(1, 9)), "n h")
+    p = plan(src, Layout((6, 2), Mesh(x=4, ranks=range(5, 9)), {"x": Table(0, parts)}))
+    some, relayed = [], []
+    for block, nbytes in enumerate(p.lines.nbytes.tolist()):
+        first, *others = p.lines.asked_by(block)
+        for sender, receiver in ((8, first), *((first, other) for other in others)):
+            some.append(Stretch(block, sender, receiver, 0, nbytes))
+            relayed.append(sender == first)
+    assert 0 < sum(relayed) < len(relayed)
+    are_alike(p, p.lines, some, relayed)
 
 
 def test_strangers(fails) -> None:

@@ -11,7 +11,7 @@
 >>> src, dst = (Layout((8,), Mesh(x=2, ranks=ranks), "(x n)") for ranks in ((0, 1), (2, 3)))
 >>> p = plan({"a": src, "b": src}, {"a": dst, "b": dst})
 >>> one = Stretches(*np.array([[0], [0], [2], [4], [20]]))
->>> parts = list_parts(p.lines, p.batches, one)
+>>> parts = list_parts(p.lines, one)
 >>> parts.tensor.tolist(), parts.copies.tolist(), parts.lo.tolist(), parts.hi.tolist()
 ([0, 1], [1, 1], [1, 0], [4, 1])
 """
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmath.base.arrays import Ints, ranges
-from shardmath.plans.balance import Grid, make_grid
-from shardmath.plans.demands import Batch, Demands
+from shardmath.base.arrays import Bools, Ints, Offsets, ranges
+from shardmath.base.memo import memo
+from shardmath.plans.demands import Demands
 
 __all__ = ["StretchParts", "Stretches", "list_parts"]
 
@@ -41,6 +41,10 @@ class Stretches(NamedTuple):
     receiver: Ints
     lo: Ints
     hi: Ints
+
+    def take(self, some: Ints | Bools) -> Stretches:
+        """Return the byte ranges with the indices `some`, or those where `some` is true."""
+        return Stretches(*(column[some] for column in self))
 
 
 class StretchParts(NamedTuple):
@@ -63,17 +67,15 @@ class StretchParts(NamedTuple):
         return StretchParts(*(column[some] for column in self))
 
 
-def list_parts(demands: Demands, batches: tuple[Batch, ...], given: Stretches) -> StretchParts:
+def list_parts(demands: Demands, given: Stretches) -> StretchParts:
     """Cut the byte ranges `given` into parts, each of which is the same range of elements in one or more tensors.
-    `demands` says which elements of which tensors the bytes are; `batches` are these tensors, in groups that are
-    sharded equally."""
-    grid = make_grid(demands, batches)
-    cut = _cut_by_row(grid, given)
+    `demands` says which elements of which tensors the bytes are."""
+    cut = _cut_by_row(demands, given)
     by_tensor = _cut_by_tensor(cut.lo, cut.hi, demands.each[cut.row])
     cut_index = by_tensor.which
     row = cut.row[cut_index]
     first_element = demands.lo[row]
-    itemsize = grid.item[row]
+    itemsize = demands.each[row] // (demands.hi[row] - first_element)
     return StretchParts(
         stretch=cut.stretch[cut_index],
         row=row,
@@ -93,20 +95,26 @@ class _ByRow(NamedTuple):
     hi: Ints
 
 
-def _cut_by_row(grid: Grid, given: Stretches) -> _ByRow:
+def _cut_by_row(demands: Demands, given: Stretches) -> _ByRow:
     """The stretches, cut at the borders of rows."""
-    # Contents, and so their rows, are laid end to end, so that one search serves all.
-    base = grid.base[given.block]
-    begin = base + given.lo
-    end = base + given.hi
-    first = np.searchsorted(grid.begin, begin, "right") - 1
-    last = np.searchsorted(grid.begin, end, "left")
+    base, row_begin = _lay_rows(demands)
+    begin = base[given.block] + given.lo
+    end = base[given.block] + given.hi
+    first = np.searchsorted(row_begin, begin, "right") - 1
+    last = np.searchsorted(row_begin, end, "left")
     row, stretch = ranges(first, last)
-    row_begin = grid.begin[row]
-    row_ends = np.append(grid.begin[1:], grid.base[-1])
-    lo = np.maximum(begin[stretch], row_begin)
-    hi = np.minimum(end[stretch], row_ends[row])
-    return _ByRow(stretch, row, lo - row_begin, hi - row_begin)
+    lo = np.maximum(begin[stretch], row_begin[row])
+    hi = np.minimum(end[stretch], row_begin[row + 1])
+    return _ByRow(stretch, row, lo - row_begin[row], hi - row_begin[row])
+
+
+@memo(8)
+def _lay_rows(demands: Demands) -> tuple[Ints, Ints]:
+    """The first byte of each block, and of each row, if the contents of all blocks, and so their rows, are laid end to
+    end: then one search serves all. Behind the last row is its end."""
+    base = Offsets.of_counts(demands.nbytes).first
+    begin = demands.rows.spread(base[:-1]) + demands.at
+    return base, np.append(begin, base[-1])
 
 
 class _ByTensor(NamedTuple):
