@@ -66,8 +66,8 @@ def main(megabytes: int = 256, repeats: int = 5, page: Path | None = None) -> No
         rates = [f"{array.nbytes / best(way, repeats) / 1e9:.2f}" for way in ways]
         found.append([name, *rates, *["-"] * (3 - len(rates))])
     about = (
-        f"Figures are GB of input that one core reads per second. Each array has {megabytes} MB. Only "
-        f"arrays of every second column have {megabytes // 2} MB. crc32 reads only contiguous arrays."
+        f"Figures are GB of input that one core reads per second. Arrays have {megabytes} MB. In rows "
+        f'with "every second column", arrays have {megabytes // 2} MB. crc32 reads only contiguous arrays.'
     )
     show(page, "Digests of content", about, HEAD, found)
 
