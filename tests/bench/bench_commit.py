@@ -84,8 +84,9 @@ def main(megabytes: int = 256, repeats: int = 9, page: Path | None = None) -> No
     about = (
         f'8 gloo processes (dp=2 tp=4) move a tensor of {rows} x {rows} float32, with `commit="direct"` and with '
         f'`commit="all"`. Figures are seconds of the slowest process, in the median of {repeats} runs. CPU columns are '
-        f"processor seconds of all processes together. By hand, ranks exchange packed messages between two barriers, "
-        f"and then copy what has arrived into the destination. [Shadows](failures.md#how-ranks-commit) take memory."
+        f"processor seconds of all processes together. In the columns "
+        f'"by hand", a program without shardmath exchanges packed messages between two barriers, and then copies '
+        "what has arrived into the destination. [Shadows](failures.md#how-ranks-commit) take memory."
     )
     show(page, "Commit", about, HEADS, found)
 

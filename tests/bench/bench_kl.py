@@ -162,9 +162,9 @@ def main(steps: int, count: int, page: Path | None = None) -> None:
         f"{loss:.2f} nats per byte. Arithmetic is in bfloat16, and only the weights of linear layers are quantized. In "
         'the column "KL", they are rounded to bfloat16 before they are quantized. In the column "KL, of masters", the '
         "float32 weights are quantized directly. The first row quantizes nothing: it compares the model in bfloat16 "
-        'with the model in float32. The column "KL between the two" is the KL between these two models. It '
-        "uses float32 arithmetic, since bfloat16 would hide the difference. "
-        'The column "same likeliest byte" is the share of bytes for which the model in '
+        'with the model in float32. The column "KL between the two" is the KL between the model of the '
+        'column "KL" and the model of the column "KL, of masters". It uses float32 arithmetic, since bfloat16 would '
+        'hide the difference. The column "same likeliest byte" is the share of bytes for which the model in '
         'bfloat16 and the model of the column "KL" predict the same likeliest byte. If a trainer and an engine '
         "quantize the same way, their bytes are equal, and the KL between them is 0. `tests/bench/bench_kl.py` "
         f"measures this.\n\n{PUBLISHED}"

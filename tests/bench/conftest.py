@@ -104,8 +104,8 @@ def page(rows: list[Row], notes: dict[str, list[str]], pace: list[float]) -> str
         "",
         f"`make bench` wrote this page on {machine}. [How to read the numbers](numbers.md) explains the figures. "
         "Compare figures only within a table: other programs may have run at the same time. The first table measures "
-        "planning and flat buffers. The sections from [Exchange](#exchange) on measure moves, checkpoints, digests, "
-        "formats and updates of vLLM. DeepSeek-V3 has 45,395 tensors, of which 45,337 are parameters. In the first "
+        "planning and flat buffers. The sections from [Exchange](#exchange) on measure everything "
+        "else. DeepSeek-V3 has 45,395 tensors, of which 45,337 are parameters. In the first "
         'table, every cache is emptied before each round of a measurement, except in rows with "planned before". If a '
         "figure misses its target, no test fails, since machines are shared and noisy. To show how much the machine's "
         "speed varied, the run timed an empty loop of a million turns before every test. This loop took from "
