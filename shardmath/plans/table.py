@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from shardmath.base.arrays import Bools, Ints, distinct, ranges
+from shardmath.base.errors import PlanError
 from shardmath.base.public import public
 from shardmath.base.text import plural
 from shardmath.plans.boxes import OPS, PartBoxes, list_boxes
@@ -115,8 +116,17 @@ class TransferTable:
     def __repr__(self) -> str:
         return f"<table of {plural(len(self), 'transfer')}>"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without columns that were read: numpy would let anyone write unpickled ones.
+        return TransferTable, (*(getattr(self, one.name) for one in fields(self)),)
+
     def __getitem__(self, rows: slice | Ints | Bools) -> TransferTable:
-        """The table of some rows, given as numpy takes them: a slice, or an array of numbers or of bools."""
+        """The table of some rows, with the same names. Rows are given as numpy takes them: a slice, or an array of
+        numbers or of bools. Raises PlanError for a single number."""
+        if not isinstance(rows, slice) and not np.ndim(rows):
+            raise PlanError(
+                f"{rows!r} is no slice and no array of rows; write [i : i + 1] for row i"
+            )
         places = {id(source.place): source.place for source in self._sources.values()}
         some = {key: place[rows] for key, place in places.items()}
         sources = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import itertools
 import pickle
@@ -173,6 +174,9 @@ def test_rows_of_a_table() -> None:
         row = some.ranges().row
         assert set(row.tolist()) == set(range(len(some)))
     assert len(table[:0]) == len(table[:0].ranges().row) == 0
+    for row in (1, np.int64(1)):
+        with pytest.raises(PlanError, match=r"1\)? is no slice and no array of rows"):
+            table[row]  # type: ignore[index]
 
 
 def test_a_table_is_a_value() -> None:
@@ -182,8 +186,9 @@ def test_a_table_is_a_value() -> None:
             getattr(table, name)[0] = 1
     with pytest.raises(AttributeError):
         table.names = ()  # type: ignore[misc]
-    again = pickle.loads(pickle.dumps(table))
-    assert rows_of(again, SMALL) == list(SMALL.transfers())
+    for again in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
+        assert rows_of(again, SMALL) == list(SMALL.transfers())
+        assert not any(getattr(again, name).flags.writeable for name in COLUMNS)
 
 
 def test_names_are_of_the_table() -> None:
