@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from vllm.config import LoadConfig, ParallelConfig
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from vllm.model_executor.offloader import PrefetchOffloader, UVAOffloader, set_offloader
+from vllm.platforms import current_platform
 
 import shardmath as sm
 from shardmath import ExchangeError, StoreError
@@ -156,6 +158,37 @@ def test_kernels_go_before_new_ones_are_made(monkeypatch: pytest.MonkeyPatch) ->
     loading.process(natives)
     loading.undo()
     assert seen == [(None, None)] * 3
+
+
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="other devices pack nothing")
+def test_a_module_that_was_not_processed_still_has_a_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else its rank would raise in the middle of a step, and others would wait for it in vLLM's collectives."""
+
+    def fail(module: nn.Module, info: object) -> None:
+        raise ArithmeticError("this layer cannot be processed")
+
+    model: Any = nn.Module()
+    model.first, model.second = Part(), Part()
+    for part in model.first, model.second:
+        del part.gain, part.steps, part.bias
+        part.quant_method = UnquantizedLinearMethod()
+    record_metadata_for_reloading(model)
+    for part in model.first, model.second:
+        part.quant_method.process_weights_after_loading(part)
+    config: Any = SimpleNamespace(dtype=torch.float32)
+    loading = Loading(model, config)
+    monkeypatch.setattr(loading_module, "_layerwise_process", fail)
+    loading.begin()
+    for tensor in loading.materialize({"first.weight": 0, "second.weight": 0}).values():
+        tensor.fill_(1.0)
+    with pytest.raises(ArithmeticError):
+        loading.process(["first.weight", "second.weight"])
+    loading.undo()
+    for part in model.first, model.second:
+        out = part.quant_method.apply(part, torch.ones(2, 64))
+        torch.testing.assert_close(out, torch.full((2, 64), 64.0))
 
 
 class Joining:

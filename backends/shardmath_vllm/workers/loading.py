@@ -4,7 +4,8 @@
    that, without memory; `materialize` gives memory to the parameters of some modules, and `process` has vLLM make from
    them the tensors that it runs, at their previous addresses (`vllm.model_executor.model_loader.reload`).
 2. `undo` restores the running tensors of everything that has not been processed. If `process` raises, it may have freed
-   kernels of modules that it has not processed: these cannot run before an update has written to them.
+   kernels of modules that it has not processed: these get kernels of what has arrived. A torn model must run up to its
+   logits, where it refuses: a rank that raised earlier in a step would leave others waiting for it.
 3. Some tensors vLLM never takes back: biases, and the corrections of routers. They are written in place, except for
    biases that it has made wider since (`biases`).
 4. If an update writes to a module, the module's tensors that only the engine has keep their values.
@@ -15,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +44,13 @@ from shardmath.models.storage.stored import Shapes
 from shardmath_vllm.converting import convert
 from shardmath_vllm.workers.biases import BIAS, materialize_bias, take_back_bias
 from shardmath_vllm.workers.memory import Lent, free, take_like
-from shardmath_vllm.workers.repacking import drop_kernels, packs_apart, process_tied, repacks_anew
+from shardmath_vllm.workers.repacking import (
+    drop_kernels,
+    packs_apart,
+    process_tied,
+    repacks_anew,
+    replace_kernel,
+)
 
 __all__ = ["Loading"]
 
@@ -127,7 +135,11 @@ class Loading:
         """Undo `begin`: modules get their earlier tensors back, except modules whose new weights vLLM has already
         processed for its kernels.
         """
+        self._lent.end()
         for module in self._model.modules():
+            # The error that is being handled says more.
+            with suppress(Exception):
+                replace_kernel(module)
             info = get_layerwise_info(module)
             # vLLM is loading the module: `begin` has prepared it, and `process` has not ended that, and reset `info`.
             is_loading = info.can_load()
@@ -137,7 +149,6 @@ class Loading:
         # In `begin`, vLLM turned off its own reload of models that torchao quantized, and kept the earlier flag.
         model: Any = self._model
         model._do_torchao_reload = getattr(model, "_original_do_torchao_reload", False)
-        self._lent.end()
 
     @torch.no_grad()
     def materialize(self, natives: Mapping[str, int]) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@
 3. A head that is tied to the embedding is packed separately, and a reload does not know of it. So it is packed again.
 4. On processors with AMX, latent attention packs a projection's weight, and leaves an empty one instead, into which a
    reload would copy. So a whole one is put there, until attention has packed it.
-
 5. vLLM packs the weights of a linear layer before it frees those that it packed before. So they are freed first.
 
 On a GPU none of this happens, and nothing is done here.
@@ -26,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-__all__ = ["drop_kernels", "packs_apart", "process_tied", "repacks_anew"]
+__all__ = ["drop_kernels", "packs_apart", "process_tied", "repacks_anew", "replace_kernel"]
 
 KERNEL = "cpu_linear"
 """The attribute of linear layers on CPUs in which vLLM keeps the function that has their packed weights."""
@@ -94,3 +93,10 @@ def drop_kernels(modules: Iterable[nn.Module]) -> None:
     """Free the packed weights of modules that pack them apart. They cannot run until vLLM has processed them again."""
     for module in modules:
         setattr(module, KERNEL, None)
+
+
+def replace_kernel(module: nn.Module) -> None:
+    """If `drop_kernels` has freed the module's packed weights, have vLLM pack those that the module has now."""
+    if getattr(module, KERNEL, module) is None:
+        method: Any = module.quant_method
+        method.process_weights_after_loading(module)

@@ -31,6 +31,10 @@ class Selected:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without what was visited, which would make a pickle several times as large.
+        return Selected, (self.side, self.names)
+
     @property
     def layouts(self) -> Mapping[str, Layout]:
         """The layout of each selected tensor, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 
 import numpy as np
@@ -178,3 +179,14 @@ def test_a_portion_tells_each_rank_its_own() -> None:
             for rank in (*ranks, *reversed(ranks)):
                 assert side.slots(rank) == wanted[rank]
                 assert len(side.natives(rank)) == len({s.native for s in wanted[rank].values()})
+
+
+def test_a_pickle_of_a_portion_is_the_same_before_and_after_use() -> None:
+    """A portion keeps what it has found for a rank, which is no part of it."""
+    portion, *_ = sm.divide(sm.refit(trainer(), ENGINES["one"], list_shapes()))
+    side = portion.engines["a"]
+    unused = pickle.dumps(side)
+    slots = side.slots(3)
+    assert pickle.dumps(side) == unused
+    again = pickle.loads(unused)
+    assert again == side and again.slots(3) == slots and again.slots(4) == side.slots(4)

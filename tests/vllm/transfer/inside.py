@@ -169,7 +169,7 @@ def widen(worker: Any) -> None:
 def mend(worker: Any) -> None:
     """Take away what was put in the place of the engine's own."""
     loading = worker.weight_transfer_engine._loading
-    for name in ("materialize", "process"):
+    for name in ("materialize", "process", "_process"):
         vars(loading).pop(name, None)
 
 
@@ -233,11 +233,15 @@ def fail(worker: Any, rank: int, portion: int, how: str) -> None:
     process = type(loading).process
     left = [portion]
 
+    def refuse(module: nn.Module, frees: bool) -> None:
+        raise ArithmeticError("this layer cannot be processed")
+
     def act(natives: Any) -> None:
         if left[0] == 0:
             if how == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise ArithmeticError("this layer cannot be processed")
+            # Once kernels are freed for new ones.
+            loading._process = refuse
         left[0] -= 1
         process(loading, natives)
 
