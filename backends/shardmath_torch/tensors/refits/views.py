@@ -12,6 +12,7 @@ torch.Size([3, 1])
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -203,21 +204,19 @@ def bind_views(
     if faults:
         raise StoreError(f"rank {rank}:\n" + "\n".join(faults))
     reshaped = {}
-    stored_dtypes = {}
     for native, shape in stored.items():
         local = locals_[native]
         check_memory(show_native(native), plain(local))
         # An engine may store the (C, k) of rows as (C, 1, k), the weight of a convolution.
         whole = local.detach()
         reshaped[native] = whole if shapes[native] == shape else whole.view(shape)
-        stored_dtypes[native] = dtypes.canonical(local.dtype)
     tensors = {}
     computed = []
     for name, slot in slots.items():
         view = make_view(reshaped, slot)
         dtype = layouts[name].dtype
         if not slot.function:
-            _check_dtype(stored_dtypes[slot.chunk, slot.native], dtype, slot)
+            _check_dtype(_name_dtype(view.dtype), dtype, slot)
             tensors[name] = view
             continue
         if not receives:
@@ -242,6 +241,12 @@ def make_view(stored: Mapping[Native, Tensor], slot: Slot) -> Tensor:
     # Position i of `inverse` is the dimension of the slice that is dimension i of the checkpoint tensor.
     inverse = sorted(range(len(slot.order)), key=slot.order.__getitem__)
     return view.permute(inverse)
+
+
+@functools.cache
+def _name_dtype(dtype: torch.dtype) -> str:
+    """The name of the dtype in layouts."""
+    return dtypes.canonical(dtype)
 
 
 def _check_dtype(dtype: str, wanted: str, slot: Slot) -> None:
