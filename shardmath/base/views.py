@@ -1,6 +1,5 @@
 """Views: mappings in frozen dataclasses, which nobody can change.
 
->>> from collections.abc import Mapping
 >>> from dataclasses import dataclass
 >>> @dataclass(frozen=True)
 ... class Sizes(Unchanging):
@@ -15,11 +14,15 @@ TypeError: 'mappingproxy' object does not support item assignment
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Unchanging"]
+__all__ = ["Unchanging", "to_dict"]
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class Unchanging:
@@ -35,8 +38,14 @@ class Unchanging:
     def __reduce__(self) -> tuple[object, ...]:
         values = [value for _, value in _list_values(self)]
         # A view cannot be pickled.
-        dicts = [dict(one) if isinstance(one, MappingProxyType) else one for one in values]
+        dicts = [to_dict(one) if isinstance(one, MappingProxyType) else one for one in values]
         return type(self), tuple(dicts)
+
+
+def to_dict(by_name: Mapping[_K, _V]) -> dict[_K, _V]:
+    """Return a dict with the items of `by_name`."""
+    # dict() would look up each key of a view.
+    return by_name | {} if isinstance(by_name, MappingProxyType) else dict(by_name)
 
 
 def _list_values(value: Any) -> list[tuple[str, object]]:

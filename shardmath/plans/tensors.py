@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from shardmath.base.arrays import Ints, addresses
+from shardmath.base.views import to_dict
 from shardmath.layouts.holdings import Windows
 from shardmath.layouts.layout import Layout
 from shardmath.plans.groups import (
@@ -232,7 +233,7 @@ def _edit(
     was edited before."""
     if not removed and all(before.get(name) is windows for name, windows in fresh.items()):
         return before
-    now = dict(before)
+    now = to_dict(before)
     for name in removed:
         del now[name]
     added = sorted(name for name in fresh if name not in now)
@@ -246,7 +247,7 @@ def _edit(
         at = bisect.bisect(names, name)
         names.insert(at, name)
         windows.insert(at, now[name])
-    out = {} if like is None else dict(like)
+    out = {} if like is None else to_dict(like)
     out.update(zip(names, windows, strict=True))
     return out
 
@@ -280,7 +281,7 @@ def _translate(last: Grouped, ends: tuple[_End, _End], given: Ends, now: Ends) -
         windows = end.find(became)
         if windows is None:
             return None
-        side = dict(end.before)
+        side = to_dict(end.before)
         side.update(zip(old.names, map(windows.__getitem__, old.held), strict=True))
         sides.append(side)
     source, target = sides

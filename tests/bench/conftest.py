@@ -1,16 +1,17 @@
 """The table at the end of a benchmark run: each figure beside its target and its peer's figure.
 
 Machines are shared and noisy, so both the median and the minimum are shown, and no figure fails a test. With
-`--page FILE` the benchmark page is written too.
+`--page FILE` the benchmark page is written too, except for the sections that other programs write.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,6 +121,14 @@ def page(rows: list[Row], notes: dict[str, list[str]], pace: list[float]) -> str
     return "\n".join(out) + "\n"
 
 
+def list_others(to: Path, notes: Mapping[str, object]) -> list[str]:
+    """The sections of the page that other programs have written."""
+    sections = re.split("^## ", to.read_text() if to.exists() else "", flags=re.M)[1:]
+    titles = [heading.capitalize() for heading in notes]
+    kept = [one for one in sections if one.partition("\n")[0] not in titles]
+    return [f"## {one.rstrip()}\n" for one in kept]
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     rows, notes = config.stash[ROWS], config.stash[NOTES]
     if rows:
@@ -131,4 +140,5 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if rows and config.getoption("--page"):
         to = Path(config.getoption("--page"))
         to.parent.mkdir(exist_ok=True)
-        to.write_text(page(rows, notes, config.stash[PACE]))
+        others = list_others(to, notes)
+        to.write_text("\n".join([page(rows, notes, config.stash[PACE]), *others]))

@@ -31,6 +31,7 @@ from typing import NamedTuple, TypeAlias
 from shardmath.base.arguments import as_integer, listed
 from shardmath.base.errors import PlanError
 from shardmath.base.text import show_ranks
+from shardmath.base.views import to_dict
 from shardmath.layouts.holdings import Windows, label
 from shardmath.layouts.layout import Layout
 from shardmath.plans.demands import Batch, Ranks
@@ -145,7 +146,7 @@ def _keep(whole: Plan, left: frozenset[int]) -> Plan:
 def _keep_tensors(whole: Plan, staying: Staying) -> _Tensors:
     """The tensors that a rank that stays asks for. Raises PlanError if there are none."""
     # Of tens of thousands of tensors few differ: changing those in a copy is faster than building a new dict.
-    dst = dict(whole.dst)
+    dst = to_dict(whole.dst)
     alike = []
     incomplete: list[str] = []
     for names in whole.alike:
