@@ -242,7 +242,10 @@ def _measure_placing(incoming: Incoming, number: int, elements: list[Some], repe
 
 def main() -> None:
     args = section.arguments(__doc__ or "", repeats=9, layers=4)
-    about = "`python tests/bench/bench_changes.py`: what ranks of the table below do, one of them alone on one core."
+    about = (
+        "In the next section, ranks refit [only what has changed](changes.md). This table has the rates of a rank's "
+        "steps in such a refit, each alone on one core. `tests/bench/bench_changes.py` measures this."
+    )
     rows = list(bench_core(args.repeats, args.layers))
     section.show(args.page, "Changes only, one core", about, ["what", "rate"], rows)
     with socket.socket() as free:
@@ -261,9 +264,11 @@ def main() -> None:
         process.join()
     nbytes = sum(one[1] for one in found[:TRAINERS])
     about = (
-        f"`python tests/bench/bench_changes.py`: {nbytes / 1e6:.0f} MB of {args.layers} layers at four trainer "
-        "ranks, into four engine ranks with fused weights, over eight gloo processes; the slowest rank's seconds, "
-        f"median of {args.repeats}; phases of a trainer rank, who waits for the slowest while agreeing."
+        f"4 trainer ranks refit 4 engine ranks, which store fused weights: {nbytes / 1e6:.0f} MB of {args.layers} "
+        f"layers, over gloo. Figures are seconds of the slowest rank, in the median of {args.repeats} runs. CPU "
+        "columns are processor seconds. The column "
+        '"phases" says how a trainer rank spends its time. The phase "agreeing" includes the wait for the slowest '
+        "rank. `tests/bench/bench_changes.py` measures this."
     )
     rows = list(list_rows([one[2] for one in found]))
     section.show(args.page, "Changes only", about, HEADS, rows)

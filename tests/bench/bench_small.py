@@ -193,7 +193,7 @@ def show_agreement(repeats: int, page: Path | None) -> None:
         f"`processor us` is a rank's processor time per call. `tests/bench/bench_small.py` measures this."
     )
     heads = ["call", "us", "processor us", "/ barrier", "processor / barrier"]
-    show(page, "Agreement", about, heads, rows)
+    show(page, "Agreement and collectives", about, heads, rows)
 
 
 if __name__ == "__main__":
