@@ -79,12 +79,12 @@ class _Column:
 class TransferTable:
     """Transfers as columns: arrays of integers with a row for each transfer, which cannot be written.
 
-    `tensor`, `src_tensor`, `dst_tensor` and `op` are places in `names`, `src_names`, `dst_names` and `ops`; names are
-    of tensors in the table only. `shape`, `src_start`, `dst_start` and `global_start` have a column for each dimension:
-    slices of a Transfer begin at the start, and are as long as the shape. Dimensions that a tensor lacks are in front,
-    with start 0 and size 1. `src_offset` and `src_strides` are bytes: where the box begins in the sender's local tensor
-    if that is contiguous in row-major order, and that tensor's strides; `dst_offset` and `dst_strides` are the
-    receiver's. Other columns are as in Transfer. A column takes time and memory when it is first read.
+    `tensor`, `src_tensor`, `dst_tensor` and `op` are indices into `names`, `src_names`, `dst_names` and `ops`; names
+    are of tensors in the table only. `shape`, `src_start`, `dst_start` and `global_start` have a column for each
+    dimension: slices of a Transfer begin at the start, and are as long as the shape. Dimensions that a tensor lacks are
+    in front, with start 0 and size 1. `src_offset` and `src_strides` are bytes: where the box begins in the sender's
+    local tensor if that is contiguous in row-major order, and that tensor's strides; `dst_offset` and `dst_strides` are
+    the receiver's. Other columns are as in Transfer. A column takes time and memory when it is first read.
     """
 
     names: tuple[str, ...]
@@ -125,7 +125,7 @@ class TransferTable:
         numbers or of bools. Raises PlanError for a single number."""
         if not isinstance(rows, slice) and not np.ndim(rows):
             raise PlanError(
-                f"{rows!r} is no slice and no array of rows; write [i : i + 1] for row i"
+                f"{rows!r} is neither a slice nor an array of rows; write [i : i + 1] for row i"
             )
         places = {id(source.place): source.place for source in self._sources.values()}
         some = {key: place[rows] for key, place in places.items()}

@@ -55,7 +55,7 @@ from shardmath_vllm.workers.repacking import (
 __all__ = ["Loading"]
 
 LARGE = 1 << 20
-"""Bytes from which on memory is given back right after a module; that of norms and routers goes later."""
+"""Bytes from which on a module's memory is given back right after the module; smaller modules, such as norms, wait."""
 
 
 class Loading:
@@ -174,7 +174,7 @@ class Loading:
                     if natives[native]:
                         tensor.data.zero_()
                 tensors[native] = tensor.data
-        # Of other sizes; nothing has been written to what was taken instead.
+        # The memory that is left has other sizes. It goes back before the new tensors, still unwritten, take pages.
         self._lent.drop()
         return tensors
 

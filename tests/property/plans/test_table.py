@@ -175,7 +175,7 @@ def test_rows_of_a_table() -> None:
         assert set(row.tolist()) == set(range(len(some)))
     assert len(table[:0]) == len(table[:0].ranges().row) == 0
     for row in (1, np.int64(1)):
-        with pytest.raises(PlanError, match=r"1\)? is no slice and no array of rows"):
+        with pytest.raises(PlanError, match=r"1\)? is neither a slice nor an array of rows"):
             table[row]  # type: ignore[index]
 
 
